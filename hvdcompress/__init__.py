@@ -1,0 +1,10 @@
+"""Gradient compression for data-parallel training, plugged into the unmodified Horovod optimizer.
+
+Importing this package imports no framework: ``hvdcompress.torch`` and the other drivers do.
+"""
+
+from hvdcompress.plan import Plan, load
+from hvdcompress.registry import available, get
+
+__version__ = "0.1.0"
+__all__ = ["Plan", "available", "get", "load", "__version__"]

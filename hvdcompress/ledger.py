@@ -1,0 +1,114 @@
+"""The ledger: bytes and seconds, per rank and tensor, as the collectives really carry them.
+
+``bytes_sent`` counts the payload bytes that a rank hands to its collectives (headers, probes and status
+included). ``bytes_on_wire`` is what the rank transmits when the collectives run as rings: gradient build-up
+shows only there, as a gathered payload is passed on p − 1 times.
+
+=========== ============== ===============================================
+verb        sent           on the wire
+=========== ============== ===============================================
+all-reduce  m              2·(p − 1)/p · m
+all-gather  own m          Σ over ranks of m, less the successor's own
+all-to-all  m              (p − 1)/p · m
+broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
+=========== ============== ===============================================
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Entry:
+    """Totals of one rank, or of one tensor on one rank."""
+
+    sent: int = 0
+    on_wire: float = 0.0
+    dense: int = 0
+    collectives: int = 0
+
+
+@dataclass
+class Ledger:
+    """Totals since it was made (or :meth:`reset`). ``rank=None`` means the rank that the ledger was made for."""
+
+    world: int
+    rank: int = 0
+    steps: int = 0
+    _ranks: dict[int, Entry] = field(default_factory=lambda: defaultdict(Entry))
+    _tensors: dict[tuple[int, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
+    _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
+    _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, rank: int, name: str, verb: str, num_bytes: int, gathered: list[int] | None = None) -> None:
+        """One collective of ``num_bytes`` by ``rank`` for tensor ``name``; ``gathered``: all ranks' lengths."""
+        p = self.world
+        wire = {
+            "AllReduce": 2 * (p - 1) / p * num_bytes,
+            "Broadcast": 2 * (p - 1) / p * num_bytes,
+            "AllToAll": (p - 1) / p * num_bytes,
+            "AllGather": sum(gathered) - gathered[(rank + 1) % p] if gathered else (p - 1) * num_bytes,
+        }[verb]
+        for entry in (self._ranks[rank], self._tensors[rank, name]):
+            entry.sent += num_bytes
+            entry.on_wire += wire
+            entry.collectives += 1
+
+    def add_dense(self, rank: int, name: str, num_bytes: int) -> None:
+        """A gradient of ``num_bytes`` went through."""
+        self._ranks[rank].dense += num_bytes
+        self._tensors[rank, name].dense += num_bytes
+
+    def add_seconds(self, rank: int, what: str, seconds: float) -> None:
+        """Time spent on "select" (all codec work of this process) or "communicate" (waiting for collectives)."""
+        self._seconds[rank, what] += seconds
+
+    def count(self, rank: int, counters: dict[str, Any]) -> None:
+        """Add a method's counters, such as "saturated" and "kept"."""
+        for name, amount in counters.items():
+            self._counters[rank, name] += amount
+
+    def _rank(self, rank: int | None) -> int:
+        return self.rank if rank is None else rank
+
+    def bytes_sent(self, rank: int | None = None) -> int:
+        """Payload bytes that the rank handed to its collectives."""
+        return self._ranks[self._rank(rank)].sent
+
+    def bytes_on_wire(self, rank: int | None = None) -> int:
+        """Bytes that the rank transmits when the collectives run as rings."""
+        return round(self._ranks[self._rank(rank)].on_wire)
+
+    def dense_bytes(self, rank: int | None = None) -> int:
+        """Bytes of the gradients themselves, in their own dtype."""
+        return self._ranks[self._rank(rank)].dense
+
+    def rate(self, rank: int | None = None) -> float:
+        """Dense bytes / bytes sent (NaN before anything was sent)."""
+        sent = self.bytes_sent(rank)
+        return self.dense_bytes(rank) / sent if sent else float("nan")
+
+    def collectives(self, rank: int | None = None) -> int:
+        """Number of collectives of our own that the rank took part in."""
+        return self._ranks[self._rank(rank)].collectives
+
+    def tensors(self, rank: int | None = None) -> dict[str, Entry]:
+        """Totals per tensor."""
+        return {name: entry for (r, name), entry in self._tensors.items() if r == self._rank(rank)}
+
+    def seconds(self, rank: int | None = None) -> dict[str, float]:
+        """{"select": codec work, "communicate": waiting for collectives}."""
+        return {what: self._seconds[self._rank(rank), what] for what in ("select", "communicate")}
+
+    def counters(self, rank: int | None = None) -> dict[str, int]:
+        """Sums of what methods counted, e.g. {"kept": …, "saturated": …}."""
+        return {name: int(amount) for (r, name), amount in self._counters.items() if r == self._rank(rank)}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.steps = 0
+        for table in (self._ranks, self._tensors, self._seconds, self._counters):
+            table.clear()

@@ -1,0 +1,1 @@
+"""The methods: one file = one paper; the file's name is its id in plans."""

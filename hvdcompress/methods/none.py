@@ -1,0 +1,38 @@
+"""No compression: the dense sum, as the stock optimizer would send it.
+
+What travels: x [n] float32 (float64 for float64 gradients), summed. The baseline of every table, and
+what tensors below ``min_elements`` get under any method.
+
+Bytes: 4n (8n for float64).
+
+Departures: float16 and bfloat16 gradients are summed in float32, so that sums neither overflow nor
+lose digits; use the methods fp16 or bf16 to send 16 bits.
+
+>>> import numpy as np
+>>> from hvdcompress.loopback import Loopback
+>>> net = Loopback("none", world=2)
+>>> net.allreduce([np.float32([1, 2]), np.float32([3, 4])], name="w")[0]
+array([2., 3.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcompress.method import AllReduce, Array, Exchange, Method, Reduced, TensorSpec, Turn
+from hvdcompress.registry import method
+
+
+@method
+class Dense(Method):
+    paper = "no compression (the dense baseline)"
+    sends = "4n bytes, summed"
+    wide = True
+    rides = True
+
+    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+        return (8 if spec.dtype == "float64" else 4) * spec.size
+
+    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
+        total = yield AllReduce(x)
+        return Reduced(total=total, own=x)

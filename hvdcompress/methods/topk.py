@@ -1,0 +1,54 @@
+"""Top-k sparsification with error feedback: each rank sends its k largest |x|.
+
+What travels: k (index, value) pairs of each rank, gathered; entries of different ranks add up, so the
+result has between k and p·k entries ("gradient build-up"), and the bytes received grow with p.
+
+    k = min(n, max(1, ⌊n·density⌋)),   x = gradient + residual,   residual = x with the sent zeroed
+
+Aji & Heafield 2017 (arXiv 1704.05021); error feedback as Stich et al. 2018 (arXiv 1809.07599), eq. (Mem-SGD).
+
+Bytes: 24 (header) + indices + k·(4 | 2 | 2 for values fp32 | fp16 | bf16), sections rounded up to 4; indices
+by Elias-Fano at about 2 + log2(n/k) bits each, or as a bitmap of n bits where that is shorter.
+
+Departures from the papers: indices are Elias-Fano coded; among equal magnitudes the lowest index is kept,
+so that every backend sends the same bytes. With ``values: fp16 | bf16`` the rounding error stays in the residual.
+
+>>> import numpy as np
+>>> from hvdcompress.loopback import Loopback
+>>> net = Loopback("topk", world=2, density=0.25, min_elements=1)
+>>> net.allreduce([np.float32([4, 1, 0, -2]), np.float32([1, -6, 0, 2])], name="w")[0]
+array([ 2., -3.,  0.,  0.], dtype=float32)
+>>> net.residual("w", rank=0)
+array([ 0.,  1.,  0., -2.], dtype=float32)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcompress.method import Array, Density, FeedbackName, Method, Sparse, TensorSpec, Turn, Values
+from hvdcompress.parts import pack, select
+from hvdcompress.registry import method
+
+
+@method
+class TopK(Method):
+    paper = "Aji & Heafield 2017 (arXiv 1704.05021); feedback: Stich et al. 2018 (arXiv 1809.07599)"
+    sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
+    needs_feedback = True
+
+    density: Density = 0.01
+    """Share of the elements that each rank sends: k / n."""
+    values: Values = "fp32"
+    """How the k values are written: fp32, fp16 or bf16."""
+    feedback: FeedbackName = "plain"
+
+    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+        return pack.num_bytes(select.kept(self.density, spec.size), spec.size, self.values)
+
+    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
+        index = ops.top_k(x, select.kept(self.density, me.spec.size))  # [k] int32, ascending
+        return pack.encode(Sparse(index, ops.take(x, index)), self.values, self.id, me, ops)
+
+    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
+        return pack.decode(payload, select.kept(self.density, me.spec.size), self.values, self.id, me, ops)

@@ -1,0 +1,270 @@
+"""One rank's side of every exchange: state, steps and rollback, with no I/O. Drivers are built on it.
+
+A step of a driver is: :meth:`Worker.start` for each unit (the generator runs to its first verb), carry
+out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, then either
+:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all, and last
+:meth:`Worker.end_step`. State is committed in ``finish``; an abandoned step leaves it as it was, exactly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.ledger import Ledger
+from hvdcompress.method import Array, Exchange, Method, Reduced, Slot, Turn, Verb
+from hvdcompress.parts import feedback
+from hvdcompress.plan import Plan, Unit
+
+
+class ExchangeError(RuntimeError):
+    """An exchange failed; the message names the tensor, the method, the round and the rank."""
+
+
+@dataclass
+class Flight:
+    """One unit's exchange while it is under way; ``verb`` is what it waits for, until ``reduced`` is there."""
+
+    worker: Worker
+    unit: Unit
+    method: Method
+    me: Turn
+    exchange: Exchange
+    scale: float  #: what the gradient was multiplied by
+    finite: bool
+    like: Array
+    verb: Verb | None = None
+    reduced: Reduced | None = None
+    round: int = -1
+    handle: Any = None  #: the driver's, for the collective in flight
+    extra: dict[str, Any] = field(default_factory=dict)  #: the driver's own
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+        return self.unit.spec.name
+
+    def advance(self, result: Any = None) -> Verb | None:
+        """Give the method the result of its verb; returns the next one, or None when it is done.
+
+        Raises:
+            ExchangeError: the method failed.
+        """
+        began = time.perf_counter()
+        try:
+            self.verb = self.exchange.send(result) if self.round >= 0 else next(self.exchange)
+            self.round += 1
+        except StopIteration as stop:
+            self.verb, self.reduced = None, stop.value
+        except Exception as error:
+            raise ExchangeError(self.worker.describe_error(self, error)) from error
+        finally:
+            self.worker.ledger.add_seconds(self.worker.rank, "select", time.perf_counter() - began)
+        return self.verb
+
+
+class Worker:
+    """State and bookkeeping of one rank under one plan."""
+
+    def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
+        self.plan, self.rank, self.world = plan, rank, world
+        self.ledger = ledger or Ledger(world, rank)
+        self.states: dict[str, dict[str, Array]] = {}  # unit name -> slot -> array
+        self._spare: dict[str, Array] = {}  # unit name -> second residual buffer
+        self.units: dict[str, Unit] = {}
+        self.steps: dict[str, int] = {}  # unit name -> steps done
+
+    def describe_error(self, flight: Flight, error: Exception) -> str:
+        """The message of an :class:`ExchangeError`."""
+        return (
+            f"tensor {flight.name!r} (method {flight.method.id}, round {max(flight.round, 0)}, rank {self.rank}): "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def slots(self, unit: Unit) -> dict[str, Slot]:
+        """Every slot that any stage of the unit's program declares."""
+        declared: dict[str, Slot] = {}
+        for _, method in unit.program.stages:
+            declared.update(feedback.slots(method, unit.spec))
+        return declared
+
+    def method_now(self, unit: Unit) -> Method:
+        """The method that is on for the unit's next step."""
+        return unit.program.at(self.steps.get(unit.spec.name, 0))
+
+    def work_dtype(self, unit: Unit) -> str:
+        """What the unit's gradients are computed in: float32, but float64 stays so under a ``wide`` method."""
+        return "float64" if self.method_now(unit).wide and unit.spec.dtype == "float64" else "float32"
+
+    def state(self, unit: Unit, like: Array, ops: Any) -> dict[str, Array]:
+        """The unit's state, allocated as zeros at first use."""
+        if unit.spec.name not in self.states:
+            known = self.units.setdefault(unit.spec.name, unit)
+            if known.spec.shape != unit.spec.shape:
+                raise ValueError(
+                    f"tensor {unit.spec.name!r} had shape {known.spec.shape} before and has {unit.spec.shape} now"
+                )
+            self.states[unit.spec.name] = {
+                slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in self.slots(unit).items()
+            }
+        return self.states[unit.spec.name]
+
+    def start(self, unit: Unit, gradient: Array, ops: Any, loss_scale: float = 1.0) -> Flight:
+        """Begin a unit's exchange and run it to its first verb.
+
+        ``gradient`` [n] is flat, in the working dtype, and read only until ``finish``. A non-finite one takes part
+        as zeros, so that no method ever sees a NaN, and marks the flight: the step is then to be abandoned.
+        """
+        step = self.steps.setdefault(unit.spec.name, 0)
+        method = unit.program.at(step)
+        state = self.state(unit, gradient, ops)
+        if len(gradient) != unit.spec.size:
+            raise ValueError(f"tensor {unit.spec.name!r} has {unit.spec.size} elements, {len(gradient)} came")
+        began = time.perf_counter()
+        finite = ops.all_finite(gradient)
+        if not finite:
+            gradient = ops.zeros(unit.spec.size, self.work_dtype(unit), like=gradient)
+        scale = 1.0 / loss_scale if state else 1.0  # residuals are kept in unscaled units
+        spare = self._spare.pop(unit.spec.name, None)
+        if spare is None and method.feedback != "none":
+            spare = ops.zeros(unit.spec.size, "float32", like=gradient)
+        me = Turn(self.rank, self.world, step, unit.spec, self.plan.seed, method.phase_of(step))
+        exchange = feedback.exchange(method, gradient, scale, state, spare, me, ops)
+        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
+        self.ledger.add_dense(self.rank, unit.spec.name, unit.spec.size * itemsize(unit.spec.dtype))
+        flight = Flight(self, unit, method, me, exchange, scale, finite, gradient)
+        flight.extra["spare"] = spare
+        flight.advance()
+        return flight
+
+    def finish(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
+        """Commit the flight's state, and write factor · total into ``outs``, the flat members of its unit."""
+        assert flight.reduced is not None
+        began = time.perf_counter()
+        name, old = flight.name, self.states[flight.name]
+        new = {**old, **flight.reduced.state}
+        if new.get(feedback.RESIDUAL) is not old.get(feedback.RESIDUAL):
+            self._spare[name] = old[feedback.RESIDUAL]
+        elif flight.extra["spare"] is not None:
+            self._spare[name] = flight.extra["spare"]
+        self.states[name] = new
+        self.steps[name] += 1
+        factor = factor / flight.scale
+        if len(outs) == 1:
+            ops.write(outs[0], flight.reduced.total, factor)
+        else:
+            joined = ops.zeros(flight.unit.spec.size, "float32", like=flight.like)
+            ops.write(joined, flight.reduced.total, factor)
+            for out, (start, stop) in zip(outs, spans(flight.unit), strict=True):
+                ops.write(out, joined[start:stop], 1.0)
+        self.ledger.count(self.rank, flight.me.counters)
+        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
+
+    def abandon(self, flight: Flight, outs: Sequence[Array], ops: Any) -> None:
+        """Leave the state as it was before the step, and fill the gradients with NaN."""
+        flight.exchange.close()
+        if flight.extra["spare"] is not None:
+            self._spare[flight.name] = flight.extra["spare"]
+        for out in outs:
+            ops.fill(out, float("nan"))
+
+    def residual(self, name: str) -> Array | None:
+        """The residual of one tensor, flat; None where none is kept. ``KeyError`` if nothing is known of it."""
+        unit, (start, stop) = self.find(name)
+        residual = self.states[unit.spec.name].get(feedback.RESIDUAL)
+        return None if residual is None else residual[start:stop]
+
+    def find(self, name: str) -> tuple[Unit, tuple[int, int]]:
+        """The unit that a tensor belongs to, and its span there."""
+        for unit in self.units.values():
+            for member, span in zip(unit.members, spans(unit), strict=True):
+                if member.name == name:
+                    return unit, span
+        raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(sorted(self.names())) or 'none'}")
+
+    def names(self) -> list[str]:
+        """The names of all tensors that have gone through."""
+        return [member.name for unit in self.units.values() for member in unit.members]
+
+    def num_state_bytes(self) -> int:
+        """Memory held for state, second buffers included."""
+        arrays = [a for slots in self.states.values() for a in slots.values()] + list(self._spare.values())
+        return sum(array.nbytes for array in arrays)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"plan", "world", "rank", "steps": {unit: n}, "state": {tensor: {slot: flat copy}}}.
+
+        A bucket's residual is cut into its members, so that it survives another bucketing.
+        """
+        state: dict[str, dict[str, Array]] = {}
+        for unit in self.units.values():
+            for slot, array in self.states[unit.spec.name].items():
+                if slot == feedback.RESIDUAL:
+                    for member, (start, stop) in zip(unit.members, spans(unit), strict=True):
+                        state.setdefault(member.name, {})[slot] = array[start:stop].copy()
+                else:
+                    state.setdefault(unit.spec.name, {})[slot] = array.copy()
+        head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
+        return {**head, "steps": dict(self.steps), "state": state}
+
+    def load_state_dict(self, saved: Mapping[str, Any], units: Sequence[Unit], copy: Callable[[Any], Array]) -> None:
+        """Take over a saved state, all of it or, on any error, none; ``copy`` makes a fresh array of a saved one.
+
+        Raises:
+            ValueError: it is of another format, world, rank or set of tensors; the message says which.
+        """
+        for key, mine in (("format", 1), ("world", self.world), ("rank", self.rank)):
+            if saved.get(key) != mine:
+                hint = "; hvdcompress.worker.reshard makes states for another world" if key == "world" else ""
+                raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
+        known = {unit.spec.name for unit in units}
+        if unknown := sorted(saved["steps"].keys() - known):
+            raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
+        states: dict[str, dict[str, Array]] = {}
+        for unit in units:
+            if unit.spec.name not in saved["steps"]:
+                continue
+            states[unit.spec.name] = new = {}
+            for slot, declared in self.slots(unit).items():
+                names = [m.name for m in unit.members] if slot == feedback.RESIDUAL else [unit.spec.name]
+                parts = [saved["state"].get(name, {}).get(slot) for name in names]
+                if any(part is None for part in parts):
+                    raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
+                new[slot] = copy(parts)
+                if len(new[slot]) != int(np.prod(declared.shape)):
+                    raise ValueError(f"{slot!r} of {unit.spec.name!r} has {len(new[slot])} elements, not {declared.shape}")
+        self.units = {unit.spec.name: unit for unit in units if unit.spec.name in states}
+        self.states, self.steps, self._spare = states, dict(saved["steps"]), {}
+
+
+def reshard(saved: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
+    """Saved states of all ranks -> states for ``world`` ranks: what is summed keeps its sum over ranks.
+
+    Every new rank gets an equal part of a residual's sum, so that no gradient is lost or counted twice.
+
+    Raises:
+        ValueError: a rank's state is missing.
+    """
+    ranks = sorted(one["rank"] for one in saved)
+    if ranks != list(range(saved[0]["world"])):
+        raise ValueError(f"states of all {saved[0]['world']} ranks are needed, these are of ranks {ranks}")
+    merged = {
+        name: {slot: sum(one["state"][name][slot] for one in saved) / world for slot in slots}
+        for name, slots in saved[0]["state"].items()
+    }
+    return [{**saved[0], "world": world, "rank": rank, "state": merged} for rank in range(world)]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes an element."""
+    return {"float64": 8, "float32": 4}.get(dtype, 2)
+
+
+def spans(unit: Unit) -> list[tuple[int, int]]:
+    """(start, stop) of each member in the unit's joined vector."""
+    stops = np.cumsum([member.size for member in unit.members]).tolist()
+    return [(stop - member.size, stop) for stop, member in zip(stops, unit.members, strict=True)]

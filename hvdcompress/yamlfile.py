@@ -1,0 +1,109 @@
+"""Reading YAML so that every complaint names the key and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdcompress.registry import suggest
+
+Path_ = tuple[str | int, ...]
+
+
+class PlanError(ValueError):
+    """Something is wrong in a plan or an experiment; the message names the file, the line and the key."""
+
+
+class Document:
+    """A mapping in a YAML document (or a dict), which knows where each of its keys stands."""
+
+    def __init__(self, value: Any, path: Path_ = (), lines: dict[Path_, int] | None = None, file: str = ""):
+        self.path, self.lines, self.file = path, lines or {}, file
+        if not isinstance(value, Mapping):
+            raise self.error(None, f"must be a mapping of keys to values, not {value!r}")
+        self.value: dict[Any, Any] = dict(value)
+
+    @classmethod
+    def open(cls, source: str | Path | Mapping[str, Any]) -> Document:
+        """From a file's path, or from a dict.
+
+        Raises:
+            PlanError: the file is no YAML mapping, or has a key twice.
+            FileNotFoundError: there is no such file.
+        """
+        if isinstance(source, Mapping):
+            return cls(source)
+        text, file = Path(source).read_text(encoding="utf-8"), str(source)
+        try:
+            root, value = yaml.compose(text), yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"{file}: not YAML: {error}") from None
+        lines: dict[Path_, int] = {}
+        for path, line in _walk(root, ()):
+            if path in lines:
+                raise PlanError(f"{file}, line {line}: {path[-1]} is given a second time (first in line {lines[path]})")
+            lines[path] = line
+        return cls(value if value is not None else {}, (), lines, file)
+
+    def error(self, key: Any, message: str) -> PlanError:
+        """A complaint about ``key`` (None: about the whole mapping)."""
+        path = self.path if key is None else (*self.path, key)
+        line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
+        where = ", ".join(filter(None, [self.file, f"line {line}" if line else ""]))
+        name = ".".join(str(part) for part in path)
+        return PlanError(": ".join(filter(None, [where, name, message])))
+
+    def without(self, *keys: str) -> Document:
+        """The same mapping without these keys."""
+        rest = {key: value for key, value in self.value.items() if key not in keys}
+        return Document(rest, self.path, self.lines, self.file)
+
+    def child(self, key: Any, value: Any = None) -> Document:
+        """The mapping under ``key`` (or ``value`` in its place)."""
+        value = self.value.get(key) if value is None else value
+        return Document(value, (*self.path, key), self.lines, self.file)
+
+    def items(self, key: str) -> Iterator[Document]:
+        """The mappings in the list under ``key``; none if it is absent."""
+        given = self.value.get(key) or []
+        if not isinstance(given, list | tuple):
+            raise self.error(key, f"must be a list, not {given!r}")
+        for number, item in enumerate(given):
+            yield Document(item, (*self.path, key, number), self.lines, self.file)
+
+    def known_keys(self, known: tuple[str, ...]) -> None:
+        """Refuse keys that are not known."""
+        for key in self.value:
+            if key not in known:
+                hint = suggest(str(key), list(known))
+                raise self.error(key, f"unknown key{hint}; known: {', '.join(known)}")
+
+    def whole(self, key: str, default: Any, least: int) -> Any:
+        """The whole number under ``key``, ``least`` or more."""
+        value = self.value.get(key, default)
+        if value is not default and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise self.error(key, f"{value!r} must be a whole number, {least} or more")
+        return value
+
+    def text(self, key: str) -> str | None:
+        """The text under ``key``, or None."""
+        value = self.value.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.error(key, f"{value!r} must be text")
+        return value
+
+
+def _walk(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
+    """(path, line) of every key and list item below ``node``."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = yaml.safe_load(yaml.serialize(key)) if key.tag != "tag:yaml.org,2002:str" else key.value
+            yield (*path, name), key.start_mark.line + 1
+            yield from _walk(value, (*path, name))
+    elif isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield (*path, number), item.start_mark.line + 1
+            yield from _walk(item, (*path, number))
