@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -36,13 +37,16 @@ class Net:
     def __init__(self, prefix: str, ledger: Ledger, process_set: Any):
         self.prefix, self.ledger, self.set = prefix, ledger, process_set
         self.rank, self.world = process_set.rank(), process_set.size()
+        self._send: dict[type[Verb], Callable[[Any, str, str], int]] = {
+            AllReduce: self._all_reduce,
+            AllGather: self._all_gather,
+            Broadcast: self._broadcast,
+            AllToAll: self._all_to_all,
+        }
 
     def submit(self, name: str, round: int, verb: Verb) -> Pending:
         """Start a verb's collective for tensor ``name``; returns at once."""
-        full = f"{self.prefix}.{name}.{round}"
-        send = {AllReduce: self._all_reduce, AllGather: self._all_gather}.get(type(verb))
-        send = send or {Broadcast: self._broadcast, AllToAll: self._all_to_all}[type(verb)]
-        return Pending(send(verb, full, name), verb, name)
+        return Pending(self._send[type(verb)](verb, f"{self.prefix}.{name}.{round}", name), verb, name)
 
     def _all_reduce(self, verb: AllReduce, full: str, name: str) -> int:
         payload = _tensor(verb.x)
@@ -123,7 +127,7 @@ class Net:
         for rank, text in enumerate(texts[1:], 1):
             other_plan, other_tensors = json.loads(text)
             for what, a, b in (("plan key", first_plan, other_plan), ("tensor", first_tensors, other_tensors)):
-                for key in sorted(a.keys() | b.keys()):
+                for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "method", key)):
                     if a.get(key) != b.get(key):
                         raise PeerError(
                             f"ranks disagree: {what} {key!r} is {a.get(key)!r} on rank 0 and {b.get(key)!r} on rank "

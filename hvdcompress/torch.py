@@ -17,9 +17,10 @@ collective. So this driver
 from __future__ import annotations
 
 import itertools
-import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from math import isclose, isfinite
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -27,19 +28,21 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdcompress._torch_net import Net, PeerError
+from hvdcompress._torch_step import Step, ops_for
 from hvdcompress.ledger import Ledger
-from hvdcompress.method import AllReduce, Method, TensorSpec
+from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
-from hvdcompress.worker import Flight, Worker, itemsize
+from hvdcompress.worker import Worker, itemsize
 
 __all__ = ["Compressor", "PeerError"]
 
-_instances = itertools.count()
+# Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
+_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class Ticket:
-    """What ``compress`` hands to ``decompress``: whose gradient it was."""
+    """What ``compress`` hands to ``decompress``: whose gradient it was, and whether its payload went along."""
 
     def __init__(self, gradient: torch.Tensor):
         self.gradient, self.name, self.rides = gradient, "", False
@@ -47,6 +50,8 @@ class Ticket:
 
 class Compressor:
     """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
+
+    A program with several makes them in the same order on every rank.
 
     Args:
         method: a method id with hyper-parameters, a Method, a Plan, or a plan's dict.
@@ -56,6 +61,9 @@ class Compressor:
             residuals are kept unscaled, so it may change between steps.
         ops: "auto" (the numpy core for CPU gradients, torch for CUDA), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
+
+    Attributes:
+        plan: what each tensor gets. ledger: bytes and seconds so far, on this rank. parameters: by name.
 
     Raises:
         ValueError: a bad plan; two parameters with one name; ``hvd.init()`` was not called.
@@ -73,27 +81,24 @@ class Compressor:
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
+        if ops not in ("auto", "torch"):
+            raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
         self.plan = plan_of(method, **settings)
         pairs = list(named_parameters)
         self.parameters = dict(pairs)
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
-        self.process_set, self.loss_scale, self._ops = process_set, loss_scale, ops
-        self.prefix = f"hvdcompress.{next(_instances)}"
+        self.process_set, self.loss_scale, self.force_torch = process_set, loss_scale, ops == "torch"
+        set_id = process_set.process_set_id
+        self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
         specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
         self.units = {member.name: unit for unit in self.plan.units(specs) for member in unit.members}
         rank, world = process_set.rank(), process_set.size()
         self.ledger = Ledger(world, rank)
         self.worker = Worker(self.plan, rank, world, self.ledger)
-        self.net: Net | None = None
         self._by_id: dict[int, str] = {}  # id(gradient) -> name: a hint, always verified
-        self._arrived: dict[str, dict[str, torch.Tensor]] = {}  # unit -> member -> gradient, this step
-        self._flights: dict[str, Flight] = {}  # unit -> flight, this step
-        self._finite = True
-        self._sealed = False  # the step's first decompress has happened
-        self._error: Exception | None = None  # this rank's first one, this step
-        self._left: set[str] = set()  # members not yet decompressed
+        self._step: Step | None = None
         self._agreed = False  # the ranks' plans have been compared
         self._failure: PeerError | None = None
 
@@ -108,68 +113,54 @@ class Compressor:
         if self._failure:
             raise self._failure
         ticket = Ticket(tensor)
+        step = self._current_step()
         try:
-            self._open_step()
             ticket.name = self._identify(tensor)
-            ticket.rides = self._take_in(ticket.name, tensor)
-            self._pump_ready()
+            ticket.rides = step.take_in(ticket.name, tensor)
+            step.pump_ready()
         except HorovodInternalError:
-            self._close_step()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
+            self._step = None  # a peer is gone: nothing of this step is kept, so an elastic run can go on
             raise
         except Exception as error:
-            self._error = self._error or error
-        return self._for_stock_allreduce(ticket), ticket
+            step.error = step.error or error
+        return self._for_stock_allreduce(ticket, step), ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
-        """Finish the step's exchanges; returns the reduced gradient, in the gradient's own memory."""
+        """Finish the step's exchanges; returns the reduced gradient, in the gradient's own memory.
+
+        Raises:
+            PeerError: a rank failed, or ranks disagree; on every rank, with one message.
+            HorovodInternalError: a peer is gone.
+        """
         if ctx is None:
-            if output.is_sparse:
-                names = [n for n, p in self.parameters.items() if p.grad is not None and p.grad.is_sparse]
-                raise ValueError(
-                    f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
-                    "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
-                )
+            self._refuse_sparse(output)
             return output
+        if self._failure:
+            raise self._failure
+        step = self._step
+        assert step is not None
         try:
-            self._seal_step()
+            step.seal()
+            factor = self._factor(output[-2:])
         except HorovodInternalError:
-            self._close_step()
+            self._step = None
             raise
-        factor = self._factor(output[-2:])
-        unit = self.units[ctx.name]
-        flight = self._flights[unit.spec.name]
-        members = self._arrived[unit.spec.name]
-        ops = self._ops_for(ctx.gradient)
-        if ctx.rides and flight.reduced is None:
-            total = output[:-2]
-            flight.advance(total if ops is not fast else total.numpy())
-        if not flight.extra.get("done"):
-            flight.extra["done"] = True
-            outs = [self._flat(members[m.name], flight.like.dtype) for m in unit.members]
-            if self._finite:
-                # what rode along was averaged by Horovod, if it averages at all
-                self.worker.finish(flight, outs, 1.0 if ctx.rides else factor, ops)
-            else:
-                self.worker.abandon(flight, outs, ops)
-            for member, out in zip(unit.members, outs, strict=True):
-                _store(out, members[member.name])
-        self._left.discard(ctx.name)
-        if not self._left:
-            self._close_step()
+        except PeerError as failure:
+            self._failure = failure
+            raise
+        step.hand_back(ctx.name, output[:-2] if ctx.rides else None, factor)
+        if not step.left:
+            self.ledger.steps += step.finite
+            self._step = None
         return ctx.gradient
 
     # -- state -------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> torch.Tensor:
         """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept."""
-        parameter = self.parameters[name]
-        try:
-            flat = self.worker.residual(name)
-        except KeyError:
-            flat = None
-        if flat is None:
-            return torch.zeros(parameter.shape)
-        return torch.as_tensor(flat).clone().reshape(parameter.shape)
+        shape = self.parameters[name].shape
+        flat = self.worker.residual(name) if name in self.worker.names() else None
+        return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as tensors.
@@ -177,30 +168,29 @@ class Compressor:
         Raises:
             RuntimeError: a step is under way.
         """
-        if self._flights:
+        if self._step and self._step.flights:
             raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
         saved = self.worker.state_dict()
         state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
         return {**saved, "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' devices.
+        """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' device.
 
         Raises:
             ValueError: it is of another rank, world, or set of parameters; nothing is changed then.
         """
-        units = list({unit.spec.name: unit for unit in self.units.values()}.values())
-        device = next(iter(self.parameters.values())).device if self.parameters else "cpu"
-        native = self._native(torch.device(device))
+        anywhere = next(iter(self.parameters.values()), torch.zeros(0))
 
         def copy(parts: list[Any]) -> Any:
-            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone()
-            return joined.to(device) if native else joined.numpy()
+            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
+            return joined.numpy() if ops_for(anywhere, self.force_torch) is fast else joined
 
-        self.worker.load_state_dict(saved, units, copy)
+        units = {unit.spec.name: unit for unit in self.units.values()}
+        self.worker.load_state_dict(saved, list(units.values()), copy)
 
     def describe(self) -> str:
-        """Which method each group of parameters gets, and the memory that its residuals will take on this rank."""
+        """Which method each group of parameters gets, and the memory that its residuals take on this rank."""
         groups: dict[str, list[Unit]] = {}
         for unit in {unit.spec.name: unit for unit in self.units.values()}.values():
             groups.setdefault(str(unit.program), []).append(unit)
@@ -214,143 +204,78 @@ class Compressor:
             lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of residuals")
         return "\n".join(lines)
 
-    # -- one step --------------------------------------------------------------------------------------
+    # -- what a step asks ------------------------------------------------------------------------------
 
-    def _open_step(self) -> None:
-        if self._sealed:  # the last step was not decompressed to its end: its state stays as it was
-            self._close_step()
-        if self.net is None:
-            self.net = Net(self.prefix, self.ledger, self.process_set)
-        if self.process_set.size() != self.worker.world:
-            raise RuntimeError(f"there were {self.worker.world} ranks, now there are {self.process_set.size()}")
+    def current_loss_scale(self) -> float:
+        """The loss scale that is on now.
 
-    def _take_in(self, name: str, tensor: torch.Tensor) -> bool:
-        """Note the gradient, and start its unit once it is whole; whether it rides on the stock all-reduce."""
-        unit = self.units[name]
-        members = self._arrived.setdefault(unit.spec.name, {})
-        if name in members:
-            raise RuntimeError(
-                f"a second gradient of {name!r} came before the first was used: call optimizer.step() "
-                "(or synchronize()) after every backward_passes_per_step backward passes"
-            )
-        members[name] = tensor
-        self._left.add(name)
-        return len(members) == len(unit.members) and self._launch(unit)
-
-    def _launch(self, unit: Unit) -> bool:
-        """Start a unit's exchange. A member that has no gradient on this rank takes part as zeros."""
-        members = self._arrived[unit.spec.name]
-        for member in unit.members:
-            if member.name not in members:
-                members[member.name] = torch.zeros_like(self.parameters[member.name])
-        ops = self._ops_for(next(iter(members.values())))
-        dtype = getattr(torch, self.worker.work_dtype(unit))
-        flat = ops.concat([self._flat(members[m.name], dtype) for m in unit.members])
+        Raises:
+            ValueError: it is no positive finite number.
+        """
         scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        if not scale > 0 or scale == float("inf"):
-            raise ValueError(f"loss_scale is {scale}, it must be a positive finite number")
-        flight = self.worker.start(unit, flat, ops, scale)
-        self._flights[unit.spec.name] = flight
-        self._finite = self._finite and flight.finite
-        rides = self._rides(unit)
-        if not rides:
-            self._submit(flight)
-        return rides
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
+        return scale
 
-    def _rides(self, unit: Unit) -> bool:
-        """Whether the unit needs no collective of its own (never before plans are known to agree: Horovod's
-        complaint about unequal shapes would come before ours about unequal plans)."""
+    def unit_named(self, name: str) -> Unit:
+        """The unit of that name."""
+        return next(unit for unit in self.units.values() if unit.spec.name == name)
+
+    def may_ride(self, unit: Unit) -> bool:
+        """Whether the unit's payload can be the stock all-reduce itself.
+
+        Never before the plans are known to agree: Horovod's complaint about unequal shapes would come before
+        ours about unequal plans.
+        """
         single = len(unit.members) == 1 and self.worker.work_dtype(unit) == "float32"
         return self._agreed and single and self.worker.method_now(unit).rides
 
-    def _for_stock_allreduce(self, ticket: Ticket) -> torch.Tensor:
+    def compare_plans_once(self, net: Net) -> None:
+        """Before the first status: make sure that all ranks have the same plan and parameters."""
+        if not self._agreed:
+            net.compare_plans(
+                self.plan.to_dict(), {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()}
+            )
+            self._agreed = True
+
+    # -- inside ------------------------------------------------------------------------------------------
+
+    def _current_step(self) -> Step:
+        if self._step is None or self._step.sealed:  # a step that was not handed back to its end is dropped
+            if self.process_set.size() != self.worker.world:
+                raise RuntimeError(f"there were {self.worker.world} ranks, now there are {self.process_set.size()}")
+            self._step = Step(self, Net(self.prefix, self.ledger, self.process_set))
+        return self._step
+
+    def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that rides."""
         p, rank = self.worker.world, self.worker.rank
         probe = torch.tensor([1.0 / p, (rank + 1.0) / p**2])
         payload = None
         unit = self.units.get(ticket.name)
-        if ticket.rides:
-            x = self._flights[self.units[ticket.name].spec.name].verb.x  # type: ignore[union-attr]
-            payload = x if isinstance(x, torch.Tensor) else torch.from_numpy(x)
-        elif self._error and unit and self._rides(unit):  # the others' payloads ride: match their length
+        if unit and ticket.rides:
+            payload = torch.as_tensor(step.flights[unit.spec.name].verb.x)  # type: ignore[union-attr]
+        elif unit and step.error and self.may_ride(unit):  # the others' payloads ride: match their length
             payload = torch.zeros(self.worker.method_now(unit).num_bytes(unit.spec, p) // 4)
         stock = probe if payload is None else torch.cat([payload, probe.to(payload.device)])
         self.ledger.add(rank, ticket.name, "AllReduce", stock.nbytes)
         return stock
 
-    def _submit(self, flight: Flight) -> None:
-        assert self.net is not None and flight.verb is not None
-        flight.handle = self.net.submit(flight.name, flight.round, flight.verb)
+    def _factor(self, probe: torch.Tensor) -> float:
+        """1/p if the optimizer averages, 1 if it sums.
 
-    def _advance(self, flight: Flight) -> None:
-        assert self.net is not None
-        result = self.net.wait(flight.handle, native=isinstance(flight.like, torch.Tensor))
-        flight.handle = None
-        if flight.advance(result) is not None:
-            self._submit(flight)
-
-    def _pump_ready(self) -> None:
-        """Launch next rounds of what has arrived, so that they overlap with the rest of the backward pass."""
-        for flight in self._flights.values():
-            if flight.handle is not None and self.net.ready(flight.handle):  # type: ignore[union-attr]
-                self._advance(flight)
-
-    def _seal_step(self) -> None:
-        """At a step's first decompress: agree on how it went, then bring every exchange to its end."""
-        if self._sealed:
-            return
-        assert self.net is not None
-        try:
-            for name in sorted(self._arrived.keys() - self._flights.keys()):
-                self._launch(self._unit_named(name))
-        except Exception as error:
-            self._error = self._error or error
-        self._sealed = True
-        self._status()
-        flights = sorted(self._flights.values(), key=lambda flight: flight.name)
-        while flights := [flight for flight in flights if flight.handle is not None]:
-            for flight in flights:
-                self._advance(flight)
-
-    def _unit_named(self, name: str) -> Unit:
-        return next(unit for unit in self.units.values() if unit.spec.name == name)
-
-    def _status(self) -> None:
-        """One small all-reduce of maxima: did a rank fail, is all finite, do plan, step and loss scale agree?"""
-        assert self.net is not None
-        if not self._agreed:
-            tensors = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()}
-            try:
-                self.net.compare_plans(self.plan.to_dict(), tensors)
-            except PeerError as failure:
-                self._give_up(failure)
-            self._agreed = True
-        steps = zlib.crc32(repr(sorted(self.worker.steps.items())).encode(), self.plan.fingerprint)
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        mine = [float(self._error is not None), float(not self._finite), float(steps), -float(steps), scale, -scale]
-        failed, non_finite, high, low, scale_high, scale_low = self.net.maximum("status", mine)
-        if failed:
-            texts = self.net.gather_text("error", str(self._error or ""))
-            message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            self._give_up(PeerError(f"a gradient exchange failed, so every rank stops. {message}"), self._error)
-        if high != -low:
-            self._give_up(PeerError("ranks disagree on the step: load every rank's own state, of the same step"))
-        if scale_high != -scale_low:
-            self._give_up(PeerError(f"ranks disagree on the loss scale: {-scale_low} to {scale_high}"))
-        self._finite = not non_finite
-
-    def _give_up(self, failure: PeerError, cause: Exception | None = None) -> NoReturn:
-        self._failure = failure
-        raise failure from cause
-
-    def _close_step(self) -> None:
-        self.ledger.steps += self._finite
-        self._flights, self._arrived, self._left = {}, {}, set()
-        self._finite, self._sealed, self._error = True, False, None
-
-    # -- tensors -----------------------------------------------------------------------------------------
+        Raises:
+            PeerError: it does something else.
+        """
+        p = self.worker.world
+        first, second = probe.tolist()
+        for factor in (1.0 / p, 1.0):
+            if isclose(first, factor, rel_tol=0.01) and isclose(second, factor * (p + 1) / (2 * p), rel_tol=0.01):
+                return factor
+        raise PeerError("the optimizer's op must be hvd.Average or hvd.Sum; Min, Max, Product and Adasum are refused")
 
     def _identify(self, tensor: torch.Tensor) -> str:
+        """The name of the parameter whose gradient this is."""
         name = self._by_id.get(id(tensor))
         if name is not None and self.parameters[name].grad is tensor:
             return name
@@ -368,38 +293,10 @@ class Compressor:
             "give it the same named_parameters as the optimizer, and one Compressor to each optimizer"
         )
 
-    def _factor(self, probe: torch.Tensor) -> float:
-        """1/p if the optimizer averages, 1 if it sums.
-
-        Raises:
-            PeerError: it does something else.
-        """
-        p = self.worker.world
-        got = [float(v) for v in probe.tolist()]
-        for factor in (1.0 / p, 1.0):
-            if np.allclose(got, [factor, factor * (p + 1) / (2 * p)], rtol=0.01):
-                return factor
-        raise PeerError("the optimizer's op must be hvd.Average or hvd.Sum; Min, Max, Product and Adasum are refused")
-
-    def _native(self, device: torch.device) -> bool:
-        return self._ops == "torch" or device.type != "cpu"
-
-    def _ops_for(self, tensor: torch.Tensor) -> Any:
-        if not self._native(tensor.device):
-            return fast
-        from hvdcompress.ops import torch as torch_ops
-
-        return torch_ops
-
-    def _flat(self, tensor: torch.Tensor, dtype: Any) -> Any:
-        """The gradient as a flat array of the working dtype: a view of its memory where that can be."""
-        dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
-        flat = tensor.detach().to(dtype).contiguous().view(-1)
-        return flat if self._native(tensor.device) else flat.numpy()
-
-
-def _store(out: Any, gradient: torch.Tensor) -> None:
-    """Bring a result into the gradient's memory, if it is not there already."""
-    result = torch.as_tensor(out)
-    if result.data_ptr() != gradient.data_ptr() or result.dtype != gradient.dtype:
-        gradient.detach().copy_(result.view(gradient.shape))
+    def _refuse_sparse(self, output: torch.Tensor) -> None:
+        if output.is_sparse:
+            names = [n for n, p in self.parameters.items() if p.grad is not None and p.grad.is_sparse]
+            raise ValueError(
+                f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
+                "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
+            )

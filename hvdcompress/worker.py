@@ -236,7 +236,8 @@ class Worker:
                     raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
                 new[slot] = copy(parts)
                 if len(new[slot]) != int(np.prod(declared.shape)):
-                    raise ValueError(f"{slot!r} of {unit.spec.name!r} has {len(new[slot])} elements, not {declared.shape}")
+                    size = len(new[slot])
+                    raise ValueError(f"{slot!r} of {unit.spec.name!r} has {size} elements, not {declared.shape}")
         self.units = {unit.spec.name: unit for unit in units if unit.spec.name in states}
         self.states, self.steps, self._spare = states, dict(saved["steps"]), {}
 

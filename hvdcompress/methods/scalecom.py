@@ -37,8 +37,18 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hvdcompress.method import (
-    Array, Broadcast, Density, Exchange, FeedbackName, Method, Reduced, Sparse, TensorSpec, Turn, Values,
-)  # fmt: skip
+    Array,
+    Broadcast,
+    Density,
+    Exchange,
+    FeedbackName,
+    Method,
+    Reduced,
+    Sparse,
+    TensorSpec,
+    Turn,
+    Values,
+)
 from hvdcompress.parts import pack, select, values
 from hvdcompress.registry import method
 

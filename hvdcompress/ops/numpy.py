@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.method import Sparse
+
 Array = np.ndarray[Any, Any]
 
 FP16_MAX = 65504.0
@@ -87,7 +89,7 @@ def blend(x: Array, residual: Array, beta: float) -> None:
 def subtract(x: Array, own: Any, factor: float) -> None:
     """x −= factor·own, in place; ``own`` is dense [n] or sparse (distinct indices, or repeats of value 0)."""
     f = np.float32(factor)
-    if isinstance(own, tuple):
+    if isinstance(own, Sparse):
         np.subtract.at(x, own.index, f * own.values)
     else:
         np.subtract(x, own if f == 1 else f * own, out=x)
@@ -98,7 +100,7 @@ def subtract(x: Array, own: Any, factor: float) -> None:
 
 def write(out: Array, total: Any, factor: float) -> None:
     """out = factor·total in out's dtype; ``total`` is dense [n] or sparse, where duplicate indices add up."""
-    if isinstance(total, tuple):
+    if isinstance(total, Sparse):
         out[...] = 0
         np.add.at(out, total.index, (total.values * np.float32(factor)).astype(out.dtype, copy=False))
     elif factor == 1.0:
@@ -148,8 +150,10 @@ def moments(x: Array) -> tuple[float, float]:
 def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
     """Mean and unbiased standard deviation from Σx and Σx²."""
     mean = float(total) / max(n, 1)
-    variance = max(float(squares) - n * mean * mean, 0.0) / max(n - 1, 1)
-    return mean, variance**0.5
+    variance = float(squares) - n * mean * mean
+    if variance < 1e-12 * squares:  # the rounding of the sums, and nothing else, if all elements are equal
+        variance = 0.0
+    return mean, (variance / max(n - 1, 1)) ** 0.5
 
 
 def max_abs(x: Array) -> float:

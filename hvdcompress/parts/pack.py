@@ -49,8 +49,8 @@ def index_num_bytes(coding: Coding, k: int, n: int) -> int:
 
 def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
     """The shortest coding of k ascending indices below n; a bitmap needs them distinct."""
-    codings: list[Coding] = ["elias_fano", "int32"] + (["bitmap"] if distinct else [])
-    return min(codings, key=lambda coding: index_num_bytes(coding, k, n))
+    codings: tuple[Coding, ...] = ("elias_fano", "int32", "bitmap")
+    return min(codings if distinct else codings[:2], key=lambda coding: index_num_bytes(coding, k, n))
 
 
 def num_bytes(k: int, n: int, values: Values, distinct: bool = True) -> int:

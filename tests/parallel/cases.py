@@ -73,7 +73,7 @@ def gradients(params: dict[str, torch.nn.Parameter], step: int, rank: int) -> di
     return out
 
 
-def backward(params: dict[str, torch.nn.Parameter], grads: dict[str, np.ndarray], names: list[str] | None = None) -> None:
+def backward(params: dict, grads: dict[str, np.ndarray], names: list[str] | None = None) -> None:
     """A backward pass that gives each parameter exactly these gradients, hooks firing in the order of ``names``."""
     loss = torch.zeros((), dtype=torch.float64)
     for name in names or list(params):
@@ -123,11 +123,12 @@ def against_loopback(prefix: str, method: str, settings: dict, op=hvd.Average, s
         # a half-precision sum depends on the order of ranks far more than a float32 one
         exact = world == 2 or method in ("topk", "gaussiank", "bf16") and settings.get("min_elements") == 1
         if not (world > 2 and "fp16" in (method, settings.get("values"))):
-            assert_close(got, want, exact and "gradient_predivide_factor" not in options, f"{method} {settings} step {step}")
+            assert_close(got, want, exact and not options, f"{method} {settings} step {step}")
         assert_same_on_all_ranks(got, f"{method} {settings} step {step}")
     for name in params:
         if world == 2:
-            np.testing.assert_array_equal(comp.residual(name).numpy(), net.residual(name, rank), err_msg=f"{method} {name}")
+            want = net.residual(name, rank)
+            np.testing.assert_array_equal(comp.residual(name).numpy(), want, err_msg=f"{method} {name}")
     # beyond loopback's bytes: a probe of 8 bytes for each parameter, and per step a status of 48; plans once
     extra = steps * (8 * len(params) + 48) + comp.ledger.tensors()["plan"].sent
     assert comp.ledger.bytes_sent() == net.ledger.bytes_sent(rank) + extra, (method, settings)
@@ -221,7 +222,7 @@ def several_backward_passes_per_step() -> None:
 
 @case
 def groups() -> None:
-    for number, method in enumerate(("none", "fp16", "scalecom", "topk")):
+    for method in ("none", "fp16", "scalecom", "topk"):
         for kind in ("number", "list"):
             params = parameters(f"groups.{method}.{kind}")
             chosen = 2 if kind == "number" else [list(params.values())[:3]]
@@ -303,7 +304,8 @@ def a_gradscaler_that_overflows() -> None:
     named = [(f"scaler.{n}", p) for n, p in model.named_parameters()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
     comp = Compressor("topk", named, density=0.1, loss_scale=scaler.get_scale)
-    opt = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=named, compression=comp)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=comp)
     before = model.weight.detach().clone()
     for step in range(8):
         opt.zero_grad()
@@ -365,6 +367,8 @@ def state_is_saved_and_restored_bit_exactly() -> None:
             want = reduce_once(opt, params, grads)
             got = reduce_once(opt2, again, {n.replace("save.", "restore."): g for n, g in grads.items()})
             if method == "randomk":  # its indices depend on the parameter's name
+                continue
+            if method == "fp16" and hvd.size() > 2:  # its sum depends on how Horovod fused the tensors
                 continue
             for name in want:
                 np.testing.assert_array_equal(got[name.replace("save.", "restore.")], want[name], err_msg=method)
@@ -436,7 +440,8 @@ def torch_verbs_give_the_same_as_numpy_ones() -> None:
             if method == "randomk":  # its indices depend on the parameter's name
                 continue
             for (name, a), b in zip(want.items(), got.values(), strict=True):
-                np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-6, err_msg=f"{method} {settings} {name} step {step}")
+                what = f"{method} {settings} {name} step {step}"
+                np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-6, err_msg=what)
 
 
 @case
@@ -478,15 +483,17 @@ def different_hyperparameters() -> None:
     params = parameters("differ")
     comp = Compressor("topk", params.items(), density=0.01 if hvd.rank() == 0 else 0.02)
     opt = optimizer(params, comp)
-    must_raise(PeerError, ["density", "0.01", "0.02", "rank 1"], lambda: reduce_once(opt, params, gradients(params, 0, 0)))
+    words = ["density", "0.01", "0.02", "rank 1"]
+    must_raise(PeerError, words, lambda: reduce_once(opt, params, gradients(params, 0, 0)))
 
 
 @case
 def different_methods() -> None:
-    params = parameters("methods")
-    comp = Compressor("scalecom" if hvd.rank() == 0 else "topk", params.items(), density=0.01, feedback="plain")
-    opt = optimizer(params, comp)
-    must_raise(PeerError, ["'method'", "scalecom", "topk"], lambda: reduce_once(opt, params, gradients(params, 0, 0)))
+    for first in ("scalecom", "none"):
+        params = parameters(f"methods.{first}")
+        opt = optimizer(params, Compressor(first if hvd.rank() == 0 else "topk", params.items()))
+        grads = gradients(params, 0, hvd.rank())
+        must_raise(PeerError, ["'method'", "topk", first], lambda o=opt, p=params, g=grads: reduce_once(o, p, g))
 
 
 @case

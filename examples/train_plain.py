@@ -1,0 +1,34 @@
+"""A plain Horovod training script: a small network on scikit-learn's digits.
+
+    horovodrun -np 2 python examples/train_plain.py
+"""
+
+import horovod.torch as hvd
+import torch
+from sklearn.datasets import load_digits
+
+hvd.init()
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+labels = torch.tensor(digits.target)
+train = torch.arange(len(labels)) % 5 != 0
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+mine = train.nonzero().flatten()[hvd.rank() :: hvd.size()]
+for step in range(300):
+    batch = mine[torch.randint(len(mine), (32,))]
+    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
+    loss.backward()
+    optimizer.step()
+
+accuracy = (model(images[~train]).argmax(1) == labels[~train]).float().mean().item()
+if hvd.rank() == 0:
+    print(f"loss {loss.item():.4f}, held-out accuracy {accuracy:.1%}")
