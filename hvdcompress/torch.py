@@ -20,6 +20,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from math import isclose, isfinite
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvdcompress import checkpoint
 from hvdcompress._torch_net import Net, PeerError
 from hvdcompress._torch_step import Step, ops_for
 from hvdcompress.ledger import Ledger
@@ -188,6 +190,18 @@ class Compressor:
 
         units = {unit.spec.name: unit for unit in self.units.values()}
         self.worker.load_state_dict(saved, list(units.values()), copy)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write this rank's state to its own file in ``folder``; call it on every rank."""
+        return checkpoint.save(self.state_dict(), folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
+
+        Raises:
+            FileNotFoundError, ValueError: there is none, or it does not fit.
+        """
+        self.load_state_dict(checkpoint.load(folder, self.worker.rank, self.worker.world))
 
     def describe(self) -> str:
         """Which method each group of parameters gets, and the memory that its residuals take on this rank."""

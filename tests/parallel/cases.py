@@ -375,6 +375,22 @@ def state_is_saved_and_restored_bit_exactly() -> None:
 
 
 @case
+def state_goes_through_files() -> None:
+    params = parameters("files")
+    comp = Compressor("scalecom", params.items(), density=0.02)
+    opt = optimizer(params, comp)
+    for step in range(3):
+        reduce_once(opt, params, gradients(params, step, hvd.rank()))
+    comp.save(OUT / "state")
+    want = {name: comp.residual(name) for name in params}
+    reduce_once(opt, params, gradients(params, 3, hvd.rank()))
+    comp.load(OUT / "state")
+    for name, residual in want.items():
+        assert torch.equal(comp.residual(name), residual), name
+    reduce_once(opt, params, gradients(params, 3, hvd.rank()))
+
+
+@case
 def a_state_of_another_rank_is_refused() -> None:
     params = parameters("otherrank")
     comp = Compressor("topk", params.items())
@@ -596,12 +612,13 @@ def bytes_sent_by_scalecom() -> None:
 
 
 SECONDS_A_CASE = 60
+OUT = Path(sys.argv[1])
 NUMBERS: dict[str, int] = {}
 PAIR = hvd.ProcessSet([0, 2])
 
 
 def main() -> None:
-    out, chosen = Path(sys.argv[1]), sys.argv[2:] or list(CASES)
+    out, chosen = OUT, sys.argv[2:] or list(CASES)
     torch.set_num_threads(1)
     hvd.init(process_sets=[PAIR] if _world() > 2 else None)
     results: dict[str, object] = {}
