@@ -25,6 +25,7 @@ class Step:
         self.arrived: dict[str, dict[str, torch.Tensor]] = {}  # unit -> member -> gradient
         self.flights: dict[str, Flight] = {}  # unit -> its exchange
         self.waiting: deque[Flight] = deque()  # flights with a collective under way, oldest first
+        self.order: list[str] = []  # members as they arrived
         self.left: set[str] = set()  # members not handed back yet
         self.error: Exception | None = None  # this rank's first one
         self.finite = True
@@ -42,6 +43,7 @@ class Step:
                 "(or synchronize()) after every backward_passes_per_step backward passes"
             )
         members[name] = gradient
+        self.order.append(name)
         self.left.add(name)
         return len(members) == len(unit.members) and self._launch(unit)
 
@@ -53,8 +55,9 @@ class Step:
                 members[member.name] = torch.zeros_like(self.compressor.parameters[member.name])
         ops = ops_for(next(iter(members.values())), self.compressor.force_torch)
         dtype = getattr(torch, self.worker.work_dtype(unit))
-        flat = ops.concat([as_flat(members[m.name], dtype, ops) for m in unit.members])
-        flight = self.worker.start(unit, flat, ops, self.compressor.current_loss_scale())
+        flats = [as_flat(members[m.name], dtype, ops) for m in unit.members]
+        flight = self.worker.start(unit, ops.concat(flats), ops, self.compressor.current_loss_scale())
+        flight.extra["flats"] = flats
         self.flights[unit.spec.name] = flight
         self.finite = self.finite and flight.finite
         rides = self.compressor.may_ride(unit)
@@ -140,8 +143,7 @@ class Step:
         if rode is not None:
             flight.advance(rode.numpy() if ops is fast else rode)
             factor = 1.0  # Horovod has averaged it, if it averages at all
-        dtype = getattr(torch, str(flight.like.dtype).rpartition(".")[2])
-        outs = [as_flat(members[m.name], dtype, ops) for m in unit.members]
+        outs = flight.extra["flats"]
         if self.finite:
             self.worker.finish(flight, outs, factor, ops)
         else:

@@ -99,7 +99,7 @@ class Compressor:
         rank, world = process_set.rank(), process_set.size()
         self.ledger = Ledger(world, rank)
         self.worker = Worker(self.plan, rank, world, self.ledger)
-        self._by_id: dict[int, str] = {}  # id(gradient) -> name: a hint, always verified
+        self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._step: Step | None = None
         self._agreed = False  # the ranks' plans have been compared
         self._failure: PeerError | None = None
@@ -117,7 +117,7 @@ class Compressor:
         ticket = Ticket(tensor)
         step = self._current_step()
         try:
-            ticket.name = self._identify(tensor)
+            ticket.name = self._identify(tensor, len(step.order))
             ticket.rides = step.take_in(ticket.name, tensor)
             step.pump_ready()
         except HorovodInternalError:
@@ -152,6 +152,7 @@ class Compressor:
             raise
         step.hand_back(ctx.name, output[:-2] if ctx.rides else None, factor)
         if not step.left:
+            self._last_order = step.order
             self.ledger.steps += step.finite
             self._step = None
         return ctx.gradient
@@ -288,14 +289,14 @@ class Compressor:
                 return factor
         raise PeerError("the optimizer's op must be hvd.Average or hvd.Sum; Min, Max, Product and Adasum are refused")
 
-    def _identify(self, tensor: torch.Tensor) -> str:
-        """The name of the parameter whose gradient this is."""
-        name = self._by_id.get(id(tensor))
-        if name is not None and self.parameters[name].grad is tensor:
-            return name
+    def _identify(self, tensor: torch.Tensor, position: int) -> str:
+        """The name of the parameter whose gradient this is, the ``position``-th of its step."""
+        if position < len(self._last_order):
+            name = self._last_order[position]
+            if self.parameters[name].grad is tensor:
+                return name
         for name, parameter in self.parameters.items():
             if parameter.grad is tensor:
-                self._by_id[id(tensor)] = name
                 return name
             if parameter is tensor:
                 raise ValueError("op=hvd.Adasum is not supported: it exchanges parameters, not gradients")
