@@ -128,7 +128,8 @@ class Worker:
         finite = ops.all_finite(gradient)
         if not finite:
             gradient = ops.zeros(unit.spec.size, self.work_dtype(unit), like=gradient)
-        scale = 1.0 / loss_scale if state else 1.0  # residuals are kept in unscaled units
+        # what is kept is kept in unscaled units; what keeps nothing need not be unscaled
+        scale = 1.0 / loss_scale if feedback.slots(method, unit.spec) else 1.0
         spare = self._spare.pop(unit.spec.name, None)
         if spare is None and method.feedback != "none":
             spare = ops.zeros(unit.spec.size, "float32", like=gradient)

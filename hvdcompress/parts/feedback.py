@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hvdcompress.method import Array, Exchange, Method, Slot, TensorSpec, Turn
 
 RESIDUAL = "residual"
@@ -47,7 +49,8 @@ def exchange(
     residual. Returns a ``Reduced`` whose ``state`` holds every slot's new value.
     """
     if method.feedback == "none":
-        return (yield from method.exchange(gradient, state, me, ops))
+        x = gradient if scale == 1.0 else gradient * np.float32(scale)
+        return (yield from method.exchange(x, state, me, ops))
     residual = state[RESIDUAL]
     seen = method.scan(gradient, residual, scale, spare, ops)
     reduced = yield from method.exchange(spare, state, replace(me, seen=seen), ops)
