@@ -84,13 +84,17 @@ def _train(experiment: Any, folder: Path, controller: str, verbose: bool) -> int
     console, runs = _console(), experiment.runs()
     line = launcher.command(experiment.ranks, controller, str(launcher.SCRIPT), str(folder))
     (folder / "launch.json").write_text(json.dumps(launcher.notes(line), indent=2) + "\n", encoding="utf-8")
+    watch, code = Watch(runs, folder, console, verbose), 0
     count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
-    console.print(f"[bold]{escape(experiment.name)}[/]: {count} → {launcher.shown(folder)}", highlight=False)
+    done = sum(map(watch.ended, runs))
+    done_before = f", {done} done before" if done else ""
+    console.print(
+        f"[bold]{escape(experiment.name)}[/]: {count}{done_before} → {launcher.shown(folder)}", highlight=False
+    )
     console.print(f"[cyan]$ {escape(shlex.join(line))}[/]", highlight=False, soft_wrap=True)
     if verbose:
         for key, value in launcher.environment(experiment.ranks).items():
             console.print(f"[dim]  {escape(f'{key}={value}')}[/]", highlight=False, soft_wrap=True)
-    watch, code = Watch(runs, folder, console, verbose), 0
     try:
         with watch.live():
             launcher.follow(runs, folder, line, experiment.ranks, watch)
@@ -122,7 +126,7 @@ def _publish(folders: list[Path], out: Path, console: Console) -> None:
         files = report.write(found, out)
     console.print(f"written: {', '.join(launcher.shown(file) for file in files)}", highlight=False, soft_wrap=True)
     if not any(file.suffix == ".html" for file in files):
-        console.print("for report.html with plots: pip install 'hvdcompress[report]'")
+        console.print("for report.html with plots: pip install 'hvdcompress\\[report]'")
 
 
 @app.command()

@@ -50,7 +50,8 @@ class Watch:
     def __init__(self, runs: Sequence[Run], folder: Path, console: Console, verbose: bool = False):
         self.runs, self.console = list(runs), console
         self.followers = {run.id: Follower(folder / "metrics" / f"{run.id}.jsonl") for run in runs}
-        self.log = Follower(folder / "log.txt") if verbose else None
+        self.log = folder / "log.txt" if verbose else None
+        self.log_offset = 0
         self.events: dict[str, dict[str, dict[str, Any]]] = {run.id: {} for run in runs}  # last one of each kind
         self.state = "starting"
         self.began = self.phase_began = self.last_line = time.monotonic()
@@ -70,7 +71,9 @@ class Watch:
 
     def launching(self, ranks: int) -> None:
         """A horovodrun is about to start."""
-        self._phase(f"starting {ranks} ranks: they import torch, horovod and tensorflow (some 10 s)")
+        self._phase(
+            f"starting {ranks} ranks: horovodrun checks its build, then each loads torch and Horovod (10 s or more)"
+        )
 
     def poll(self) -> None:
         """Read what is new and show it."""
@@ -79,7 +82,7 @@ class Watch:
                 for event in self.followers[run.id]():
                     self._on(run, event)
         if self.log:
-            self._show_log()
+            self._show_log(self.log)
         if not self.console.is_terminal and time.monotonic() - self.last_line > PLAIN_INTERVAL:
             self._line(self._status())
 
@@ -87,6 +90,8 @@ class Watch:
 
     def _on(self, run: Run, event: dict[str, Any]) -> None:
         kind = event.get("event", "")
+        if kind in self.events[run.id] and kind == "failed":  # the first rank's complaint is the cause
+            return
         self.events[run.id][kind] = event
         if self.silent:
             return
@@ -95,10 +100,10 @@ class Watch:
             if not self.console.is_terminal:
                 self._line(f"{self._place(run)}  {event.get('describe', '').splitlines()[0]}")
         elif kind == "finished":
-            self._phase("starting the next run")
+            self._phase("preparing the next run" if not all(map(self.ended, self.runs)) else "the ranks are ending")
             self._line(f"[green]✓[/] {self._place(run)}  {self._outcome(run)}")
         elif kind == "failed":
-            self._phase("starting again with the next run")
+            self._phase("ending what is left of the ranks")
             self._line(f"[red]✗[/] {self._place(run)}  [red]{escape(event['error'])}[/]")
             for line in event.get("traceback", "").strip().splitlines()[-4:-1]:
                 self._line(f"    [dim]{escape(line)}[/]")
@@ -112,12 +117,12 @@ class Watch:
         self.last_line = time.monotonic()
         self.console.print(text, highlight=False, soft_wrap=True)
 
-    def _show_log(self) -> None:
-        with self.log.file.open("rb") if self.log.file.exists() else nullcontext() as stream:
+    def _show_log(self, log: Path) -> None:
+        with log.open("rb") if log.exists() else nullcontext() as stream:
             if stream:
-                stream.seek(self.log.offset)
+                stream.seek(self.log_offset)
                 text = stream.read()
-                self.log.offset += len(text)
+                self.log_offset += len(text)
                 for line in text.decode(errors="replace").splitlines():
                     self.console.print(f"[dim]│ {escape(line)}[/]", highlight=False, soft_wrap=True)
 

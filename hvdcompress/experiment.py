@@ -70,7 +70,7 @@ class Task(BaseModel):
 class MethodEntry(BaseModel):
     """A label and the plan under it, as a dict that ``hvdcompress.load`` reads."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     label: Label
     method: str
@@ -127,7 +127,7 @@ class Run:
 class Experiment(BaseModel):
     """A checked experiment; see the module's text for the file's form."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][\w.-]*$")
     ranks: int = Field(2, ge=1, le=1024)
@@ -146,7 +146,7 @@ class Experiment(BaseModel):
         """
         document = Document.open(source)
         try:
-            experiment = cls.model_validate(document.value, strict=True)
+            experiment = cls.model_validate(document.value)
         except ValidationError as error:
             raise _explain(error, document) from None
         if "name" not in document.value and document.file:

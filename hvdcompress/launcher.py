@@ -89,7 +89,7 @@ def environment(ranks: int) -> dict[str, str]:
         "HOROVOD_STALL_CHECK_TIME_SECONDS": os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "30"),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "120"),
     }
-    if ranks > (os.cpu_count() or 1):
+    if 2 * ranks > (os.cpu_count() or 1):  # a rank is two threads: the training, and Horovod's
         added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI spins while it waits: hundreds of times slower
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; mpirun refuses root otherwise
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -235,12 +235,15 @@ def notes(line: Sequence[str]) -> dict[str, Any]:
     status = git("status", "--porcelain", "--untracked-files=no")
     commit = git("rev-parse", "HEAD")
     machine = {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform}
-    return {"command": shlex.join(line), "commit": commit, "dirty": bool(status) if commit else None, "machine": machine}
+    return {
+        "command": shlex.join(line),
+        "commit": commit,
+        "dirty": bool(status) if commit else None,
+        "machine": machine,
+    }
 
 
-def follow(
-    runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, watch: Any
-) -> None:
+def follow(runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, watch: Any) -> None:
     """Launch until every run has a result. ``watch`` is told: see ``display.Watch``.
 
     A run that kills its ranks is marked as failed, and the rest is launched again.

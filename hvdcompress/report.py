@@ -56,6 +56,11 @@ class Row:
         return [result for result in self.results if result.status == "finished"]
 
     @property
+    def unit(self) -> str:
+        """The measurement's unit; empty if nothing was measured."""
+        return next((result.metric["unit"] for result in self.finished), "")
+
+    @property
     def remark(self) -> str:
         """What is to be said of runs that did not finish; empty if all did."""
         counts: dict[str, int] = {}
@@ -123,7 +128,9 @@ def _result(run: Run, events: Sequence[dict[str, Any]]) -> Result:
     if steps:
         tail = steps[-max(1, len(steps) // 20) :]  # one batch's loss says little
         result.figures["loss"] = statistics.fmean(event["loss"] for event in tail)
-        result.figures["sent"] = steps[-1]["bytes_sent"] / steps[-1]["step"]
+        sent, dense = steps[-1]["bytes_sent"], steps[-1]["dense_bytes"]
+        result.figures["sent"] = sent / steps[-1]["step"]
+        result.figures["rate"] = dense / sent if sent else math.nan
     if end:
         result.figures |= _totals(end)
     return result
@@ -152,9 +159,7 @@ def _rows(results: Iterable[Result]) -> list[Row]:
     results = list(results)
     baseline = {(r.task, r.seed): r for r in results if r.method == "none" and r.status == "finished"}
     for result in results:
-        row = groups.setdefault(
-            (result.task, result.method), Row(result.task, result.method, result.density, [])
-        )
+        row = groups.setdefault((result.task, result.method), Row(result.task, result.method, result.density, []))
         row.results.append(result)
         dense = baseline.get((result.task, result.seed))
         if dense and result.status == "finished" and dense is not result:
@@ -188,7 +193,7 @@ def read(folders: Sequence[Path]) -> Report:
         rows += found
         file = folder / "launch.json"
         launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        versions = next((r.start["versions"] for r in results if r.start), {})
+        versions: dict[str, str] = next((r.start["versions"] for r in results if r.start), {})
         launches.append({"folder": folder.name, "ranks": experiment.ranks, **launch, "versions": versions})
     name = folders[0].resolve().name if len(folders) == 1 else " vs ".join(f.resolve().name for f in folders)
     order = list(dict.fromkeys(row.task for row in rows))

@@ -31,12 +31,14 @@ def _figure(key: str, form: Callable[[float], str]) -> Callable[[Row], str]:
     return lambda row: form(row.mean[key]) if key in row.mean and not math.isnan(row.mean[key]) else MISSING
 
 
-def _with_spread(key: str, form: str) -> Callable[[Row], str]:
+def _measured(key: str, sign: str = "") -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         if key not in row.mean:
             return MISSING
-        spread = f" ± {row.std[key]:{form.lstrip('+')}}" if len(row.finished) > 1 else ""
-        return f"{row.mean[key]:{form}}{spread}"
+        places = 2 if row.unit == "%" else 3
+        value = round(row.mean[key], places) + 0.0  # -0.001 is 0.00, not -0.00
+        spread = f" ± {row.std[key]:.{places}f}" if len(row.finished) > 1 else ""
+        return f"{value:{sign if value else ''}.{places}f}{spread}".replace("-", "−")
 
     return cell
 
@@ -59,8 +61,8 @@ COLUMNS = (
     Column("communicate", "commun.", _figure("communicate", units.seconds_of), yields=1),
     Column("rest", "rest", _figure("rest", units.seconds_of), yields=2),
     Column("loss", "loss", _loss),
-    Column("value", "held-out", _with_spread("value", ".2f")),
-    Column("difference", "vs none", _with_spread("difference", "+.2f")),
+    Column("value", "held-out", _measured("value")),
+    Column("difference", "vs none", _measured("difference", "+")),
 )
 LEGEND = (
     "rate = dense bytes ÷ bytes sent; sent, on wire = bytes per step and rank (handed to the collectives; transmitted "
@@ -77,7 +79,7 @@ def heading(rows: list[Row]) -> str:
     if started:
         words.append(f"{started.start['parameters']:,} parameters".replace(",", " "))
     if metric:
-        words.append(f"{metric['name']} in {metric['unit']}")
+        words.append(metric["name"] if metric["unit"] in metric["name"] else f"{metric['name']} in {metric['unit']}")
     return f"{rows[0].task}: {', '.join(words)}"
 
 
@@ -88,7 +90,8 @@ def show(report: Report, console: Console) -> None:
         columns = list(COLUMNS)
         table = _table(rows, columns)
         for level in (4, 3, 2, 1):
-            if console.measure(table).minimum <= console.width:
+            wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
+            if wanted <= console.width:
                 break
             columns = [column for column in columns if column.yields != level]
             table, left_out = _table(rows, columns), True

@@ -22,15 +22,14 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import (
-    AllGather, AllReduce, AllToAll, Broadcast, Density, Method, Sparse, TensorSpec, Turn, Verb,
-)  # fmt: skip
+from hvdcompress.method import AllReduce, Broadcast, Density, Method, Sparse, TensorSpec, Turn, Verb
 from hvdcompress.parts import feedback, seed
 from hvdcompress.plan import Plan, Program, load, plan_of
 from hvdcompress.wire import WireError
@@ -57,6 +56,11 @@ def numbers(shape: tuple[int, ...], *key: int, kind: Kind = "normal") -> Array:
     "normal" has unit variance and is nearly bell-shaped; "heavy" has heavy tails; "sparse" is one tenth
     non-zero; "mixed" spans 24 powers of ten; "huge" reaches 1e37, "denormal" is below 1e-38.
     """
+    return _numbers(shape, key, kind).copy()
+
+
+@lru_cache(maxsize=4096)
+def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
     n = math.prod(shape)
     u = seed.uniform(seed._key(*key, 17), 6 * n).reshape(6, n)
     x = (u[0] + u[1] + u[2] + u[3] - np.float32(2)) * np.float32(math.sqrt(3))
@@ -80,7 +84,7 @@ def numbers(shape: tuple[int, ...], *key: int, kind: Kind = "normal") -> Array:
 
 @dataclass(frozen=True)
 class Collective:
-    """What all ranks did in one round for one tensor; ``sent`` is every rank's memory (a broadcast: the root's)."""
+    """One round of one tensor; ``sent`` is every rank's memory (of a broadcast: the root's)."""
 
     name: str
     step: int
@@ -141,7 +145,10 @@ class Trial(Loopback):
             )
         )
         results = super()._carry_out(name, verbs)
-        return [[_to_ops(self.ops, a) for a in r] if isinstance(r, list) else _to_ops(self.ops, r) for r in results]
+        return [
+            [_to_ops(self.ops, a) for a in r] if isinstance(r, list) else _to_ops(self.ops, r)
+            for r in results
+        ]
 
     def saved(self) -> list[dict[str, Any]]:
         """Every rank's ``state_dict``, with numpy arrays."""
@@ -155,13 +162,15 @@ class Trial(Loopback):
 
     def residual(self, name: str, rank: int) -> Array:
         """As the loopback's, and always a fresh numpy array."""
-        return np.array(super().residual(name, rank))
+        return _numpy(super().residual(name, rank)).copy()
 
 
 def _on_host(verb: Verb) -> Verb:
     if isinstance(verb, Broadcast):
         return Broadcast(lambda: _numpy(verb.make()), int(verb.root), int(verb.num_bytes))
-    return verb if isinstance(verb.x, np.ndarray) else type(verb)(_numpy(verb.x), *([verb.op] if isinstance(verb, AllReduce) else []))
+    if isinstance(verb, AllReduce):
+        return AllReduce(_numpy(verb.x), verb.op)
+    return type(verb)(_numpy(verb.x))
 
 
 def _numpy(x: Any) -> Array:
@@ -184,13 +193,17 @@ class _TorchOps:
         verb = getattr(self.module, name)
         if not callable(verb) or name == "asarray":  # asarray's argument is a host array by contract
             return verb
-        return lambda *args, **kwargs: verb(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
+        return lambda *args, **kwargs: verb(
+            *map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()}
+        )
 
 
 def _tensors(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         import torch
 
+        if not value.size:  # torch is particular about the strides of nothing
+            return torch.from_numpy(value).new_zeros(value.shape)
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     if isinstance(value, list):
         return [_tensors(item) for item in value]
@@ -240,7 +253,7 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
     hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls) if f.name != "beta"]
     base = {"density": density} if "density" in names else {}
-    wanted: list[dict[str, Any]] = [{}, base]
+    wanted: list[dict[str, Any]] = [{}, base, {**base, "feedback": "lowpass", "beta": 0.3}]
     for name in names:
         options: Sequence[Any] = ()
         if get_origin(hints[name]) is Literal:
@@ -254,7 +267,6 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
             wanted += [{**base, name: option, "feedback": "none"} for option in options]
         if name == "values":
             wanted += [{**base, name: option, "feedback": "lowpass", "beta": 0.3} for option in options]
-    wanted.append({**base, "feedback": "lowpass", "beta": 0.3})
     found: dict[Method, dict[str, Any]] = {}
     for settings in wanted:
         try:
@@ -314,7 +326,9 @@ def check_value(case: Case) -> None:
     """A method is a frozen, hashable value, equal to another with the same fields, and survives a plan."""
     method, settings = case.method, case.method.hyperparameters()
     twin = type(method)(**settings)
-    require(twin == method and hash(twin) == hash(method), f"{method} made again from its fields is another value")
+    require(
+        twin == method and hash(twin) == hash(method), f"{method} made again from its fields is another value"
+    )
     require(twin is not method and {method, twin} == {method}, "equal methods must count as one in a set")
     for name in settings:
         try:
@@ -324,9 +338,13 @@ def check_value(case: Case) -> None:
         raise AssertionError(f"field {name!r} can be written: methods are frozen")
     for text in ("id", "paper", "sends"):
         require(getattr(method, text), f"the method has no {text!r}")
-    require(json.loads(json.dumps(settings)) == settings, f"hyper-parameters cannot go through JSON: {settings}")
+    require(
+        json.loads(json.dumps(settings)) == settings, f"hyper-parameters cannot go through JSON: {settings}"
+    )
     if registry.classes().get(method.id) is type(method):
-        require(registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is another method")
+        require(
+            registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is another method"
+        )
         plan = plan_of(method)
         again = load(json.loads(json.dumps(plan.to_dict())))
         require(plan.program.main == method, f"the plan made from {method} holds {plan.program.main}")
@@ -344,20 +362,36 @@ def check_shapes(case: Case) -> None:
             before = [g.copy() for g in given]
             for g in given:
                 g.flags.writeable = False  # writing one would raise, and say where
-            for kept in (net.allreduce(given, f"{dtype}.{number}"), net.allreduce(given, f"{dtype}.{number}")):
+            for kept in (
+                net.allreduce(given, f"{dtype}.{number}"),
+                net.allreduce(given, f"{dtype}.{number}"),
+            ):
                 for rank, out in enumerate(kept):
                     where = f"shape {shape}, {dtype}, rank {rank}"
-                    require(out.shape == shape and out.dtype == dtype, f"{where}: {out.shape} {out.dtype} came back")
+                    require(
+                        out.shape == shape and out.dtype == dtype,
+                        f"{where}: {out.shape} {out.dtype} came back",
+                    )
                     require(np.isfinite(out).all(), f"{where}: the result is not finite")
                     require(_equal(given[rank], before[rank]), f"{where}: the input was changed")
                     require(not np.shares_memory(out, given[rank]), f"{where}: the result aliases the input")
                     others = [other for r, other in enumerate(kept) if r != rank]
-                    require(not any(np.shares_memory(out, o) for o in others), f"{where}: results alias each other")
-    for name, layout in {"F-ordered": np.asfortranarray, "strided": _strided}.items():
+                    require(
+                        not any(np.shares_memory(out, o) for o in others),
+                        f"{where}: results alias each other",
+                    )
+
+
+def check_layout(case: Case) -> None:
+    """How a gradient lies in memory (transposed, strided) makes no difference."""
+    layouts: dict[str, Callable[[Array], Array]] = {"F-ordered": np.asfortranarray, "strided": _strided}
+    for name, layout in layouts.items():
         given = case.gradients((4, 6), 99)
         plain = case.trial().allreduce(given, "w")
         other = case.trial().allreduce([layout(g) for g in given], "w")
-        require(all(map(np.array_equal, plain, other)), f"a gradient that is {name} in memory gets another result")
+        require(
+            all(map(np.array_equal, plain, other)), f"a gradient that is {name} in memory gets another result"
+        )
 
 
 def _strided(x: Array) -> Array:
@@ -376,17 +410,24 @@ def check_results(case: Case) -> None:
             total = summing.allreduce(given, str(n), op="sum")
             mean = averaging.allreduce(given, str(n))
             for rank in range(1, case.world):
-                require(_equal(mean[0], mean[rank]), f"n = {n}, step {step}: ranks 0 and {rank} got different results")
-            close = np.allclose(mean[0] * np.float32(case.world), total[0], rtol=1e-5, atol=1e-30)
+                require(
+                    _equal(mean[0], mean[rank]),
+                    f"n = {n}, step {step}: ranks 0 and {rank} got different results",
+                )
+            spread = 1e-5 * float(np.sum(np.abs(given), axis=0).max(initial=0.0))
+            close = np.allclose(mean[0] * np.float32(case.world), total[0], rtol=1e-5, atol=spread)
             require(close, f"n = {n}, step {step}: average × world is not the sum")
-            require(all(_equal(*pair) for pair in earlier), f"n = {n}, step {step}: an earlier result was overwritten")
+            require(
+                all(_equal(*pair) for pair in earlier),
+                f"n = {n}, step {step}: an earlier result was overwritten",
+            )
             earlier.append((mean[-1], mean[-1].copy()))
 
 
 def check_finite(case: Case) -> None:
     """Finite in, finite out: zeros, constants, denormals, 24 powers of ten, and magnitudes up to 1e37."""
     kinds: tuple[Kind, ...] = ("zero", "constant", "denormal", "mixed", "huge", "sparse", "shifted")
-    for n in [n for n in case.sizes if n <= 100]:
+    for n in [n for n in case.sizes if n <= 100][-3:]:
         for kind in kinds:
             # an unbiased result may be n times its input, and there is no float32 beyond 3.4e38
             shrink = np.float32(1 / max(n, 1)) if case.unbiased else np.float32(1)
@@ -397,9 +438,13 @@ def check_finite(case: Case) -> None:
                 where = f"{kind} gradients, n = {n}, step {step}"
                 require(all(np.isfinite(out).all() for out in outs), f"{where}: the result is not finite")
                 for rank in range(case.world):
-                    require(np.isfinite(net.residual("w", rank)).all(), f"{where}: rank {rank}'s residual is not finite")
+                    finite = np.isfinite(net.residual("w", rank)).all()
+                    require(finite, f"{where}: rank {rank}'s residual is not finite")
                 if kind == "zero":
-                    require(not any(out.any() for out in outs), f"{where}: zeros in, {outs[0][outs[0] != 0][:3]} out")
+                    require(
+                        not any(out.any() for out in outs),
+                        f"{where}: zeros in, {outs[0][outs[0] != 0][:3]} out",
+                    )
 
 
 def check_conservation(case: Case) -> None:
@@ -418,7 +463,9 @@ def check_conservation(case: Case) -> None:
             gradients = case.gradients(n, step, "heavy" if step % 3 == 2 else "normal")
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
             sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64)
-            residuals = np.sum([net.residual("w", rank) for rank in range(case.world)], axis=0, dtype=np.float64)
+            residuals = np.sum(
+                [net.residual("w", rank) for rank in range(case.world)], axis=0, dtype=np.float64
+            )
             per_rank = [np.abs(x).max(initial=0) for x in gradients]
             largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))
             gap = np.abs(sent - (given - residuals / beta)).max(initial=0.0)
@@ -428,21 +475,6 @@ def check_conservation(case: Case) -> None:
                 f"n = {n}, step {step}: sent + residual is not the sum of the gradients: off by {gap:.3g}, "
                 f"{allowed:.3g} is rounding",
             )
-
-
-def check_feedback(case: Case) -> None:
-    """What is not sent is sent later: gradients on a place that loses every selection come through in the end."""
-    if case.method.feedback == "none" or not case.method.needs_feedback:
-        return
-    n, steps = 40, 400
-    net = case.trial()
-    sent = np.zeros(n)
-    constant = [np.linspace(0.05, 1, n, dtype=np.float32)] * case.world
-    for _ in range(steps):
-        sent += net.allreduce(constant, "w")[0]
-    late = np.flatnonzero(sent == 0)
-    allowed = n * (1 - 1 / max(feedback.beta(case.method), 1e-3) * 0.9)  # a low-pass filter only slows it down
-    require(len(late) <= max(0, allowed), f"places {late[:5]} were never sent in {steps} steps")
 
 
 def check_unbiased(case: Case) -> None:
@@ -456,7 +488,8 @@ def check_unbiased(case: Case) -> None:
     error = np.abs(outs.mean(axis=0) - np.mean(given, axis=0, dtype=np.float64))
     allowed = 6 * outs.std(axis=0) / math.sqrt(steps) + case.rounding
     worst = int((error - allowed).argmax())
-    require((error <= allowed).all(), f"biased: place {worst} is off by {error[worst]:.3g}, allowed {allowed[worst]:.3g}")
+    text = f"biased: place {worst} is off by {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    require((error <= allowed).all(), text)
 
 
 def check_bytes(case: Case) -> None:
@@ -474,22 +507,30 @@ def check_bytes(case: Case) -> None:
                 sent = net.ledger.bytes_sent(rank) - before[rank]
                 payloads = sum(collective.num_bytes[rank] for collective in net.log)
                 where = f"n = {n}, {dtype}, rank {rank}"
-                require(sent == payloads, f"{where}: the ledger says {sent} bytes, the payloads have {payloads}")
-                require(sent == formula, f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes")
+                require(
+                    sent == payloads, f"{where}: the ledger says {sent} bytes, the payloads have {payloads}"
+                )
+                require(
+                    sent == formula,
+                    f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes",
+                )
     small = Trial(plan_for(case.method, min_elements=50), case.world, ops=case.ops)
     small.allreduce(case.gradients(49), "small")
-    require(small.ledger.bytes_sent(0) == 4 * 49, "a tensor below min_elements must go dense, at 4 bytes an element")
+    require(
+        small.ledger.bytes_sent(0) == 4 * 49,
+        "a tensor below min_elements must go dense, at 4 bytes an element",
+    )
     require(not small.residual("small", 0).any(), "a tensor below min_elements must have a residual of zeros")
 
 
 def check_choreography(case: Case) -> None:
-    """Verbs and dtypes are fixed by spec, phase and world: whatever the data, on every rank and at every step."""
-    known: dict[tuple[int, int], list[tuple[str, ...]]] = {}
-    kinds: tuple[Kind, ...] = ("normal", "zero", "heavy", "constant", "sparse")
+    """Verbs and dtypes are fixed by spec, phase and world, whatever the data, rank and step."""
+    known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    kinds: tuple[Kind, ...] = ("normal", "zero", "heavy")
     for n in case.sizes:
         for kind in kinds:
             net = case.trial(seed=case.seed + len(kind))
-            for step in range(case.steps):
+            for step in range(case.steps if kind == "normal" else 2):
                 net.log.clear()
                 net.allreduce(case.gradients(n, step, kind), "w")
                 verbs = []
@@ -501,15 +542,21 @@ def check_choreography(case: Case) -> None:
                     if collective.verb != "AllReduce":
                         require(dtype == "uint8", f"{where} carries {dtype}, not uint8")
                     if collective.verb != "AllGather":
-                        require(len(lengths) == 1, f"{where}: ranks give different lengths: {sorted(lengths)}")
+                        require(
+                            len(lengths) == 1, f"{where}: ranks give different lengths: {sorted(lengths)}"
+                        )
                     if collective.verb == "Broadcast":
-                        require(collective.num_bytes[0] % 4 == 0, f"{where}: {collective.num_bytes[0]} bytes are no int32s")
+                        size = collective.num_bytes[0]
+                        require(size % 4 == 0, f"{where}: {size} bytes are no int32s")
                     if collective.verb == "AllToAll":
-                        require(lengths.pop() % case.world == 0, f"{where} cannot be cut into {case.world} equal pieces")
+                        even = lengths.pop() % case.world == 0
+                        require(even, f"{where} cannot be cut into {case.world} equal pieces")
                     verbs.append((collective.verb, collective.op, dtype))
                 key = (n, case.method.phase_of(step))
                 first = known.setdefault(key, verbs)
-                require(verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, they were {first}")
+                require(
+                    verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, they were {first}"
+                )
 
 
 def check_deterministic(case: Case) -> None:
@@ -540,12 +587,13 @@ def _generators_untouched() -> Iterator[None]:
 
 
 def check_nonfinite(case: Case) -> None:
-    """A NaN or Inf on one rank: NaN everywhere, every state exactly as before, and the next step as if without it."""
+    """A NaN or Inf on one rank: NaN everywhere, states exactly as before, and then as if it had not been."""
     for number, bad in enumerate((np.nan, np.inf, -np.inf)):
         rank = number % case.world
         net, spared = case.trial(), case.trial()
         for step in range(case.steps):
-            given = [{"a": a, "b": b} for a, b in zip(case.gradients(60, step), case.gradients(33, 9 + step), strict=True)]
+            both = zip(case.gradients(60, step), case.gradients(33, 9 + step), strict=True)
+            given = [{"a": a, "b": b} for a, b in both]
             if step:
                 before = net.saved()
                 broken = [{name: g.copy() for name, g in one.items()} for one in given]
@@ -553,14 +601,22 @@ def check_nonfinite(case: Case) -> None:
                 for r, out in enumerate(net.allreduce_many(broken)):
                     for name in ("a", "b"):
                         nan = np.isnan(out[name]).all()
-                        require(nan, f"{bad} in 'b' of rank {rank}: rank {r} did not get NaN everywhere in {name!r}")
-                require(_same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
+                        require(
+                            nan,
+                            f"{bad} in 'b' of rank {rank}: rank {r} did not get NaN everywhere in {name!r}",
+                        )
+                require(
+                    _same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state"
+                )
             outs, expected = net.allreduce_many(given), spared.allreduce_many(given)
             for r in range(case.world):
                 for name in ("a", "b"):
                     same = _equal(outs[r][name], expected[r][name])
-                    require(same, f"{bad} at step {step}: the next step differs from a run that was spared it")
-        require(_same_states(net.saved(), spared.saved()), f"{bad}: states differ from those of a run that was spared it")
+                    require(
+                        same, f"{bad} at step {step}: the next step differs from a run that was spared it"
+                    )
+        same = _same_states(net.saved(), spared.saved())
+        require(same, f"{bad}: states differ from those of a run that was spared it")
 
 
 def check_resume(case: Case) -> None:
@@ -580,37 +636,56 @@ def check_resume(case: Case) -> None:
     for one in saved:
         for slots in one["state"].values():
             for slot, array in slots.items():
-                require(isinstance(array, np.ndarray), f"slot {slot!r} is saved as {type(array).__name__}, no plain array")
+                kind = type(array)
+                require(
+                    kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a plain array"
+                )
     for rank in range(case.world):  # a saved state is not a view into a live one
         first.allreduce_many(gradients(77 + rank))
     require(_same_states(saved, untouched), "a saved state changed as the run went on")
     second.restore(saved, specs)
     for step in range(3, 6):
-        for a, b in zip(straight.allreduce_many(gradients(step)), second.allreduce_many(gradients(step)), strict=True):
+        for a, b in zip(
+            straight.allreduce_many(gradients(step)), second.allreduce_many(gradients(step)), strict=True
+        ):
             for name in a:
-                require(_equal(a[name], b[name]), f"{name!r}, step {step}: resumed and uninterrupted runs differ")
-    require(_same_states(straight.saved(), second.saved()), "resumed and uninterrupted runs end with different states")
+                require(
+                    _equal(a[name], b[name]), f"{name!r}, step {step}: resumed and uninterrupted runs differ"
+                )
+    require(
+        _same_states(straight.saved(), second.saved()),
+        "resumed and uninterrupted runs end with different states",
+    )
     require(_same_states(saved, untouched), "the resumed run wrote into what it was loaded from")
 
 
 def check_loss_scale(case: Case) -> None:
-    """Residuals are kept in unscaled units, so a loss scale that changes changes nothing but the result's scale."""
+    """Residuals are kept in unscaled units: a loss scale that changes shows in the result's scale only.
+
+    Without feedback nothing is kept, and a loss scale changes nothing.
+    """
     now = [1.0]
     plain, scaled = case.trial(), case.trial(loss_scale=lambda: now[0])
     for step in range(case.steps):
-        now[0] = float(2 ** (3 * step % 7))
+        now[0] = float(2 ** (3 * step % 7))  # a power of two scales exactly
+        factor = np.float32(now[0])
         given = case.gradients(90, step)
-        expected = plain.allreduce(given, "w")[0]
-        out = scaled.allreduce([g * np.float32(now[0]) for g in given], "w")[0] / np.float32(now[0])
-        close = np.allclose(out, expected, rtol=case.rounding, atol=case.rounding)
-        require(close, f"step {step}, loss scale {now[0]}: the result differs by more than that scale")
+        where = f"step {step}, loss scale {now[0]}"
+        out = scaled.allreduce([g * factor for g in given], "w")[0]
+        if case.method.feedback == "none":
+            expected = plain.allreduce([g * factor for g in given], "w")[0]
+        else:
+            expected = plain.allreduce(given, "w")[0] * factor
+        close = np.allclose(out, expected, rtol=case.rounding, atol=case.rounding * float(factor))
+        require(close, f"{where}: the result is {out[:3]}…, should be {expected[:3]}…")
         for rank in range(case.world):
-            close = np.allclose(plain.residual("w", rank), scaled.residual("w", rank), rtol=case.rounding, atol=case.rounding)
-            require(close, f"step {step}, loss scale {now[0]}: rank {rank}'s residual is not in unscaled units")
+            kept, other = plain.residual("w", rank), scaled.residual("w", rank)
+            close = np.allclose(kept, other, rtol=case.rounding, atol=case.rounding)
+            require(close, f"{where}: rank {rank}'s residual is not in unscaled units")
 
 
 def check_state(case: Case) -> None:
-    """The state is what the method declares: same slots, sizes and dtypes after every step, none written in place."""
+    """The state is what the method declares: the same slots, sizes and dtypes after every step."""
     n = 65
     net = case.trial()
     declared = feedback.slots(case.method, TensorSpec("w", (n,)))
@@ -618,11 +693,17 @@ def check_state(case: Case) -> None:
         net.allreduce(case.gradients(n, step), "w")
         for rank, worker in enumerate(net.workers):
             state = worker.states["w"]
-            require(state.keys() == declared.keys(), f"slots {sorted(state)} are kept, {sorted(declared)} declared")
+            require(
+                state.keys() == declared.keys(),
+                f"slots {sorted(state)} are kept, {sorted(declared)} declared",
+            )
             for slot, array in state.items():
                 host, want = _numpy(array), declared[slot]
                 kept = f"step {step}, rank {rank}: slot {slot!r}"
-                require(host.size == math.prod(want.shape), f"{kept} has {host.size} elements, declared {want.shape}")
+                require(
+                    host.size == math.prod(want.shape),
+                    f"{kept} has {host.size} elements, declared {want.shape}",
+                )
                 require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared {want.dtype}")
     for slot, want in declared.items():
         if want.scope == "shared":
@@ -631,7 +712,7 @@ def check_state(case: Case) -> None:
 
 
 def check_wire(case: Case) -> None:
-    """Gathered payloads: damaged or foreign bytes raise ``WireError`` or decode to something that fits the tensor."""
+    """Damaged payloads raise ``WireError``, or decode to something that fits the tensor."""
     if type(case.method).decode is Method.decode:
         return
     n = 120
@@ -640,10 +721,10 @@ def check_wire(case: Case) -> None:
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.verb == "AllGather" for sent in c.sent]
     me = Turn(0, case.world, 0, TensorSpec("w", (n,)), case.seed)
     ops = net.ops
-    for payload in payloads:
+    for payload in payloads[:2]:
         share = case.method.decode(_to_ops(ops, payload.copy()), me, ops)
         _fits(share, n, "an undamaged payload")
-        hashes = seed.uniform(seed._key(case.seed, len(payload)), 300)
+        hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
         for number, u in enumerate(hashes):
             bad = payload.copy()
             place = int(u * len(bad)) if len(bad) else 0
@@ -670,7 +751,7 @@ def _fits(share: Any, n: int, what: str) -> None:
 
 Check = Callable[[Case], None]
 CHECKS: tuple[Check, ...] = (
-    check_value, check_shapes, check_results, check_finite, check_conservation, check_feedback, check_unbiased,
+    check_value, check_shapes, check_layout, check_results, check_finite, check_conservation, check_unbiased,
     check_bytes, check_choreography, check_deterministic, check_nonfinite, check_resume, check_loss_scale,
     check_state, check_wire,
 )  # fmt: skip
@@ -681,7 +762,9 @@ ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
 
 def rounding_of(method: Method) -> float:
     """Relative rounding error of a sum of the method's values, by its id or its ``values``."""
-    return max((ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5)
+    return max(
+        (ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5
+    )
 
 
 def check_method(

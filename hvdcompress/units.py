@@ -9,6 +9,7 @@ def number(value: float, digits: int = 3) -> str:
     """A plain number with so many significant digits: ``1234``, ``12.3``, ``0.0123``."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else str(value)
+    value = float(f"{value:.{digits}g}")  # first, so that 0.9999 is not given a place more than 1.00
     places = digits - 1 - math.floor(math.log10(abs(value))) if value else digits - 1
     return f"{value:.{min(max(places, 0), 8)}f}"
 

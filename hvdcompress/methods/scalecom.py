@@ -11,7 +11,7 @@ leader's places, which therefore can be *summed*: the cost does not grow with th
     residual = (1−β)·residual + β·(x − scatter(I, v))                                       (eq. 5)
 
 It works as far as residuals of different workers are alike, which the paper observes and the low-pass
-filter furthers at large batches and learning rates (β = 0.1 there; β = 1 is plain feedback).
+filter furthers at large batches and learning rates (β = 0.1 there, the default here; β = 1 is plain feedback).
 
 What travels: ⌈log2 C⌉ bits an index (its offset in a chunk of C = 1/density elements) from the leader, then
 k values of each rank, summed; with ``select: exact``, Elias-Fano indices of the leader's k largest.
@@ -24,7 +24,7 @@ last chunk included. Warm-up, dense first layers and per-layer rates are a plan'
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("scalecom", world=2, density=0.5, min_elements=1)
+>>> net = Loopback("scalecom", world=2, density=0.5, beta=1.0, min_elements=1)
 >>> grads = [np.float32([4, 1, 0, -2]), np.float32([1, -6, 3, 2])]
 >>> net.allreduce(grads, name="w")[0]          # rank 0 leads: places 0 and 3
 array([2.5, 0. , 0. , 0. ], dtype=float32)
@@ -44,6 +44,7 @@ from hvdcompress.method import (
     FeedbackName,
     Method,
     Reduced,
+    Share,
     Sparse,
     TensorSpec,
     Turn,
@@ -66,6 +67,8 @@ class ScaleCom(Method):
     values: Values = "fp32"
     """How the k values are written: fp32, fp16 or bf16."""
     feedback: FeedbackName = "lowpass"
+    beta: Share = 0.1
+    """Low-pass factor: 0.1 is the paper's at scaled-up learning rates; 1 is plain feedback."""
 
     def num_kept(self, n: int) -> int:
         """k: one a chunk, or ⌊n·density⌋ with exact selection."""

