@@ -9,11 +9,9 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*
 
-# In a container one is root, which Open MPI refuses unless told twice, and there is no ssh, without which it wants to be
-# told that all ranks are on this machine. The last makes ranks that wait yield their core.
+# In a container one is root, which Open MPI refuses unless told twice. The last makes ranks that wait yield their core.
 ENV OMPI_ALLOW_RUN_AS_ROOT=1 \
     OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-    OMPI_MCA_plm=isolated \
     OMPI_MCA_mpi_yield_when_idle=1
 
 # PyTorch to install, as launch/setup.sh --help describes it; pip's own variables may be given in the same way.

@@ -25,7 +25,7 @@ optimizer = hvd.DistributedOptimizer(
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 mine = train.nonzero().flatten()[hvd.rank() :: hvd.size()]
-for step in range(600):
+for _ in range(600):
     batch = mine[torch.randint(len(mine), (32,))]
     optimizer.zero_grad()
     loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])

@@ -37,11 +37,11 @@ def _last_line(output: str) -> str:
     return (said or lines or ["no message"])[-1]
 
 
-def _python(code: str, timeout: float) -> tuple[bool, str]:
+def _python(code: str, timeout: float, *launch: str) -> tuple[bool, str]:
     """Run ``code`` in a fresh interpreter: whether it succeeded, and the last line that matters."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [*launch, sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -55,14 +55,18 @@ def _python(code: str, timeout: float) -> tuple[bool, str]:
     return True, (done.stdout.strip().splitlines() or [""])[-1]
 
 
-def package(name: str, extra: str, code: str = "", needed: bool = False) -> Callable[[float], Finding]:
-    """A check that ``name`` is installed, can be imported, and passes ``code``, which prints what to say of it."""
+def package(
+    name: str, extra: str, code: str = "", needed: bool = False, launch: tuple[str, ...] = ()
+) -> Callable[[float], Finding]:
+    """A check that ``name`` is installed and passes ``code`` (under ``launch``), which prints what to say of it."""
     code = code or f"import {name}; print({name}.__version__)"
 
     def check(timeout: float) -> Finding:
         if importlib.util.find_spec(name) is None:
             return Finding("broken" if needed else "absent", "not installed", extra)
-        fine, text = _python(code, timeout)
+        if launch and not shutil.which(launch[0], path=launcher.environment(2)["PATH"]):
+            return Finding("absent", f"installed, but not tried: {launch[0]} is not", extra)
+        fine, text = _python(code, timeout, *launch)
         return Finding("works" if fine else "broken", text, "" if fine else f"reinstall it: {extra}")
 
     return check
@@ -94,10 +98,13 @@ controllers = [n for n in ("mpi", "gloo") if getattr(module, f"{n}_built")()]
 assert controllers, "it was built with neither MPI nor Gloo"
 print(f"{horovod.__version__}; controllers: {', '.join(controllers)}; frameworks: {', '.join(bound)}")
 """
+MPIRUN = ("mpirun", "--oversubscribe", "-np", "2")  # alone, Open MPI's wheel cannot even be initialised
 MPI4PY = """
 from mpi4py import MPI
 import mpi4py
-print(f"{mpi4py.__version__}, {MPI.Get_library_version().split(',')[0]}")
+assert MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank + 1) == 3, "two ranks' sum is wrong"
+if MPI.COMM_WORLD.rank == 0:
+    print(f"{mpi4py.__version__}, {MPI.Get_library_version().split(',')[0]}; 2 ranks agree", flush=True)
 """
 
 
@@ -149,7 +156,7 @@ CHECKS: dict[str, Callable[[float], Finding]] = {
     "numba": package("numba", "pip install numba: codecs are slower without"),
     "torch": package("torch", "pip install 'hvdcompress[torch]'"),
     "tensorflow": package("tensorflow", "pip install 'hvdcompress[tensorflow]'"),
-    "mpi4py": package("mpi4py", "pip install 'hvdcompress[mpi]'", MPI4PY),
+    "mpi4py": package("mpi4py", "pip install 'hvdcompress[mpi]'", MPI4PY, launch=MPIRUN),
     "mpirun": mpirun,
     "horovod": package("horovod", SETUP, HOROVOD),
     "all-reduce, MPI": all_reduce("mpi"),

@@ -64,7 +64,7 @@ class Loopback:
         specs = self._specs(gradients, op)
         units = self.plan.units(specs.values())
         scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        outs = [{name: np.empty_like(np.asarray(g)) for name, g in one.items()} for one in gradients]
+        outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
         crew: list[list[Flight]] = []
         for unit in units:
             flights = []
@@ -130,6 +130,8 @@ def _all_reduce(verbs: list[AllReduce]) -> tuple[list[Any], list[int]]:
     lengths = {len(verb.x) for verb in verbs}
     if len(lengths) != 1:
         raise RuntimeError(f"an all-reduce of different lengths: {sorted(lengths)}")
+    if len({(verb.op, verb.x.dtype) for verb in verbs}) != 1:
+        raise RuntimeError(f"an all-reduce of different kinds: {sorted({f'{v.op} {v.x.dtype}' for v in verbs})}")
     total = verbs[0].x.copy()
     for verb in verbs[1:]:
         total = total + verb.x if verb.op == "sum" else np.maximum(total, verb.x)

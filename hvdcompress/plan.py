@@ -26,14 +26,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.registry import FieldError, get, suggest
+from hvdcompress.registry import FieldError, classes, get, suggest
 from hvdcompress.yamlfile import Document, PlanError
 
 __all__ = ["Plan", "PlanError", "Program", "Rule", "Unit", "load", "plan_of"]
@@ -76,7 +76,7 @@ class Program:
     def __str__(self) -> str:
         words = []
         for start, method in self.stages:
-            default = get(method.id).hyperparameters()
+            default = {f.name: f.default for f in fields(method)}
             changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
             text = " ".join([method.id, *(f"{key}={value}" for key, value in changed.items())])
             words.append(text if start == 0 else f"from step {start}: {text}")
@@ -116,7 +116,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as :func:`load` reads it; ``load(plan.to_dict()) == plan``."""
-        return json.loads(self.source, object_hook=_int_keys)
+        return json.loads(self.source, object_hook=_number_keys)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -159,8 +159,16 @@ class Plan:
         return Unit(spec, tuple(members), program if spec.size >= self.min_elements else DENSE)
 
 
-def _int_keys(mapping: dict[str, Any]) -> dict[Any, Any]:
-    return {int(k) if k.isdigit() else k: v for k, v in mapping.items()}
+def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:
+    """JSON has no numbers for keys, and a schedule's starts are numbers."""
+
+    def number(key: str) -> Any:
+        try:
+            return int(key) if key.isdigit() else float(key)
+        except ValueError:
+            return key
+
+    return {number(key): value for key, value in mapping.items()}
 
 
 PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed")
@@ -188,8 +196,19 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
     if isinstance(method, Plan):
         return load({**method.to_dict(), **settings}) if settings else method
     if isinstance(method, Method):
+        if classes().get(method.id) is not type(method):
+            return _unregistered(method, settings)
         method = {"method": method.id, **method.hyperparameters()}
     return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
+
+
+def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
+    """A plan of one method that no registry knows, such as one under development."""
+    doc = Document({**settings})
+    doc.known_keys(tuple(WHOLE))
+    whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
+    return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
 
 
 def _read(doc: Document) -> Plan:
@@ -224,7 +243,7 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
     stages = {0: method}
     for start, changes in _schedule(body, given.get("schedule"), method, steps_per_epoch).items():
         earlier = stages[max(s for s in stages if s <= start)]
-        stages[start] = _method(body, method.id, {**earlier.hyperparameters(), **changes}, "schedule")
+        stages[start] = replace(earlier, **changes)
     if given.get("warmup") is not None:
         until = _steps(body.child("warmup", given["warmup"]), steps_per_epoch)
         after = stages[max(s for s in stages if s <= until)]
@@ -235,11 +254,14 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
     return Program(tuple(sorted(stages.items(), key=lambda stage: stage[0]))), given
 
 
-def _method(body: Document, id: Any, settings: dict[str, Any], where: str | None = None) -> Method:
+def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
+    for key in settings:
+        if not isinstance(key, str):
+            raise body.error(key, "unknown key: hyper-parameters have names")
     try:
         return get(id, **settings)
     except FieldError as error:
-        key = where or (error.field if error.field in body.value else "method")
+        key = error.field if error.field in body.value else "method"
         hint = suggest(error.field, [*PLAN_KEYS, *RULE_KEYS])
         also = f"{hint.replace('did you mean', 'or the plan key')}" if error.field in settings else ""
         raise body.error(key, f"{error}{also}") from None
@@ -277,7 +299,11 @@ def _schedule(body: Document, given: Any, method: Method, steps_per_epoch: int |
             points = entry.child(unit)
             for start, value in points.value.items():
                 step = _to_steps(entry, unit, start, steps_per_epoch)
-                changes.setdefault(step, {})[name] = value
+                try:
+                    valid = get(method.id, **{**method.hyperparameters(), name: value})
+                except FieldError as error:
+                    raise points.error(start, str(error)) from None
+                changes.setdefault(step, {})[name] = getattr(valid, name)
     fixed = {"feedback", "values"} & set(schedule.value)
     if fixed:
         raise schedule.error(fixed.pop(), "cannot change during training")

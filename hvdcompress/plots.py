@@ -95,10 +95,12 @@ def loss(rows: Sequence[Row], order: Sequence[str], x: str, name: str) -> str:
         figure = _figure(3.5)
         axes = figure.add_subplot()
         seen: list[float] = []
+        sent = 0.0
         for row in rows:
             number = order.index(row.method)
             xs, ys = _curve(row, x)
             seen += ys
+            sent += sum(xs)
             thick = number == 0
             line = axes.plot(xs, ys, color=colour(number), linewidth=2.6 if thick else 1.7, label=row.method)[0]
             if dashes(number):
@@ -106,7 +108,7 @@ def loss(rows: Sequence[Row], order: Sequence[str], x: str, name: str) -> str:
         _loss_axis(axes, seen)
         axes.set_xlabel("step")
         if x == "bytes_sent":
-            axes.set_xscale("log")
+            axes.set_xscale("log" if sent else "linear")  # one rank alone sends nothing
             axes.set_xlabel("bytes sent by a rank (logarithmic)")
             axes.xaxis.set_major_formatter(
                 FuncFormatter(lambda value, _: units.num_bytes(value).replace(".00", "").replace(".0", ""))

@@ -80,7 +80,7 @@ class FieldError(ValueError):
         self.field = field
 
 
-def get(id: str, **hyperparameters: Any) -> Method:
+def get(id: str, /, **hyperparameters: Any) -> Method:
     """The method ``id`` with these hyper-parameters, as a frozen value.
 
     Raises:
@@ -91,7 +91,7 @@ def get(id: str, **hyperparameters: Any) -> Method:
     0.01
     """
     known = classes()
-    if id not in known:
+    if not isinstance(id, str) or id not in known:
         raise FieldError(f"unknown method {id!r}{suggest(id, list(known))}; available: {', '.join(known)}", "method")
     cls = known[id]
     names = [f.name for f in fields(cls)]

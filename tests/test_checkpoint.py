@@ -15,7 +15,8 @@ def trained(world: int = 4, **settings) -> Loopback:
     net = Loopback("topk", world=world, density=0.1, min_elements=1, **settings)
     rng = np.random.default_rng(0)
     for _ in range(3):
-        net.allreduce_many([{"a": rng.normal(size=(20, 7)).astype("f"), "b.c": rng.normal(size=33).astype("f")}] * world)
+        one = {"a": rng.normal(size=(20, 7)).astype("f"), "b.c": rng.normal(size=33).astype("f")}
+        net.allreduce_many([one] * world)
     return net
 
 

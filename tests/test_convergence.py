@@ -83,7 +83,7 @@ def dense() -> tuple[float, float]:
 
 
 def settings_of(id: str) -> dict[str, Any]:
-    """Few enough entries that lost residuals would show; more where they are picked blindly, as by random-k."""
+    """Few enough entries that lost residuals would show; more where they are picked blindly, by random-k."""
     sparse = "density" in hvdcompress.get(id).hyperparameters()
     return {"density": 0.02 if registry.classes()[id].needs_feedback else 0.2} if sparse else {}
 

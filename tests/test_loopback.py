@@ -234,7 +234,7 @@ def test_float16_gradients_may_be_nan_too() -> None:
 
 @pytest.mark.parametrize("method", ["none", "topk"])
 def test_finite_float64_beyond_float32(method: str) -> None:
-    """1e300 is finite, and ``none`` sums it; in a float32 method it counts as an overflow, and never spoils state."""
+    """1e300 is finite, and ``none`` sums it; to a float32 method it is an overflow, and spoils no state."""
     net = Loopback(method, world=2, min_elements=1)
     out = net.allreduce([np.array([1e300, 1.0])] * 2, "w")[0]
     if method == "none":

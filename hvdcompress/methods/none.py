@@ -27,11 +27,14 @@ from hvdcompress.registry import method
 class Dense(Method):
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
-    wide = True
     rides = True
 
+    @property
+    def wide(self) -> bool:  # type: ignore[override]
+        return self.feedback == "none"  # residuals are float32
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return (8 if spec.dtype == "float64" else 4) * spec.size
+        return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
     def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
         total = yield AllReduce(x)

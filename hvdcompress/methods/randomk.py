@@ -63,7 +63,7 @@ class RandomK(Method):
         chosen = seed.distinct_indices(seed.shared_key(me), k, n)
         index = ops.asarray(chosen.astype(ops.index_dtype(n)), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32
-        if self.unbiased:
+        if self.unbiased and k:
             kept = kept * (n / k)
         total, own = yield from values.all_reduce(kept, self.values, me, ops)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own))

@@ -56,8 +56,7 @@ def exchange(
     reduced = yield from method.exchange(spare, state, replace(me, seen=seen), ops)
     if reduced.own is None:
         raise TypeError(f"method {method.id!r} returned no own share, which feedback {method.feedback!r} needs")
-    factor = beta(method)
-    if factor != 1.0:
-        ops.blend(spare, residual, factor)
-    ops.subtract(spare, reduced.own, factor)
+    ops.subtract(spare, reduced.own, 1.0)  # first, as a dense own share may be x itself
+    if beta(method) != 1.0:
+        ops.blend(spare, residual, beta(method))
     return replace(reduced, state={RESIDUAL: spare, **reduced.state})

@@ -52,7 +52,7 @@ def refine_bisect(
     elements of magnitude t fill up.
     """
     low, high = -1, int(np.float32(ops.max_abs(x)).view(np.int32))  # count too large at low, too small at high
-    middle = int(np.float32(start).view(np.int32))
+    middle, stride = int(np.float32(start).view(np.int32)), 1 << 22  # half an octave
     while high - low > 1:
         if not low < middle < high:
             middle = (low + high) // 2
@@ -60,11 +60,14 @@ def refine_bisect(
         count = ops.count_above(x, threshold)
         if count > capacity:
             low = middle
+            if 4 * count < len(x):  # what is below will never be counted again: look at the rest alone
+                x = ops.take(x, ops.first_above(x, threshold, count))
         elif 3 * count < 2 * k:
             high = middle
         else:
             return threshold, None
-        middle = (low + high) // 2
+        # the start is nearly right: stride away from it, ever wider, until the answer is bracketed
+        middle, stride = (high - stride, 2 * stride) if low < 0 else ((low + high) // 2, stride)
     threshold = np.int32(high).view(np.float32)
     return threshold, threshold if high > 0 else None
 

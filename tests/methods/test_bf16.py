@@ -14,7 +14,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 def bfloat16(value: float) -> float:
-    """Round a float32 to bfloat16, to nearest even, in Python's whole numbers; past the largest: the largest."""
+    """A float32 rounded to bfloat16, to nearest even, in Python's whole numbers; finite stays finite."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
     quotient, rest = divmod(magnitude, 0x10000)

@@ -12,7 +12,7 @@ LARGEST = 65504.0
 
 
 def average_stays_in_range(world: int, value: float = 60000.0) -> None:
-    """All ranks at nearly the largest float16: their average is that value, not Inf and not a saturated sum."""
+    """All ranks at nearly the largest float16: the average is that value, not Inf and no saturated sum."""
     net = Loopback("fp16", world=world, min_elements=1)
     out = net.allreduce([np.full(3, value, np.float32)] * world, "w")[0]
     # each of the p − 1 additions rounds to 11 bits, and with equal addends all in one direction

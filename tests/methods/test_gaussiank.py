@@ -1,4 +1,4 @@
-"""Gaussian-k: top-k by a threshold from the fitted normal distribution (Shi et al. 2019, arXiv 1911.08772)."""
+"""Gaussian-k: top-k by a threshold from a fitted normal distribution (Shi et al. 2019, arXiv 1911.08772)."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_all_places_when_all_are_kept() -> None:
 @pytest.mark.parametrize("n,k", [(2, 1), (3, 1), (10, 3), (64, 5), (100, 10), (1000, 7)])
 def test_places_are_uniform_over_many_steps(n: int, k: int) -> None:
     """Chi-square with n − 1 degrees of freedom, at six standard deviations."""
-    steps = max(2000, 20 * n // k)
+    steps = max(1200, 20 * n // k)
     count = np.bincount(np.concatenate([places(n, k, step) for step in range(steps)]), minlength=n)
     expected = steps * k / n
     # drawing without replacement makes each count's variance k/n·(1 − k/n) a step, not k/n
@@ -69,7 +69,7 @@ def test_places_are_uniform_over_many_steps(n: int, k: int) -> None:
 
 def test_pairs_of_places_are_independent() -> None:
     """Neighbours are drawn together as often as any two are."""
-    n, k, steps = 50, 5, 6000
+    n, k, steps = 50, 5, 3000
     near = sum(int((np.diff(places(n, k, step)) == 1).sum()) for step in range(steps))
     expected = steps * (n - 1) * (k * (k - 1)) / (n * (n - 1))
     assert abs(near - expected) < 6 * np.sqrt(expected)
@@ -112,7 +112,7 @@ def test_bytes_by_the_formula(values: str, sent: int) -> None:
 
 
 def test_unbiased_variant_scales_and_averages_to_the_gradient() -> None:
-    n, steps = 30, 3000
+    n, steps = 30, 1500
     g = numbers((n,), 5)
     net = Loopback("randomk", world=1, density=0.2, feedback="none", unbiased=True, min_elements=1)
     outs = np.array([net.allreduce([g], "w")[0] for _ in range(steps)], np.float64)

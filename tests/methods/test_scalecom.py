@@ -51,7 +51,7 @@ def run_beside_oracle(
     select: str = "chunk",
     steps: int = 25,
 ) -> None:
-    """The library and the oracle side by side, on gradients without near-ties, where rounding cannot decide."""
+    """Library and oracle side by side, on gradients without near-ties, where rounding cannot decide."""
     net = Loopback("scalecom", world=world, density=density, beta=beta, select=select, min_elements=1)
     oracle = Oracle(world, n, density, beta, select)
     for step in range(steps):
@@ -112,7 +112,7 @@ def test_leader_does_not_move_on_at_an_abandoned_step() -> None:
 
 @pytest.mark.parametrize("select", ["chunk", "exact"])
 def test_commutes_with_the_average(select: str) -> None:
-    """For a fixed I, mean_i CLT(x_i) = CLT(mean_i x_i): the result is the true average at the leader's places."""
+    """For a fixed I, mean_i CLT(x_i) = CLT(mean_i x_i): the true average at the leader's places."""
     world = 4
     net = Trial(hvdcompress.get("scalecom", density=0.07, select=select), world)
     gradients = [numbers((101,), rank) for rank in range(world)]
@@ -255,7 +255,7 @@ def test_averaged_contraction() -> None:
 
 
 def test_residuals_of_workers_grow_alike() -> None:
-    """Where gradients share a signal, residuals do: their pairwise cosine distance is small (paper, fig. 2)."""
+    """Where gradients share a signal, residuals do: their pairwise cosine distance is small."""
     world, n = 4, 400
     net = Loopback("scalecom", world=world, density=0.02, beta=1.0, min_elements=1)
     signal = numbers((n,), 99)

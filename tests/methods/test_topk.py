@@ -89,7 +89,7 @@ def test_entries_of_different_ranks_on_one_place_add_up() -> None:
 
 
 def test_gradient_build_up_shows_on_the_wire_only() -> None:
-    """What is sent does not grow with the workers; what goes round the ring does (an all-gather passes it on)."""
+    """What is sent does not grow with the workers; what goes round the ring does: all is passed on."""
     sent, carried = [], []
     for world in (2, 4, 8):
         net = Loopback("topk", world=world, density=0.01)
