@@ -70,7 +70,8 @@ class Loopback:
             flights = []
             for worker, given in zip(self.workers, gradients, strict=True):
                 work = worker.work_dtype(unit)
-                flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in unit.members]
+                with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+                    flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in unit.members]
                 flights.append(worker.start(unit, self.ops.concat(flat), self.ops, scale))
             crew.append(flights)
             while flights[0].verb is not None:

@@ -197,21 +197,26 @@ class Worker:
         return sum(array.nbytes for array in arrays)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"format", "plan", "world", "rank", "steps": {tensor: n}, "state": {tensor: {slot: flat copy}}}.
+        """{"format", "plan", "world", "rank", "steps": {tensor: n}, "merge": {tensor: {slot: how}},
+        "state": {tensor: {slot: flat copy}}}.
 
         A bucket's residual is cut into its members, so that it survives another bucketing.
         """
         state: dict[str, dict[str, Array]] = {}
+        merge: dict[str, dict[str, str]] = {}
         for unit in self.units.values():
+            declared = self.slots(unit)
             for slot, array in self.states[unit.spec.name].items():
+                parts = {unit.spec.name: array}
                 if slot == feedback.RESIDUAL:
-                    for member, (start, stop) in zip(unit.members, spans(unit), strict=True):
-                        state.setdefault(member.name, {})[slot] = copied(array[start:stop])
-                else:
-                    state.setdefault(unit.spec.name, {})[slot] = copied(array)
+                    bounds = zip(unit.members, spans(unit), strict=True)
+                    parts = {member.name: array[start:stop] for member, (start, stop) in bounds}
+                for name, part in parts.items():
+                    state.setdefault(name, {})[slot] = copied(part)
+                    merge.setdefault(name, {})[slot] = declared[slot].merge
         head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
         steps = {member.name: self.steps[unit.spec.name] for unit in self.units.values() for member in unit.members}
-        return {**head, "steps": steps, "state": state}
+        return {**head, "steps": steps, "merge": merge, "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any], units: Sequence[Unit], copy: Callable[[Any], Array]) -> None:
         """Take over a saved state, all of it or, on any error, none; ``copy`` makes a fresh array of a saved one.
@@ -260,10 +265,12 @@ def reshard(saved: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, An
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(saved[0]["world"])):
         raise ValueError(f"states of all {saved[0]['world']} ranks are needed, these are of ranks {ranks}")
-    merged = {
-        name: {slot: sum(one["state"][name][slot] for one in saved) / world for slot in slots}
-        for name, slots in saved[0]["state"].items()
-    }
+
+    def merged_slot(name: str, slot: str) -> Array:
+        arrays = [one["state"][name][slot] for one in saved]
+        return sum(arrays) / world if saved[0]["merge"][name][slot] == "sum" else arrays[0]
+
+    merged = {name: {slot: merged_slot(name, slot) for slot in slots} for name, slots in saved[0]["state"].items()}
     return [{**saved[0], "world": world, "rank": rank, "state": merged} for rank in range(world)]
 
 
@@ -274,7 +281,7 @@ def copied(array: Array) -> Array:
 
 def itemsize(dtype: str) -> int:
     """Bytes an element."""
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def spans(unit: Unit) -> list[tuple[int, int]]:

@@ -62,3 +62,12 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:50])
     with pytest.raises(ValueError, match="no state saved by hvdcompress"):
         checkpoint.load(tmp_path, 0, 1)
+
+
+def test_what_is_kept_is_not_summed() -> None:
+    from hvdcompress.worker import reshard
+
+    head = {"world": 2, "steps": {"w": 3}, "merge": {"w": {"basis": "keep", "residual": "sum"}}}
+    slots = {"basis": np.ones(3, np.float32), "residual": np.ones(3, np.float32)}
+    (one,) = reshard([{**head, "rank": rank, "state": {"w": slots}} for rank in range(2)], 1)
+    assert one["state"]["w"]["basis"].tolist() == [1, 1, 1] and one["state"]["w"]["residual"].tolist() == [2, 2, 2]

@@ -10,7 +10,8 @@ Stich et al. 2018 (arXiv 1809.07599), "rand_k"; Konečný et al. 2016 (arXiv 161
 Bytes: 4k (fp32), 2k (fp16), 2k + 2k/p by scatter-reduce (bf16).
 
 Departures: with feedback "none" the values may be scaled by n/k (``unbiased: true``), which makes the
-result an unbiased estimate of variance (n/k − 1)·‖x‖²; with feedback they never are, as nothing is lost.
+result an unbiased estimate of variance (n/k − 1)·‖x‖² (and lets |x| beyond 3.4e38·k/n become Inf); with feedback
+they never are, as nothing is lost.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback

@@ -82,7 +82,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Arr
     """The inverse of :func:`encode_index`.
 
     Raises:
-        WireError: the bytes do not hold k ascending indices below n.
+        WireError: the bytes do not hold k indices below n.
     """
     if coding == "int32":
         index = ops.from_bytes(buffer, ops.index_dtype(n))
