@@ -600,6 +600,40 @@ def adasum_is_refused() -> None:
 
 
 @case
+def the_ledger_counts_what_horovod_is_given() -> None:
+    """Every tensor that any of Horovod's functions is handed, ours or the stock optimizer's, and nothing else."""
+    from horovod.torch import optimizer as stock
+
+    given = 0
+
+    def counted(function: Callable) -> Callable:
+        def wrapper(tensor: torch.Tensor, *rest: object, **more: object) -> object:
+            nonlocal given
+            given += tensor.nbytes
+            return function(tensor, *rest, **more)
+
+        return wrapper
+
+    places = [(hvd, name) for name in ("allreduce_async", "allgather_async", "alltoall_async", "allgather")]
+    places.append((stock, "allreduce_async_"))
+    originals = [getattr(module, name) for module, name in places]
+    try:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, counted(original))
+        for number, (method, settings) in enumerate(VARIANTS):
+            given = 0
+            params = parameters(f"counted{number}")
+            comp = Compressor(method, params.items(), **settings)
+            opt = optimizer(params, comp)
+            for step in range(3):
+                reduce_once(opt, params, gradients(params, step, hvd.rank()))
+            assert comp.ledger.bytes_sent() == given, (method, settings, comp.ledger.bytes_sent(), given)
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
+@case
 def bytes_sent_by_scalecom() -> None:
     """Not a check of its own: the launches of 2 and 4 ranks are compared by the test."""
     params = parameters("bytes")
