@@ -103,15 +103,13 @@ class Watch:
             self._phase("preparing the next run" if not all(map(self.ended, self.runs)) else "the ranks are ending")
             self._line(f"[green]✓[/] {self._place(run)}  {self._outcome(run)}")
         elif kind == "failed":
-            self._phase("ending what is left of the ranks")
+            self._phase("preparing the next run")
             self._line(f"[red]✗[/] {self._place(run)}  [red]{escape(event['error'])}[/]")
             for line in event.get("traceback", "").strip().splitlines()[-4:-1]:
                 self._line(f"    [dim]{escape(line)}[/]")
 
     def _phase(self, text: str) -> None:
         self.state, self.phase_began = text, time.monotonic()
-        if not self.console.is_terminal and not self.silent and "ranks" in text:
-            self._line(text)
 
     def _line(self, text: str) -> None:
         self.last_line = time.monotonic()
