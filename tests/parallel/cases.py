@@ -455,6 +455,8 @@ def torch_verbs_give_the_same_as_numpy_ones() -> None:
             got = reduce_once(opts[1], device, dict(zip(device, grads.values(), strict=True)))
             if method == "randomk":  # its indices depend on the parameter's name
                 continue
+            if hvd.size() > 2 and "fp16" in (method, settings.get("values")):
+                continue  # a float16 sum depends on how Horovod fused the tensors
             for (name, a), b in zip(want.items(), got.values(), strict=True):
                 what = f"{method} {settings} {name} step {step}"
                 np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-6, err_msg=what)
@@ -587,8 +589,8 @@ def other_operations_are_refused() -> None:
 
 @case
 def adasum_is_refused() -> None:
-    if hvd.size() & (hvd.size() - 1):
-        raise Skip("Horovod's Adasum needs a power of two ranks")
+    if hvd.size() & (hvd.size() - 1) or not hvd.mpi_enabled():
+        raise Skip("Horovod's Adasum needs a power of two ranks, and MPI")
     params = parameters("adasum")
     opt = optimizer(params, Compressor("topk", params.items()), op=hvd.Adasum)
 
