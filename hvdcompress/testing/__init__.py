@@ -1,0 +1,131 @@
+"""The conformance suite: what every compression method must hold, for ours and for third parties'.
+
+    from hvdcompress.testing import check_method
+    check_method(MyMethod(density=0.01))              # raises AssertionError, which names what broke
+
+A method is run by :class:`Trial`, a loopback network that notes every collective, and put through
+each of :data:`CHECKS` in several worlds. No test framework is needed, and ``python -O`` switches
+nothing off. A method need not be registered; only then its round trip through a plan is checked too.
+
+>>> import hvdcompress
+>>> check_method(hvdcompress.get("topk", density=0.1), worlds=(2,), sizes=(1, 50))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdcompress.method import Method
+from hvdcompress.testing.protocol import (
+    check_bytes,
+    check_choreography,
+    check_deterministic,
+    check_loss_scale,
+    check_nonfinite,
+    check_resume,
+    check_state,
+    check_wire,
+)
+from hvdcompress.testing.results import (
+    check_conservation,
+    check_finite,
+    check_layout,
+    check_results,
+    check_shapes,
+    check_unbiased,
+    check_value,
+)
+from hvdcompress.testing.trial import Case, Collective, Trial, adapted, backends, numbers, plan_for, variants
+
+__all__ = [
+    "CHECKS",
+    "Case",
+    "Collective",
+    "Trial",
+    "adapted",
+    "backends",
+    "check_method",
+    "numbers",
+    "plan_for",
+    "variants",
+    "check_value",
+    "check_shapes",
+    "check_layout",
+    "check_results",
+    "check_finite",
+    "check_conservation",
+    "check_unbiased",
+    "check_bytes",
+    "check_choreography",
+    "check_deterministic",
+    "check_nonfinite",
+    "check_resume",
+    "check_loss_scale",
+    "check_state",
+    "check_wire",
+]
+
+
+Check = Callable[[Case], None]
+CHECKS: tuple[Check, ...] = (
+    check_value, check_shapes, check_layout, check_results, check_finite, check_conservation, check_unbiased,
+    check_bytes, check_choreography, check_deterministic, check_nonfinite, check_resume, check_loss_scale,
+    check_state, check_wire,
+)  # fmt: skip
+"""Every check, in the order in which :func:`check_method` runs them."""
+
+ROUNDING = {"fp16": 2.0**-9, "bf16": 2.0**-6}
+
+
+def rounding_of(method: Method) -> float:
+    """Relative rounding error of a sum of the method's values, by its id or its ``values``."""
+    return max((ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5)
+
+
+def check_method(
+    method: Method,
+    *,
+    worlds: Sequence[int] = (1, 2, 3, 5),
+    sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000),
+    steps: int = 4,
+    ops: Any = None,
+    rounding: float | None = None,
+    unbiased: bool | None = None,
+    seed: int = 0,
+    checks: Sequence[Check] = CHECKS,
+) -> None:
+    """Put a method through the conformance suite.
+
+    Args:
+        method: the method, with the hyper-parameters to check.
+        worlds: numbers of ranks.
+        sizes: numbers of elements.
+        steps: steps of each run; a method with phases needs enough to go through them.
+        ops: the array backend (default: the CPU drivers').
+        rounding: relative error of one sum of decoded values (default: by the width of its ``values``).
+        unbiased: whether results are declared unbiased (default: its field ``unbiased``, else False).
+        seed: of the method's randomness and of the data.
+        checks: some of :data:`CHECKS`.
+
+    Raises:
+        AssertionError: something does not hold; the message names the method, the check and what broke.
+    """
+    for world in worlds:
+        for check in checks:
+            case = Case(
+                method,
+                world,
+                ops,
+                sizes,
+                steps,
+                rounding_of(method) if rounding is None else rounding,
+                bool(getattr(method, "unbiased", False)) if unbiased is None else unbiased,
+                seed,
+            )
+            try:
+                check(case)
+            except Exception as error:
+                kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+                text = f"{method} does not hold {check.__name__} with {world} ranks: {kind}{error}"
+                raise AssertionError(text) from error
