@@ -97,7 +97,7 @@ class Step:
             return
         try:
             for name in sorted(self.arrived.keys() - self.flights.keys()):
-                self._launch(self.compressor.unit_named(name))
+                self._launch(self.compressor.units_by_name[name])
         except Exception as error:
             self.error = self.error or error
         self.sealed = True

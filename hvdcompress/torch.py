@@ -95,7 +95,8 @@ class Compressor:
         set_id = process_set.process_set_id
         self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
         specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
-        self.units = {member.name: unit for unit in self.plan.units(specs) for member in unit.members}
+        self.units_by_name = {unit.spec.name: unit for unit in self.plan.units(specs)}
+        self.units = {member.name: unit for unit in self.units_by_name.values() for member in unit.members}
         rank, world = process_set.rank(), process_set.size()
         self.ledger = Ledger(world, rank)
         self.worker = Worker(self.plan, rank, world, self.ledger)
@@ -189,8 +190,7 @@ class Compressor:
             joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
             return joined.numpy() if ops_for(anywhere, self.force_torch) is fast else joined
 
-        units = {unit.spec.name: unit for unit in self.units.values()}
-        self.worker.load_state_dict(saved, list(units.values()), copy)
+        self.worker.load_state_dict(saved, list(self.units_by_name.values()), copy)
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to its own file in ``folder``; call it on every rank."""
@@ -207,7 +207,7 @@ class Compressor:
     def describe(self) -> str:
         """Which method each group of parameters gets, and the memory that its residuals take on this rank."""
         groups: dict[str, list[Unit]] = {}
-        for unit in {unit.spec.name: unit for unit in self.units.values()}.values():
+        for unit in self.units_by_name.values():
             groups.setdefault(str(unit.program), []).append(unit)
         lines = []
         for text, units in sorted(groups.items(), key=lambda item: -sum(u.spec.size for u in item[1])):
@@ -231,10 +231,6 @@ class Compressor:
         if not (isfinite(scale) and scale > 0):
             raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
         return scale
-
-    def unit_named(self, name: str) -> Unit:
-        """The unit of that name."""
-        return next(unit for unit in self.units.values() if unit.spec.name == name)
 
     def may_ride(self, unit: Unit) -> bool:
         """Whether the unit's payload can be the stock all-reduce itself.

@@ -536,7 +536,7 @@ def a_rank_that_raises_inside_compress() -> None:
             def fail(*_: object) -> None:
                 raise FloatingPointError("a fault made by the test")
 
-            for unit in {u.spec.name: u for u in comp.units.values()}.values():
+            for unit in comp.units_by_name.values():
                 object.__setattr__(unit.program.main, "encode", fail)
         try:
             must_raise(
@@ -546,7 +546,7 @@ def a_rank_that_raises_inside_compress() -> None:
             )
         finally:
             if hvd.rank() == 1:
-                for unit in {u.spec.name: u for u in comp.units.values()}.values():
+                for unit in comp.units_by_name.values():
                     unit.program.main.__dict__.pop("encode", None)
 
 
