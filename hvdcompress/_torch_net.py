@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,12 +12,9 @@ import numpy as np
 import torch
 
 from hvdcompress import wire
+from hvdcompress.agreement import compare_plans
 from hvdcompress.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
-
-
-class PeerError(RuntimeError):
-    """A rank failed, or ranks do not agree; every rank raises this with the same message."""
 
 
 class Pending:
@@ -68,9 +65,11 @@ class Net:
 
     def _all_to_all(self, verb: AllToAll, full: str, name: str) -> int:
         payload = _tensor(verb.x)
-        self.ledger.add(self.rank, name, "AllToAll", payload.nbytes)
-        splits = torch.full((self.world,), len(payload) // self.world, dtype=torch.int32)
-        return hvd.alltoall_async(payload, splits=splits, name=full, process_set=self.set)
+        self.ledger.add(self.rank, name, "AllToAll", payload.nbytes, splits=verb.splits)
+        splits = verb.splits or [len(payload) // self.world] * self.world
+        return hvd.alltoall_async(
+            payload, splits=torch.tensor(splits, dtype=torch.int32), name=full, process_set=self.set
+        )
 
     def ready(self, pending: Pending) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -95,7 +94,9 @@ class Net:
             lengths = self._lengths(result, len(verb.x))
             self.ledger.add(self.rank, pending.name, "AllGather", len(verb.x), lengths)
             return _cut(result, lengths)
-        return _cut(result, [len(result) // self.world] * self.world) if isinstance(verb, AllToAll) else result
+        if isinstance(verb, AllToAll):
+            return _cut(result, verb.receives or [len(result) // self.world] * self.world)
+        return result
 
     def _lengths(self, gathered: Any, own: int) -> list[int]:
         """The lengths of the ranks' payloads: mine, if p of mine fill the buffer; else by their headers."""
@@ -123,22 +124,13 @@ class Net:
             PeerError: they do not; it names the first key that differs, and the ranks.
         """
         texts = self.gather_text("plan", json.dumps([plan, tensors]))
-        first_plan, first_tensors = json.loads(texts[0])
-        for rank, text in enumerate(texts[1:], 1):
-            other_plan, other_tensors = json.loads(text)
-            for what, a, b in (("plan key", first_plan, other_plan), ("tensor", first_tensors, other_tensors)):
-                for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "method", key)):
-                    if a.get(key) != b.get(key):
-                        raise PeerError(
-                            f"ranks disagree: {what} {key!r} is {a.get(key)!r} on rank 0 and {b.get(key)!r} on rank "
-                            f"{rank}; give every rank the same plan and the same model"
-                        )
+        compare_plans([json.loads(text) for text in texts])
 
 
 def _tensor(x: Any) -> torch.Tensor:
     return x if isinstance(x, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(x))
 
 
-def _cut(x: Any, lengths: list[int]) -> list[Any]:
+def _cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     stops = np.cumsum(lengths).tolist()
     return [x[stop - size : stop] for stop, size in zip(stops, lengths, strict=True)]

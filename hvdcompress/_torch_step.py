@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdcompress._torch_net import Net, PeerError
+from hvdcompress._torch_net import Net
+from hvdcompress.agreement import PeerError
 from hvdcompress.ops import fast
 from hvdcompress.plan import Unit
 from hvdcompress.worker import Flight
@@ -60,7 +61,7 @@ class Step:
         flight.extra["flats"] = flats
         self.flights[unit.spec.name] = flight
         self.finite = self.finite and flight.finite
-        rides = self.compressor.may_ride(unit)
+        rides = self.compressor.ride_length(unit, flight.me.phase) is not None
         if not rides:
             self._submit(flight)
         return rides
@@ -110,15 +111,17 @@ class Step:
                 self._advance(flight)
 
     def _agree(self) -> None:
-        """One all-reduce of maxima: did a rank fail, is all finite, do plan, step and loss scale agree?
+        """One all-reduce of maxima: did a rank fail, is all finite, does one ask for a trigger, do plan, step and
+        loss scale agree?
 
         A maximum of (f, −f) shows any difference in f, where an average could hide one.
         """
         self.compressor.compare_plans_once(self.net)
         state = zlib.crc32(repr(sorted(self.worker.steps.items())).encode(), self.worker.plan.fingerprint)
         scale = self.compressor.current_loss_scale() if self.error is None else 1.0
-        mine = [float(self.error is not None), float(not self.finite), float(state), -float(state), scale, -scale]
-        failed, non_finite, high, low, scale_high, scale_low = self.net.maximum("status", mine)
+        flags = [self.error is not None, not self.finite, self.worker.take_request()]
+        mine = [*map(float, flags), float(state), -float(state), scale, -scale]
+        failed, non_finite, triggered, high, low, scale_high, scale_low = self.net.maximum("status", mine)
         if failed:
             texts = self.net.gather_text("error", str(self.error or ""))
             message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
@@ -128,6 +131,10 @@ class Step:
         if scale_high != -scale_low:
             raise PeerError(f"ranks disagree on the loss scale: it is {-scale_low} on one and {scale_high} on another")
         self.finite = not non_finite
+        if triggered and self.finite:
+            self.worker.trigger()
+        elif triggered:  # as if the step had not been: the request waits for the next
+            self.worker.asks_for_trigger = True
 
     # -- results go out -------------------------------------------------------------------------------
 
@@ -141,8 +148,7 @@ class Step:
         flight.extra["handed_back"] = True
         ops = ops_for(members[name], self.compressor.force_torch)
         if rode is not None:
-            flight.advance(rode.numpy() if ops is fast else rode)
-            factor = 1.0  # Horovod has averaged it, if it averages at all
+            factor = self.worker.take_ride(flight, rode.numpy() if ops is fast else rode, factor)
         outs = flight.extra["flats"]
         if self.finite:
             self.worker.finish(flight, outs, factor, ops)

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load as deserialize
+from safetensors.numpy import save as serialize
 from safetensors.numpy import save_file
 
-from hvdcompress.worker import reshard
+from hvdcompress.reshard import reshard
 
 _SEPARATOR = "\n"  # between a tensor's name and its slot: no parameter name has a line break
 
@@ -26,16 +28,47 @@ def path_of(folder: str | Path, rank: int, world: int) -> Path:
     return Path(folder) / f"rank-{rank}-of-{world}.safetensors"
 
 
-def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write one rank's ``state_dict()`` into ``folder``; a file is replaced only once the new one is whole."""
-    path = path_of(folder, saved["rank"], saved["world"])
-    path.parent.mkdir(parents=True, exist_ok=True)
+def to_bytes(saved: Mapping[str, Any]) -> bytes:
+    """One rank's ``state_dict()`` as one string of bytes: 8 bytes of length, a head in JSON, safetensors."""
+    head, arrays = _flattened(saved)
+    return len(head.encode()).to_bytes(8, "little") + head.encode() + serialize(arrays)
+
+
+def from_bytes(data: bytes) -> dict[str, Any]:
+    """The inverse of :func:`to_bytes`.
+
+    Raises:
+        ValueError: the bytes are no saved state.
+    """
+    edge = 8 + int.from_bytes(data[:8], "little")
+    try:
+        return _nested(json.loads(data[8:edge]), deserialize(data[edge:]))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"these bytes are no state saved by hvdcompress: {error}") from None
+
+
+def _flattened(saved: Mapping[str, Any]) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
     arrays = {
         f"{name}{_SEPARATOR}{slot}": np.ascontiguousarray(array)
         for name, slots in saved["state"].items()
         for slot, array in slots.items()
     }
-    head = json.dumps({key: value for key, value in saved.items() if key != "state"})
+    return json.dumps({key: value for key, value in saved.items() if key != "state"}), arrays
+
+
+def _nested(head: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    head["state"] = {}
+    for key, array in arrays.items():
+        name, slot = key.split(_SEPARATOR)
+        head["state"].setdefault(name, {})[slot] = array
+    return head
+
+
+def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
+    """Write one rank's ``state_dict()`` into ``folder``; a file is replaced only once the new one is whole."""
+    path = path_of(folder, saved["rank"], saved["world"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head, arrays = _flattened(saved)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(arrays, temporary, metadata={"hvdcompress": head})
     os.replace(temporary, path)
@@ -50,14 +83,10 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            saved = json.loads(file.metadata()["hvdcompress"])
-            saved["state"] = {}
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                name, slot = key.split(_SEPARATOR)
-                saved["state"].setdefault(name, {})[slot] = file.get_tensor(key)
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            return _nested(json.loads(file.metadata()["hvdcompress"]), arrays)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no state saved by hvdcompress: {error}") from None
-    return saved
 
 
 def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ verb        sent           on the wire
 =========== ============== ===============================================
 all-reduce  m              2·(p − 1)/p · m
 all-gather  own m          Σ over ranks of m, less the successor's own
-all-to-all  m              (p − 1)/p · m
+all-to-all  m              m less the rank's own piece: (p − 1)/p · m if pieces are equal
 broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
 =========== ============== ===============================================
 """
@@ -17,6 +17,7 @@ broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +44,22 @@ class Ledger:
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
 
-    def add(self, rank: int, name: str, verb: str, num_bytes: int, gathered: list[int] | None = None) -> None:
-        """One collective of ``num_bytes`` by ``rank`` for tensor ``name``; ``gathered``: all ranks' lengths."""
+    def add(
+        self,
+        rank: int,
+        name: str,
+        verb: str,
+        num_bytes: int,
+        gathered: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        """One collective of ``num_bytes`` by ``rank`` for tensor ``name``; ``gathered``: all ranks' lengths;
+        ``splits``: those of an all-to-all whose pieces differ."""
         p = self.world
         wire = {
             "AllReduce": 2 * (p - 1) / p * num_bytes,
             "Broadcast": 2 * (p - 1) / p * num_bytes,
-            "AllToAll": (p - 1) / p * num_bytes,
+            "AllToAll": num_bytes - splits[rank] if splits else (p - 1) / p * num_bytes,
             "AllGather": sum(gathered) - gathered[(rank + 1) % p] if gathered else (p - 1) * num_bytes,
         }[verb]
         for entry in (self._ranks[rank], self._tensors[rank, name]):

@@ -79,6 +79,7 @@ class Loopback:
                 for flight, result in zip(flights, self._carry_out(unit.spec.name, verbs), strict=True):
                     flight.advance(result)
         finite = all(flight.finite for flights in crew for flight in flights)
+        triggered = any([worker.take_request() for worker in self.workers])
         factor = 1.0 / self.world if op == "average" else 1.0
         for unit, flights in zip(units, crew, strict=True):
             for worker, flight, out in zip(self.workers, flights, outs, strict=True):
@@ -88,14 +89,28 @@ class Loopback:
                 else:
                     worker.abandon(flight, members, self.ops)
         self.ledger.steps += finite
+        for worker in self.workers if triggered else ():
+            if finite:
+                worker.trigger()
+            else:  # as if the step had not been: the request waits for the next
+                worker.asks_for_trigger = True
         return outs
+
+    def trigger(self) -> None:
+        """Restart every method's schedule after the next step."""
+        self.workers[0].asks_for_trigger = True
+
+    def observe(self, **metrics: float) -> None:
+        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""
+        for worker in self.workers:
+            worker.observe(metrics)
 
     def residual(self, name: str, rank: int) -> np.ndarray:
         """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept."""
         worker = self.workers[rank]
         shape = next(member.shape for member in worker.find(name)[0].members if member.name == name)
         residual = worker.residual(name)
-        return np.zeros(shape, np.float32) if residual is None else residual.reshape(shape)
+        return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape)
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
         if op not in ("average", "sum"):
@@ -123,7 +138,8 @@ class Loopback:
             raise RuntimeError(f"{name!r}: ranks ask for different collectives in one round: {sorted(kinds)}")
         results, lengths = RUN[type(verbs[0])](verbs)
         for rank, num_bytes in enumerate(lengths):
-            self.ledger.add(rank, name, kinds.copy().pop(), num_bytes, lengths)
+            splits = getattr(verbs[rank], "splits", None)
+            self.ledger.add(rank, name, type(verbs[rank]).__name__, num_bytes, lengths, splits)
         return results
 
 
@@ -157,9 +173,22 @@ def _broadcast(verbs: list[Broadcast]) -> tuple[list[Any], list[int]]:
 
 
 def _all_to_all(verbs: list[AllToAll]) -> tuple[list[Any], list[int]]:
-    world = len(verbs)
-    pieces = [np.split(verb.x, world) for verb in verbs]
-    return [[row[rank] for row in pieces] for rank in range(world)], [verb.x.nbytes for verb in verbs]
+    ranks = range(len(verbs))
+    pieces = [cut(verb.x, verb.splits or [len(verb.x) // len(verbs)] * len(verbs)) for verb in verbs]
+    received = [[row[rank] for row in pieces] for rank in ranks]
+    for rank, verb in enumerate(verbs):
+        lengths = tuple(len(piece) for piece in received[rank])
+        if verb.receives is not None and lengths != verb.receives:
+            raise RuntimeError(f"an all-to-all brought rank {rank} {lengths} bytes, expected were {verb.receives}")
+    return received, [verb.x.nbytes for verb in verbs]
+
+
+def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
+    """Consecutive pieces of ``x`` of these lengths, which must fill it."""
+    stops = np.cumsum(lengths).tolist()
+    if stops[-1] != len(x):
+        raise RuntimeError(f"pieces of {list(lengths)} bytes do not fill {len(x)}")
+    return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
 RUN: dict[type[Verb], Callable[[list[Any]], tuple[list[Any], list[int]]]] = {

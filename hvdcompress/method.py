@@ -17,11 +17,12 @@ that inherits the field ``feedback`` is given ``x = gradient + residual`` (``par
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 Array = Any  #: a numpy array, or the framework's tensor; always flat (one dimension) inside a method
 
@@ -31,11 +32,16 @@ Array = Any  #: a numpy array, or the framework's tensor; always flat (one dimen
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The static facts about one gradient: its parameter's ``name``, its ``shape`` and its ``dtype``."""
+    """The static facts about one gradient: its parameter's ``name``, its ``shape`` and its ``dtype``.
+
+    ``layout``: how a convolution's four dimensions lie: "oihw" (PyTorch: out, in, height, width) or "hwio"
+    (TensorFlow).
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    layout: Literal["oihw", "hwio"] = "oihw"
 
     @property
     def size(self) -> int:
@@ -75,16 +81,24 @@ class Reduced:
     ``total``: the sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks.
     ``own``: this rank's share of that sum, as the others decoded it; ``None`` where no feedback is kept.
     ``state``: new values of the method's own slots (fresh arrays; the old ones are never written).
+    ``trigger``: this rank asks for a restart of every method's schedule (see :class:`Turn`).
     """
 
     total: Array | Sparse
     own: Array | Sparse | None = None
     state: dict[str, Array] = field(default_factory=dict)
+    trigger: bool = False
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Who is asking: one rank, at one step, for one tensor. Methods call it ``me``."""
+    """Who is asking: one rank, at one step, for one tensor. Methods call it ``me``.
+
+    ``step`` counts the tensor's exchanges from 0. ``phase`` is what :meth:`Method.phase_of` said of the steps
+    since the method came on, or since the last trigger, of which there were ``triggers``. A trigger is what a rank
+    sees and all must act on (a learning rate that dropped, a loss that rose): it is OR-ed over ranks in a
+    step's status, and acts in the next step.
+    """
 
     rank: int
     world: int
@@ -92,6 +106,7 @@ class Turn:
     spec: TensorSpec
     seed: int = 0
     phase: int = 0
+    triggers: int = 0
     seen: Any = None  #: what :meth:`Method.scan` found on its way over memory
     counters: dict[str, Any] = field(default_factory=dict)  #: figures for the ledger, e.g. "kept"
 
@@ -134,9 +149,22 @@ class Broadcast:
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """``x`` (uint8) cut into one equal piece a rank, the r-th for rank r. Sent back: the pieces, in rank order."""
+    """``x`` (uint8) cut into one piece a rank, the r-th for rank r. Sent back: the pieces, in rank order.
+
+    The pieces are equal, unless ``splits`` tells how many bytes go to each rank; ``receives`` then tells how
+    many come from each. That makes it a send and a receive, which Horovod has not: zero to all but the partner.
+    """
 
     x: Array
+    splits: tuple[int, ...] | None = None
+    receives: tuple[int, ...] | None = None
+
+
+def add_shares(shares: list[Any], ops: Any) -> Array | Sparse:
+    """The sum of several ranks' shares, all dense or all :class:`Sparse`."""
+    if isinstance(shares[0], Sparse):
+        return Sparse(ops.concat([s.index for s in shares]), ops.concat([s.values for s in shares]))
+    return ops.add_all(shares)
 
 
 Verb = AllReduce | AllGather | Broadcast | AllToAll
@@ -156,9 +184,22 @@ def _not_bool(value: object) -> object:
 Number = BeforeValidator(_not_bool)
 Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept / total
 Share = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a factor in (0, 1]
+Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a factor in [0, 1)
 Count = Annotated[int, Number, Field(ge=1)]  #: a positive whole number
-Values = Literal["fp32", "fp16", "bf16"]  #: how the values of a payload are written
-FeedbackName = Literal["none", "plain", "lowpass"]
+
+
+def _known_values(name: str) -> str:
+    if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
+        raise ValueError(
+            "must be fp32, fp16, bf16, qsgd2 … qsgd8 (bits), or rangefloat4 … rangefloat16 (bits), which may name "
+            "its mantissa bits, as in rangefloat10m6"
+        )
+    return name
+
+
+Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; ``parts/values.py`` has the codecs
+Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; ``parts/route.py``
+FeedbackName = Literal["none", "plain", "lowpass", "momentum"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,30 +215,73 @@ class Method:
     sends: ClassVar[str] = ""  #: one-line wire cost, for people
     needs_feedback: ClassVar[bool] = False  #: diverges or is badly biased without a residual
     wide: ClassVar[bool] = False  #: works in float64 on float64 gradients, others in float32
-    rides: ClassVar[bool] = False  #: one float32 all-reduce is all it does: it can be the stock optimizer's own
+    sparse: ClassVar[bool] = False  #: leaves values out; what is sent, is sent whole but for rounding
+    fixed: ClassVar[tuple[str, ...]] = ()  #: hyper-parameters that no schedule may change, as state depends on them
+    lopsided: ClassVar[bool] = False  #: some ranks send less than ``num_bytes`` says
+    linear: ClassVar[bool] = True  #: what rides may be averaged on its way: the result is then the average of results
+    exact: ClassVar[bool] = True  #: every array backend sends the same bytes; False where FFT or matrices round
     phases: ClassVar[tuple[str, ...]] = ("compress",)  #: collectives are fixed within a phase
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  #: settings that tests should try as well
 
     feedback: FeedbackName = "none"
     """What becomes of what was not sent: "none" (lost), "plain" (kept as a residual and added to the
-    next gradient) or "lowpass" (plain, through a low-pass filter of factor ``beta``)."""
+    next gradient), "lowpass" (plain, through a low-pass filter of factor ``beta``) or "momentum" (plain,
+    on gradients that went through momentum on this rank: for plain SGD)."""
     beta: Share = 1.0
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
+    momentum: Momentum = 0.9
+    """Factor of the momentum, used with feedback "momentum"; the optimizer must then have none of its own."""
+
+    def __post_init__(self) -> None:
+        if self.feedback == "momentum" and not self.sparse:
+            raise ValueError(
+                'feedback: "momentum" clears the momentum wherever something was sent, which here is everywhere; it '
+                "is for methods that leave values out, such as topk"
+            )
 
     def hyperparameters(self) -> dict[str, Any]:
         """Field names and values, as a plan writes them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def phase_of(self, step: int) -> int:
-        """Index into ``phases`` of the phase that is on at ``step``."""
+    def suits(self, spec: TensorSpec) -> bool:
+        """Whether the method is defined for such a tensor; a plan sends others dense, and says so."""
+        return True
+
+    def phase_of(self, age: int) -> int:
+        """Index into ``phases`` of the phase that is on, ``age`` steps after the method came on or was restarted."""
         return 0
+
+    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+        """Length of the float32 all-reduce that is all it does in this phase, so that the stock optimizer's own
+        all-reduce can carry it; None if it does anything else."""
+        return None
+
+    def notices(self, metric: str, value: float, low: float, high: float) -> bool:
+        """Whether a metric that the user observes ("loss", "learning_rate") calls for a trigger.
+
+        ``low`` and ``high`` are the least and the greatest value since the last trigger, this one included.
+        """
+        return False
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         """The method's own slots for one tensor (the residual belongs to ``parts/feedback.py``)."""
         return {}
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        """Payload bytes a rank hands to its collectives for one tensor of ``spec`` in a step."""
+        """Payload bytes a rank hands to its collectives for one tensor of ``spec`` in a step.
+
+        A method with several phases takes two more arguments, ``phase`` and ``state``.
+        """
         raise NotImplementedError
+
+    def places(self, spec: TensorSpec) -> int:
+        """The number of places that a sparse payload's indices tell apart: the elements, or say frequencies."""
+        return spec.size
+
+    def clip(self, gradient: Array, scale: float, me: Turn, ops: Any) -> float:
+        """The factor to multiply this rank's ``gradient`` with before it meets the residual; ``scale`` undoes
+        the loss scale. Override it to clip."""
+        return scale
 
     def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
         """Write ``scale·gradient + residual`` into ``out`` and return what else that pass over memory saw.
@@ -211,7 +295,7 @@ class Method:
         """``x`` [n] float32 -> this rank's payload, uint8 for an all-gather. Never writes ``x``."""
         raise NotImplementedError
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
+    def decode(self, payload: Array, me: Turn, ops: Any) -> Array | Sparse:
         """A payload of any rank -> what it stands for. Raises ``WireError`` on bytes that are no payload."""
         raise NotImplementedError
 
@@ -219,5 +303,4 @@ class Method:
         """The choreography. By default: encode, all-gather, decode; entries of different ranks add up."""
         pieces = yield AllGather(self.encode(x, state, me, ops))
         shares = [self.decode(piece, me, ops) for piece in pieces]
-        total = Sparse(ops.concat([s.index for s in shares]), ops.concat([s.values for s in shares]))
-        return Reduced(total=total, own=shares[me.rank])
+        return Reduced(total=add_shares(shares, ops), own=shares[me.rank])

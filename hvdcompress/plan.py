@@ -7,7 +7,7 @@ A plan is written in YAML (or as a dict with the same keys)::
     beta: 0.1
     warmup: {epochs: 5}         # dense until then; or {steps: 500}
     schedule:                   # any hyper-parameter, by steps or by epochs
-      density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
+      density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}      # see schedule.py for another way
     steps_per_epoch: 391        # needed where epochs are spoken of
     min_elements: 1024          # smaller tensors go dense
     bucket_elements: 0          # tensors smaller than this are joined into buckets; 0: off
@@ -32,6 +32,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hvdcompress import schedule
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.registry import FieldError, classes, get, suggest
 from hvdcompress.yamlfile import Document, PlanError
@@ -66,7 +67,20 @@ class Program:
 
     def at(self, step: int) -> Method:
         """The method that is on at ``step``."""
-        return next(method for start, method in reversed(self.stages) if start <= step)
+        return self.stages[self.stage(step)][1]
+
+    def stage(self, step: int) -> int:
+        """The number of the stage that is on at ``step``."""
+        return sum(start <= step for start, _ in self.stages) - 1
+
+    def since(self, step: int) -> int:
+        """The step from which on the method's id has been the one that is on at ``step``."""
+        first = step
+        for start, method in reversed([stage for stage in self.stages if stage[0] <= step]):
+            if method.id != self.at(step).id:
+                break
+            first = start
+        return first
 
     @property
     def main(self) -> Method:
@@ -131,7 +145,8 @@ class Plan:
         """The tensors sorted by name and grouped into what is exchanged together.
 
         Joined are: tensors below ``bucket_elements`` that have the same program, up to that size; and all
-        tensors of a method whose ``scope`` is "global". What then is below ``min_elements`` goes dense.
+        tensors of a method whose ``scope`` is "global". What then is below ``min_elements``, or of a shape that its
+        method does not suit, goes dense.
         """
         units: list[Unit] = []
         open_units: dict[tuple[Program, str], list[TensorSpec]] = {}
@@ -141,8 +156,10 @@ class Plan:
 
         for spec in sorted(specs, key=lambda s: s.name):
             key = (self.program_of(spec), spec.dtype)
-            everything = getattr(key[0].main, "scope", "tensor") == "global"
-            if everything or (spec.size < self.bucket_elements and key[0].main.id != "none"):
+            main = key[0].main
+            everything = getattr(main, "scope", "tensor") == "global"
+            joins = main.id != "none" and main.suits(TensorSpec("bucket", (self.bucket_elements,)))
+            if everything or (spec.size < self.bucket_elements and joins):
                 open_units.setdefault(key, []).append(spec)
                 if not everything and sum(s.size for s in open_units[key]) >= self.bucket_elements:
                     close(key)
@@ -156,7 +173,8 @@ class Plan:
         spec = members[0]
         if len(members) > 1:
             spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(s.size for s in members),), spec.dtype)
-        return Unit(spec, tuple(members), program if spec.size >= self.min_elements else DENSE)
+        dense = spec.size < self.min_elements or not program.main.suits(spec)
+        return Unit(spec, tuple(members), DENSE if dense else program)
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:
@@ -241,11 +259,11 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
     given = {**inherited, **body.value}
     method = _method(body, given["method"], _settings(given))
     stages = {0: method}
-    for start, changes in _schedule(body, given.get("schedule"), method, steps_per_epoch).items():
+    for start, change in schedule.changes(body, given.get("schedule"), method, steps_per_epoch).items():
         earlier = stages[max(s for s in stages if s <= start)]
-        stages[start] = replace(earlier, **changes)
+        stages[start] = replace(earlier, **change)
     if given.get("warmup") is not None:
-        until = _steps(body.child("warmup", given["warmup"]), steps_per_epoch)
+        until = schedule.duration(body.child("warmup", given["warmup"]), steps_per_epoch)
         after = stages[max(s for s in stages if s <= until)]
         stages = {s: m for s, m in stages.items() if s > until}
         if until > 0:
@@ -265,46 +283,3 @@ def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
         hint = suggest(error.field, [*PLAN_KEYS, *RULE_KEYS])
         also = f"{hint.replace('did you mean', 'or the plan key')}" if error.field in settings else ""
         raise body.error(key, f"{error}{also}") from None
-
-
-def _steps(duration: Document, steps_per_epoch: int | None) -> int:
-    """{steps: N} or {epochs: E} -> a number of steps."""
-    duration.known_keys(("steps", "epochs"))
-    if len(duration.value) != 1:
-        raise duration.error(None, "give either steps or epochs")
-    unit, amount = next(iter(duration.value.items()))
-    return _to_steps(duration, unit, amount, steps_per_epoch)
-
-
-def _to_steps(where: Document, unit: str, amount: Any, steps_per_epoch: int | None) -> int:
-    whole = unit == "steps"
-    if isinstance(amount, bool) or not isinstance(amount, int if whole else (int, float)) or amount < 0:
-        raise where.error(unit, f"{amount!r} must be a {'whole ' if whole else ''}number, 0 or more")
-    if unit == "epochs" and steps_per_epoch is None:
-        raise where.error(unit, "this plan speaks of epochs, so it must also give steps_per_epoch")
-    return int(amount) if whole else round(amount * (steps_per_epoch or 1))
-
-
-def _schedule(body: Document, given: Any, method: Method, steps_per_epoch: int | None) -> dict[int, dict[str, Any]]:
-    """{hyper-parameter: {steps|epochs: {start: value}}} -> {first step: {hyper-parameter: value}}, ascending."""
-    changes: dict[int, dict[str, Any]] = {}
-    if given is None:
-        return changes
-    schedule = body.child("schedule", given)
-    schedule.known_keys(tuple(method.hyperparameters()))
-    for name in schedule.value:
-        entry = schedule.child(name)
-        entry.known_keys(("steps", "epochs"))
-        for unit in entry.value:
-            points = entry.child(unit)
-            for start, value in points.value.items():
-                step = _to_steps(entry, unit, start, steps_per_epoch)
-                try:
-                    valid = get(method.id, **{**method.hyperparameters(), name: value})
-                except FieldError as error:
-                    raise points.error(start, str(error)) from None
-                changes.setdefault(step, {})[name] = getattr(valid, name)
-    fixed = {"feedback", "values"} & set(schedule.value)
-    if fixed:
-        raise schedule.error(fixed.pop(), "cannot change during training")
-    return dict(sorted(changes.items()))

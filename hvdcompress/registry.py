@@ -61,7 +61,7 @@ def available() -> list[str]:
     """The ids of all methods, sorted.
 
     >>> available()[:3]
-    ['bf16', 'fp16', 'gaussiank']
+    ['bf16', 'dgc', 'fft']
     """
     return list(classes())
 
@@ -103,10 +103,9 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
         return cls(**hyperparameters)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else id
-        given = f" = {hyperparameters[name]!r}" if name in hyperparameters else ""
-        text = first["msg"].removeprefix("Value error, ")
-        raise FieldError(f"{id}: {name}{given}: {text}", name) from None
+        name = str(first["loc"][0]) if first["loc"] else ""
+        given = f" {name} = {hyperparameters[name]!r}:" if name in hyperparameters else f" {name}:" if name else ""
+        raise FieldError(f"{id}:{given} {first['msg'].removeprefix('Value error, ')}", name or "method") from None
 
 
 def docstring(cls: type[Method]) -> str:

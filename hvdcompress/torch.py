@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdcompress import checkpoint
-from hvdcompress._torch_net import Net, PeerError
+from hvdcompress._torch_net import Net
 from hvdcompress._torch_step import Step, ops_for
+from hvdcompress.agreement import PeerError
 from hvdcompress.ledger import Ledger
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
-from hvdcompress.worker import Worker, itemsize
+from hvdcompress.worker import Worker, describe
 
 __all__ = ["Compressor", "PeerError"]
 
@@ -206,18 +206,21 @@ class Compressor:
 
     def describe(self) -> str:
         """Which method each group of parameters gets, and the memory that its residuals take on this rank."""
-        groups: dict[str, list[Unit]] = {}
-        for unit in self.units_by_name.values():
-            groups.setdefault(str(unit.program), []).append(unit)
-        lines = []
-        for text, units in sorted(groups.items(), key=lambda item: -sum(u.spec.size for u in item[1])):
-            elements = sum(unit.spec.size for unit in units)
-            slots = [slot for unit in units for slot in self.worker.slots(unit).values()]
-            # a residual has a second buffer, into which the next one is built
-            memory = sum(2 * int(np.prod(slot.shape)) * itemsize(slot.dtype) for slot in slots)
-            tensors = sum(len(unit.members) for unit in units)
-            lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of residuals")
-        return "\n".join(lines)
+        return describe(self.units_by_name.values())
+
+    # -- triggers --------------------------------------------------------------------------------------
+
+    def observe(self, **metrics: float) -> None:
+        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
+
+        Call it on any rank or on all, at any time: what one rank notices, all act on, after the next step. GradiVeQ
+        learns its basis anew when the learning rate drops; FFT sends more when the loss gets worse.
+        """
+        self.worker.observe(metrics)
+
+    def trigger(self) -> None:
+        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
+        self.worker.asks_for_trigger = True
 
     # -- what a step asks ------------------------------------------------------------------------------
 
@@ -232,14 +235,15 @@ class Compressor:
             raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
         return scale
 
-    def may_ride(self, unit: Unit) -> bool:
-        """Whether the unit's payload can be the stock all-reduce itself.
+    def ride_length(self, unit: Unit, phase: int) -> int | None:
+        """The length of the unit's payload if it can be the stock all-reduce itself, else None.
 
         Never before the plans are known to agree: Horovod's complaint about unequal shapes would come before
         ours about unequal plans.
         """
-        single = len(unit.members) == 1 and self.worker.work_dtype(unit) == "float32"
-        return self._agreed and single and self.worker.method_now(unit).rides
+        if not self._agreed or len(unit.members) > 1 or self.worker.work_dtype(unit) != "float32":
+            return None
+        return self.worker.method_now(unit).rides(unit.spec, phase, self.worker.states.get(unit.spec.name, {}))
 
     def compare_plans_once(self, net: Net) -> None:
         """Before the first status: make sure that all ranks have the same plan and parameters."""
@@ -266,8 +270,9 @@ class Compressor:
         unit = self.units.get(ticket.name)
         if unit and ticket.rides:
             payload = torch.as_tensor(step.flights[unit.spec.name].verb.x)  # type: ignore[union-attr]
-        elif unit and step.error and self.may_ride(unit):  # the others' payloads ride: match their length
-            payload = torch.zeros(self.worker.method_now(unit).num_bytes(unit.spec, p) // 4)
+        elif unit and step.error:  # the others' payloads may ride: match their length
+            length = self.ride_length(unit, self.worker.phase_now(unit)[0])
+            payload = None if length is None else torch.zeros(length)
         stock = probe if payload is None else torch.cat([payload, probe.to(payload.device)])
         self.ledger.add(rank, ticket.name, "AllReduce", stock.nbytes)
         return stock

@@ -9,7 +9,7 @@ out the verbs and :meth:`Flight.advance` with their results until each flight ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +75,13 @@ class Worker:
         self.plan, self.rank, self.world = plan, rank, world
         self.ledger = ledger or Ledger(world, rank)
         self.states: dict[str, dict[str, Array]] = {}  # unit name -> slot -> array
-        self._spare: dict[str, Array] = {}  # unit name -> second residual buffer
+        self._spare: dict[str, dict[str, Array]] = {}  # unit name -> slot -> second buffer
         self.units: dict[str, Unit] = {}
         self.steps: dict[str, int] = {}  # unit name -> steps done
+        self.triggers: dict[str, int] = {}  # unit name -> how often all ranks have restarted its schedule
+        self.restarts: dict[str, tuple[int, int]] = {}  # unit name -> (triggers acted upon, step of the last)
+        self.asks_for_trigger = False
+        self._range: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
 
     def describe_error(self, flight: Flight, error: Exception) -> str:
         """The message of an :class:`ExchangeError`."""
@@ -86,16 +90,17 @@ class Worker:
             f"{type(error).__name__}: {error}"
         )
 
-    def slots(self, unit: Unit) -> dict[str, Slot]:
-        """Every slot that any stage of the unit's program declares."""
-        declared: dict[str, Slot] = {}
-        for _, method in unit.program.stages:
-            declared.update(feedback.slots(method, unit.spec))
-        return declared
-
     def method_now(self, unit: Unit) -> Method:
         """The method that is on for the unit's next step."""
         return unit.program.at(self.steps.get(unit.spec.name, 0))
+
+    def phase_now(self, unit: Unit) -> tuple[int, int]:
+        """The phase of the unit's next step, and the step of its last restart."""
+        step = self.steps.get(unit.spec.name, 0)
+        seen, restart = self.restarts.get(unit.spec.name, (0, 0))
+        if seen < self.triggers.get(unit.spec.name, 0):
+            restart = step
+        return self.method_now(unit).phase_of(step - max(unit.program.since(step), restart)), restart
 
     def work_dtype(self, unit: Unit) -> str:
         """What the unit's gradients are computed in: float32, but float64 stays so under a ``wide`` method."""
@@ -109,7 +114,7 @@ class Worker:
             raise ValueError(f"tensor {unit.spec.name!r} {shapes}")
         if unit.spec.name not in self.states:
             self.states[unit.spec.name] = {
-                slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in self.slots(unit).items()
+                slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in declared_slots(unit).items()
             }
         return self.states[unit.spec.name]
 
@@ -121,6 +126,8 @@ class Worker:
         """
         step = self.steps.setdefault(unit.spec.name, 0)
         method = unit.program.at(step)
+        phase, restart = self.phase_now(unit)
+        triggers = self.triggers.get(unit.spec.name, 0)
         state = self.state(unit, gradient, ops)
         if len(gradient) != unit.spec.size:
             raise ValueError(f"tensor {unit.spec.name!r} has {unit.spec.size} elements, {len(gradient)} came")
@@ -130,17 +137,27 @@ class Worker:
             gradient = ops.zeros(unit.spec.size, dtype, like=gradient)
         # what is kept is kept in unscaled units; what keeps nothing need not be unscaled
         scale = 1.0 / loss_scale if feedback.slots(method, unit.spec) else 1.0
-        spare = self._spare.pop(unit.spec.name, None)
-        if spare is None and method.feedback != "none":
-            spare = ops.zeros(unit.spec.size, "float32", like=gradient)
-        me = Turn(self.rank, self.world, step, unit.spec, self.plan.seed, method.phase_of(step))
+        spare = self._spare.pop(unit.spec.name, {})
+        for slot in feedback.names(method):
+            if slot not in spare:
+                spare[slot] = ops.zeros(unit.spec.size, "float32", like=gradient)
+        me = Turn(self.rank, self.world, step, unit.spec, self.plan.seed, phase, triggers)
         exchange = feedback.exchange(method, gradient, scale, state, spare, me, ops)
         self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
         self.ledger.add_dense(self.rank, unit.spec.name, unit.spec.size * itemsize(unit.spec.dtype))
         flight = Flight(self, unit, method, me, exchange, scale, finite, dtype, gradient)
-        flight.extra["spare"] = spare
+        flight.extra["spare"], flight.extra["restart"] = spare, (triggers, restart)
         flight.advance()
         return flight
+
+    def take_ride(self, flight: Flight, result: Array, factor: float) -> float:
+        """Go on with what the stock all-reduce brought, which is ``factor`` times the sum; returns what is left of
+        the factor for :meth:`finish`."""
+        if flight.method.linear:
+            flight.advance(result)
+            return 1.0
+        flight.advance(result * np.float32(1.0 / factor))
+        return factor
 
     def finish(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
         """Commit the flight's state, and write factor · total into ``outs``, the flat members of its unit."""
@@ -148,12 +165,13 @@ class Worker:
         began = time.perf_counter()
         name, old = flight.name, self.states[flight.name]
         new = {**old, **flight.reduced.state}
-        if new.get(feedback.RESIDUAL) is not old.get(feedback.RESIDUAL):
-            self._spare[name] = old[feedback.RESIDUAL]
-        elif flight.extra["spare"] is not None:
-            self._spare[name] = flight.extra["spare"]
+        self._spare[name] = {
+            slot: old[slot] if new.get(slot) is second else second for slot, second in flight.extra["spare"].items()
+        }
         self.states[name] = new
         self.steps[name] += 1
+        self.restarts[name] = flight.extra["restart"]
+        self.asks_for_trigger |= flight.reduced.trigger
         factor = factor / flight.scale
         if len(outs) == 1:
             ops.write(outs[0], flight.reduced.total, factor)
@@ -168,10 +186,36 @@ class Worker:
     def abandon(self, flight: Flight, outs: Sequence[Array], ops: Any) -> None:
         """Leave the state as it was before the step, and fill the gradients with NaN."""
         flight.exchange.close()
-        if flight.extra["spare"] is not None:
-            self._spare[flight.name] = flight.extra["spare"]
+        self._spare[flight.name] = flight.extra["spare"]
         for out in outs:
             ops.fill(out, float("nan"))
+
+    # -- triggers -----------------------------------------------------------------------------------
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Show the methods a metric; if one of them takes it for a call to restart, ask for a trigger."""
+        methods = {self.method_now(unit) for unit in self.units.values()}
+        for metric, value in metrics.items():
+            value = float(value) if np.isfinite(value) else float("inf")  # a loss of NaN is as bad as can be
+            low, high = self._range.get(metric, (value, value))
+            self._range[metric] = low, high = min(low, value), max(high, value)
+            self.asks_for_trigger |= any(method.notices(metric, value, low, high) for method in methods)
+
+    def take_request(self) -> bool:
+        """Whether this rank asks for a trigger; asked once."""
+        asked, self.asks_for_trigger = self.asks_for_trigger, False
+        return asked
+
+    def trigger(self, names: Iterable[str] | None = None) -> None:
+        """All ranks agreed, when the step's exchanges had begun: from the next step on, schedules start again.
+
+        ``names``: of the units that this is about; all by default.
+        """
+        for name in self.units if names is None else names:
+            self.triggers[name] = self.triggers.get(name, 0) + 1
+        self._range.clear()
+
+    # -- what is known, saved and restored ----------------------------------------------------------
 
     def residual(self, name: str) -> Array | None:
         """The residual of one tensor, flat; None where none is kept. ``KeyError`` if nothing is known of it."""
@@ -193,11 +237,14 @@ class Worker:
 
     def num_state_bytes(self) -> int:
         """Memory held for state, second buffers included."""
-        arrays = [a for slots in self.states.values() for a in slots.values()] + list(self._spare.values())
-        return sum(array.nbytes for array in arrays)
+        arrays = [a for slots in self.states.values() for a in slots.values()] + [
+            array for slots in self._spare.values() for array in slots.values()
+        ]
+        return sum(num_bytes(array) for array in arrays)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"format", "plan", "world", "rank", "steps": {tensor: n}, "merge": {tensor: {slot: how}},
+        """{"format", "plan", "world", "rank", "metrics", "steps": {tensor: n},
+        "restarts": {tensor: [triggers, of which acted upon, step of the last]}, "merge": {tensor: {slot: how}},
         "state": {tensor: {slot: flat copy}}}.
 
         A bucket's residual is cut into its members, so that it survives another bucketing.
@@ -205,18 +252,32 @@ class Worker:
         state: dict[str, dict[str, Array]] = {}
         merge: dict[str, dict[str, str]] = {}
         for unit in self.units.values():
-            declared = self.slots(unit)
+            declared = declared_slots(unit)
             for slot, array in self.states[unit.spec.name].items():
                 parts = {unit.spec.name: array}
-                if slot == feedback.RESIDUAL:
+                if slot in feedback.BUFFERED:
                     bounds = zip(unit.members, spans(unit), strict=True)
                     parts = {member.name: array[start:stop] for member, (start, stop) in bounds}
                 for name, part in parts.items():
                     state.setdefault(name, {})[slot] = copied(part)
                     merge.setdefault(name, {})[slot] = declared[slot].merge
         head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
-        steps = {member.name: self.steps[unit.spec.name] for unit in self.units.values() for member in unit.members}
-        return {**head, "steps": steps, "merge": merge, "state": state}
+        head["metrics"] = {metric: list(pair) for metric, pair in self._range.items()}
+        home = {member.name: unit.spec.name for unit in self.units.values() for member in unit.members}
+        steps = {name: self.steps[unit] for name, unit in home.items()}
+        restarts = {
+            name: [self.triggers[unit], *self.restarts.get(unit, (0, 0))]
+            for name, unit in home.items()
+            if unit in self.triggers
+        }
+        return {**head, "steps": steps, "restarts": restarts, "merge": merge, "state": state}
+
+    def check_origin(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a saved state of another format, world or rank with a ValueError."""
+        for key, mine in (("format", 1), ("world", self.world), ("rank", self.rank)):
+            if saved.get(key) != mine:
+                hint = "; hvdcompress.reshard makes states for another world" if key == "world" else ""
+                raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
 
     def load_state_dict(self, saved: Mapping[str, Any], units: Sequence[Unit], copy: Callable[[Any], Array]) -> None:
         """Take over a saved state, all of it or, on any error, none; ``copy`` makes a fresh array of a saved one.
@@ -224,10 +285,7 @@ class Worker:
         Raises:
             ValueError: it is of another format, world, rank or set of tensors; the message says which.
         """
-        for key, mine in (("format", 1), ("world", self.world), ("rank", self.rank)):
-            if saved.get(key) != mine:
-                hint = "; hvdcompress.worker.reshard makes states for another world" if key == "world" else ""
-                raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
+        self.check_origin(saved)
         known = {member.name for unit in units for member in unit.members}
         if unknown := sorted(saved["steps"].keys() - known):
             raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
@@ -241,8 +299,8 @@ class Worker:
                 raise ValueError(f"the saved state has the tensors of bucket {unit.spec.name!r} at different steps")
             steps[unit.spec.name] = found.pop()
             states[unit.spec.name] = new = {}
-            for slot, declared in self.slots(unit).items():
-                names = [m.name for m in unit.members] if slot == feedback.RESIDUAL else [unit.spec.name]
+            for slot, declared in declared_slots(unit).items():
+                names = [m.name for m in unit.members] if slot in feedback.BUFFERED else [unit.spec.name]
                 parts = [saved["state"].get(name, {}).get(slot) for name in names]
                 if any(part is None for part in parts):
                     raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
@@ -252,31 +310,46 @@ class Worker:
                     raise ValueError(f"{slot!r} of {unit.spec.name!r} has {size} elements, not {declared.shape}")
         self.units = {unit.spec.name: unit for unit in units if unit.spec.name in states}
         self.states, self.steps, self._spare = states, steps, {}
+        home = {unit.spec.name: unit.members[0].name for unit in units}
+        restarts = {unit: saved["restarts"][member] for unit, member in home.items() if member in saved["restarts"]}
+        self.triggers = {unit: entry[0] for unit, entry in restarts.items()}
+        self.restarts = {unit: (entry[1], entry[2]) for unit, entry in restarts.items()}
+        self._range = {metric: tuple(pair) for metric, pair in saved["metrics"].items()}
 
 
-def reshard(saved: Sequence[Mapping[str, Any]], world: int) -> list[dict[str, Any]]:
-    """Saved states of all ranks -> states for ``world`` ranks: what is summed keeps its sum over ranks.
+def describe(units: Iterable[Unit]) -> str:
+    """Which method each group of tensors gets, and the memory that its state takes on a rank, in lines."""
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(str(unit.program), []).append(unit)
+    lines = []
+    for text, group in sorted(groups.items(), key=lambda item: -sum(u.spec.size for u in item[1])):
+        elements, tensors = sum(unit.spec.size for unit in group), sum(len(unit.members) for unit in group)
+        memory = 0
+        for unit in group:
+            for name, slot in declared_slots(unit).items():
+                size = int(np.prod(slot.shape)) * itemsize(slot.dtype)
+                memory += 2 * size if name in feedback.BUFFERED else size  # a second buffer takes the next one
+        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
+    return "\n".join(lines)
 
-    Every new rank gets an equal part of a residual's sum, so that no gradient is lost or counted twice.
 
-    Raises:
-        ValueError: a rank's state is missing.
-    """
-    ranks = sorted(one["rank"] for one in saved)
-    if ranks != list(range(saved[0]["world"])):
-        raise ValueError(f"states of all {saved[0]['world']} ranks are needed, these are of ranks {ranks}")
-
-    def merged_slot(name: str, slot: str) -> Array:
-        arrays = [one["state"][name][slot] for one in saved]
-        return sum(arrays) / world if saved[0]["merge"][name][slot] == "sum" else arrays[0]
-
-    merged = {name: {slot: merged_slot(name, slot) for slot in slots} for name, slots in saved[0]["state"].items()}
-    return [{**saved[0], "world": world, "rank": rank, "state": merged} for rank in range(world)]
+def declared_slots(unit: Unit) -> dict[str, Slot]:
+    """Every slot that any stage of the unit's program declares."""
+    declared: dict[str, Slot] = {}
+    for _, method in unit.program.stages:
+        declared.update(feedback.slots(method, unit.spec))
+    return declared
 
 
 def copied(array: Array) -> Array:
-    """A fresh copy of a numpy array or a torch tensor."""
-    return array.clone() if hasattr(array, "clone") else array.copy()
+    """A fresh copy: of a torch tensor a tensor, of anything else a numpy array."""
+    return array.clone() if hasattr(array, "clone") else np.array(array)
+
+
+def num_bytes(array: Array) -> int:
+    """The memory of an array; TensorFlow's know it by the element only."""
+    return array.nbytes if hasattr(array, "nbytes") else len(array) * array.dtype.size
 
 
 def itemsize(dtype: str) -> int:

@@ -11,8 +11,9 @@ import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.plan import Plan
+from hvdcompress.reshard import reshard
 from hvdcompress.testing import Trial, numbers
-from hvdcompress.worker import ExchangeError, reshard
+from hvdcompress.worker import ExchangeError
 
 
 def test_takes_an_id_a_method_a_plan_or_a_dict() -> None:
