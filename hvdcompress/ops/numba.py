@@ -12,7 +12,12 @@ import numpy as np
 
 from hvdcompress.method import Sparse
 from hvdcompress.ops import _kernels as kernels
+from hvdcompress.ops import _kernels_codes, _numpy_codes, _numpy_dense, _numpy_matrix, _numpy_sparse
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops._numpy_codes import *  # noqa: F403
+from hvdcompress.ops._numpy_dense import *  # noqa: F403
+from hvdcompress.ops._numpy_matrix import *  # noqa: F403
+from hvdcompress.ops._numpy_sparse import *  # noqa: F403
 from hvdcompress.ops.numpy import (
     FP16_MAX,
     Array,
@@ -29,16 +34,18 @@ from hvdcompress.ops.numpy import (
     sort,
     take,
     to_bytes,
+    zero_where,
     zeros,
 )
 
 __all__ = [
     "FP16_MAX", "Array", "accumulate", "accumulate_moments", "add_all", "all_below", "all_finite", "asarray", "blend",
-    "chunk_argmax", "chunk_positions", "concat", "count_above", "fill", "find_bits", "first_above", "first_equal",
-    "from_bf16", "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "max_abs", "moments",
-    "moments_of", "pack_bits", "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k",
-    "unpack_bits", "write", "zeros",
+    "chunk_argmax", "chunk_positions", "concat", "count_above", "fill", "find_bits",
+    "first_above", "first_equal", "from_bf16", "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range",
+    "max_abs", "moments", "moments_of", "pack_bits", "set_bits", "sort", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "unpack_bits", "write", "zero_where", "zeros",
 ]  # fmt: skip
+__all__ += _numpy_codes.__all__ + _numpy_dense.__all__ + _numpy_matrix.__all__ + _numpy_sparse.__all__
 
 _INF = 0x7F800000  # the bits of infinity; NaNs lie above
 
@@ -267,3 +274,39 @@ def find_bits(buffer: Array, num_bits: int) -> Array:
     if not _plain(buffer, dtype=np.uint8):
         return reference.find_bits(buffer, num_bits)
     return kernels.find_bits(buffer[: -(-num_bits // 8)], num_bits)
+
+
+# -- coarse codes ---------------------------------------------------------------------------------
+
+
+def bucket_norms(x: Array, bucket: int, norm: _numpy_codes.Norm) -> Array:  # type: ignore[no-redef]
+    """The norms of each ``bucket`` elements [ceil(n/bucket)]; the last bucket may be shorter."""
+    if not x.size or not _plain(x):
+        return reference.bucket_norms(x, bucket, norm)
+    bucket = min(bucket, x.size)
+    out = np.empty(-(-x.size // bucket), np.float32)
+    if norm == "max":
+        _kernels_codes.bucket_max(x.view(np.int32), bucket, out.view(np.int32))
+        return out
+    sums = np.zeros((out.size, -(-bucket // _numpy_codes.PIECE)))
+    _kernels_codes.piece_sums(x, bucket, norm == "l2", sums)
+    return _numpy_codes.norms_of(_numpy_codes.fold(sums), x.size, bucket, norm)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Array:  # type: ignore[no-redef]
+    """x [n] -> a random one of the two nearest levels and a sign each, packed [ceil(n·bits/8)] uint8."""
+    if not _plain(x) or norms.size * bucket < x.size:
+        return reference.quantize(x, norms, bucket, bits, key)
+    out, safe = np.empty(-(-x.size * bits // 8), np.uint8), np.where(norms > 0, norms, np.float32(1))
+    _kernels_codes.quantize(x, x.view(np.uint32), safe, bucket, bits, key[0], out)
+    return out
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:  # type: ignore[no-redef]
+    """The inverse of :func:`quantize` [count] float32."""
+    if not _plain(buffer, dtype=np.uint8) or norms.size * bucket < count:
+        return reference.dequantize(buffer, norms, bucket, bits, count)
+    out = np.empty(count, np.float32)
+    safe = np.clip(norms.view(np.int32), 0, _numpy_codes.LARGEST).view(np.float32)
+    _kernels_codes.dequantize(buffer, safe, bucket, bits, _numpy_codes.level_values(bits), out)
+    return out

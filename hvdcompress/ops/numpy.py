@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.method import Sparse
+from hvdcompress.ops._numpy_codes import *  # noqa: F403
+from hvdcompress.ops._numpy_dense import *  # noqa: F403
+from hvdcompress.ops._numpy_matrix import *  # noqa: F403
+from hvdcompress.ops._numpy_sparse import *  # noqa: F403
 
 Array = np.ndarray[Any, Any]
 
@@ -93,6 +97,14 @@ def subtract(x: Array, own: Any, factor: float) -> None:
         np.subtract.at(x, own.index, f * own.values)
     else:
         np.subtract(x, own if f == 1 else f * own, out=x)
+
+
+def zero_where(x: Array, own: Any) -> None:
+    """x = 0 where ``own``, dense [n] or sparse, is not 0; in place."""
+    if isinstance(own, Sparse):
+        x[own.index[own.values != 0]] = 0
+    else:
+        x[own != 0] = 0
 
 
 # -- results --------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ import numpy as np
 import torch
 
 from hvdcompress.method import Array, Sparse
+from hvdcompress.ops._torch_codes import *  # noqa: F403
+from hvdcompress.ops._torch_dense import *  # noqa: F403
+from hvdcompress.ops._torch_matrix import *  # noqa: F403
+from hvdcompress.ops._torch_sparse import *  # noqa: F403
 from hvdcompress.ops.numpy import FP16_MAX, index_dtype, moments_of
 
 
@@ -37,7 +41,9 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _view(x: Array, dtype: torch.dtype) -> Array:
-    """The same memory as another dtype; torch refuses that for empty tensors of odd strides."""
+    """The same memory as another dtype; torch refuses that for tensors of no or one element and odd strides."""
+    if len(x) < 2:
+        x = x.new_empty(len(x)).copy_(x)
     return x.view(dtype) if len(x) else x.new_empty(0, dtype=dtype)
 
 
@@ -118,6 +124,15 @@ def subtract(x: Array, own: Any, factor: float) -> None:
         x.index_add_(0, own.index, own.values * -_f32(factor))
     else:
         x.sub_(own if factor == 1.0 else own * _f32(factor))
+
+
+def zero_where(x: Array, own: Any) -> None:
+    """x = 0 where ``own``, dense [n] or sparse, is not 0; in place."""
+    if isinstance(own, Sparse):
+        index = own.index[own.values != 0]
+        x[index.to(torch.int64)] = 0
+    else:
+        x[own != 0] = 0
 
 
 # -- results --------------------------------------------------------------------------------------

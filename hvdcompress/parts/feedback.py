@@ -11,8 +11,16 @@ Low-pass (ScaleCom, Chen et al. 2020, eq. 5), of which plain is β = 1::
 At sent places the low-pass residual is therefore (1 − β) of what it was, *not* zero, and
 Σ sent = Σ gradients − (residual_T − residual_0)/β.
 
-The old residual is never written: the new one is built in a second buffer and the driver swaps the
-two when the step is known to be good. A step that meets a NaN is then undone exactly, by not swapping.
+Momentum (Deep Gradient Compression, Lin et al. 2018, §3: momentum correction and factor masking)::
+
+    velocity = m·velocity + gradient        x = residual + velocity        residual = x − own share
+    velocity = 0 at sent places
+
+It is plain feedback on gradients that went through momentum first, on each rank: what waits in the residual
+is then what plain momentum would have made of it. It replaces the optimizer's own momentum.
+
+Old slots are never written: new ones are built in second buffers and the driver swaps them when the step is
+known to be good. A step that meets a NaN is then undone exactly, by not swapping.
 """
 
 from __future__ import annotations
@@ -25,14 +33,18 @@ import numpy as np
 from hvdcompress.method import Array, Exchange, Method, Slot, TensorSpec, Turn
 
 RESIDUAL = "residual"
+VELOCITY = "velocity"
+BUFFERED = (RESIDUAL, VELOCITY)  #: slots of a tensor's own shape that have a second buffer
+
+
+def names(method: Method) -> tuple[str, ...]:
+    """The slots that the method's feedback keeps."""
+    return {"none": (), "momentum": BUFFERED}.get(method.feedback, (RESIDUAL,))
 
 
 def slots(method: Method, spec: TensorSpec) -> dict[str, Slot]:
-    """All state of one tensor under ``method``: its own slots and, with feedback, the residual."""
-    own = method.state(spec)
-    if method.feedback != "none":
-        own = {RESIDUAL: Slot((spec.size,)), **own}
-    return own
+    """All state of one tensor under ``method``: its feedback's slots and its own."""
+    return {**{name: Slot((spec.size,)) for name in names(method)}, **method.state(spec)}
 
 
 def beta(method: Method) -> float:
@@ -41,22 +53,36 @@ def beta(method: Method) -> float:
 
 
 def exchange(
-    method: Method, gradient: Array, scale: float, state: dict[str, Array], spare: Array, me: Turn, ops: Any
+    method: Method,
+    gradient: Array,
+    scale: float,
+    state: dict[str, Array],
+    spare: dict[str, Array],
+    me: Turn,
+    ops: Any,
 ) -> Exchange:
-    """``method.exchange`` on ``scale·gradient + residual``, the residual brought up to date.
+    """``method.exchange`` on what the feedback makes of ``scale·gradient``, the feedback's slots brought up to date.
 
-    ``gradient`` [n] in the working dtype and ``state`` are read only; ``spare`` [n] receives the new
-    residual. Returns a ``Reduced`` whose ``state`` holds every slot's new value.
+    ``gradient`` [n] in the working dtype and ``state`` are read only; the arrays [n] of ``spare`` receive the new
+    slots. Returns a ``Reduced`` whose ``state`` holds every slot's new value.
     """
+    scale = method.clip(gradient, scale, me, ops)
     if method.feedback == "none":
         x = gradient if scale == 1.0 else gradient * np.float32(scale)
         return (yield from method.exchange(x, state, me, ops))
-    residual = state[RESIDUAL]
-    seen = method.scan(gradient, residual, scale, spare, ops)
-    reduced = yield from method.exchange(spare, state, replace(me, seen=seen), ops)
+    x, residual = spare[RESIDUAL], state[RESIDUAL]
+    if method.feedback == "momentum":
+        gradient = gradient if scale == 1.0 else gradient * np.float32(scale)
+        ops.accumulate(state[VELOCITY], gradient, method.momentum, spare[VELOCITY])
+        seen = method.scan(spare[VELOCITY], residual, 1.0, x, ops)
+    else:
+        seen = method.scan(gradient, residual, scale, x, ops)
+    reduced = yield from method.exchange(x, state, replace(me, seen=seen), ops)
     if reduced.own is None:
         raise TypeError(f"method {method.id!r} returned no own share, which feedback {method.feedback!r} needs")
-    ops.subtract(spare, reduced.own, 1.0)  # first, as a dense own share may be x itself
+    if method.feedback == "momentum":
+        ops.zero_where(spare[VELOCITY], reduced.own)
+    ops.subtract(x, reduced.own, 1.0)  # last, as a dense own share may be x itself
     if beta(method) != 1.0:
-        ops.blend(spare, residual, beta(method))
-    return replace(reduced, state={RESIDUAL: spare, **reduced.state})
+        ops.blend(x, residual, beta(method))
+    return replace(reduced, state={**spare, **reduced.state})

@@ -1,4 +1,4 @@
-"""Sparse payloads: a wire header, the packed indices, the packed values.
+"""Payloads: a wire header, the packed indices of a sparse one, the coded values.
 
 Index codings, chosen by size (all of a length known from n and k, so that payloads keep one length and
 Horovod's response cache stays warm):
@@ -21,13 +21,13 @@ import numpy as np
 
 from hvdcompress import wire
 from hvdcompress.method import Array, Sparse, Turn, Values
-from hvdcompress.parts import values as value_codec
+from hvdcompress.parts.values import codec
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
     """Rounded up to 4, so that every section can be viewed in place."""
     return -(-num_bytes // 4) * 4
 
@@ -42,9 +42,9 @@ def index_num_bytes(coding: Coding, k: int, n: int) -> int:
     if coding == "int32":
         return k * (4 if n < 2**31 else 8)
     if coding == "bitmap":
-        return _aligned(-(-n // 8))
+        return aligned(-(-n // 8))
     low = low_bits(k, n)
-    return _aligned(-(-k * low // 8)) + _aligned(-(-(k + (n >> low) + 1) // 8))
+    return aligned(-(-k * low // 8)) + aligned(-(-(k + (n >> low) + 1) // 8))
 
 
 def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
@@ -53,15 +53,15 @@ def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
     return min(codings if distinct else codings[:2], key=lambda coding: index_num_bytes(coding, k, n))
 
 
-def num_bytes(k: int, n: int, values: Values, distinct: bool = True) -> int:
-    """Bytes of a sparse payload of k entries of a tensor of n elements: header, indices, values."""
+def num_bytes(k: int, n: int, values: Values, distinct: bool = True, per: int = 1) -> int:
+    """Bytes of a sparse payload of k entries of n places, ``per`` values each: header, indices, values."""
     coding = best_coding(k, n, distinct)
-    return wire.NUM_BYTES + index_num_bytes(coding, k, n) + _aligned(k * value_codec.WIDTH[values])
+    return wire.NUM_BYTES + index_num_bytes(coding, k, n) + aligned(codec(values).num_bytes(per * k))
 
 
 def padded(x: Array, ops: Any) -> Array:
     """uint8 with zeros up to a multiple of 4."""
-    missing = _aligned(len(x)) - len(x)
+    missing = aligned(len(x)) - len(x)
     return ops.concat([x, ops.zeros(missing, "uint8", like=x)]) if missing else x
 
 
@@ -74,7 +74,7 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Any) -> Array:
         return padded(ops.set_bits(index, n), ops)
     low = low_bits(k, n)
     lows = ops.pack_bits(index & ((1 << low) - 1), low)
-    highs = ops.set_bits((index >> low) + ops.index_range(k, like=index), k + (n >> low) + 1)
+    highs = ops.set_bits(index // (1 << low) + ops.index_range(k, like=index), k + (n >> low) + 1)
     return ops.concat([padded(lows, ops), padded(highs, ops)])
 
 
@@ -90,12 +90,12 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Arr
         index = ops.find_bits(buffer, n)
     else:
         low = low_bits(k, n)
-        edge = _aligned(-(-k * low // 8))
+        edge = aligned(-(-k * low // 8))
         positions = ops.find_bits(buffer[edge:], k + (n >> low) + 1)
         if len(positions) != k:
             raise wire.WireError(f"{len(positions)} indices instead of {k}: the payload was damaged")
         high = positions - ops.index_range(k, like=positions)
-        index = (high << low) + ops.unpack_bits(buffer[:edge], low, k)
+        index = high * (1 << low) + ops.unpack_bits(buffer[:edge], low, k)
     if len(index) != k:
         raise wire.WireError(f"{len(index)} indices instead of {k}: the payload was damaged")
     if k and not ops.all_below(index, n):
@@ -103,34 +103,38 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Arr
     return index
 
 
-def _header(method: str, coding: Coding, values: Values, k: int, n: int, distinct: bool) -> wire.Header:
-    return wire.Header(method, CODE[coding], value_codec.CODE[values], n, k, num_bytes(k, n, values, distinct))
+def _header(method: str, coding: Coding, values: Values, k: int, n: int, distinct: bool, per: int) -> wire.Header:
+    return wire.Header(method, CODE[coding], codec(values).code, n, k, num_bytes(k, n, values, distinct, per))
 
 
-def encode(chosen: Sparse, values: Values, method: str, me: Turn, ops: Any, distinct: bool = True) -> Array:
-    """Ascending ``chosen.index`` [k] and ``chosen.values`` [k] -> a payload, uint8."""
-    k, n = len(chosen.index), me.spec.size
-    coding = best_coding(k, n, distinct)
-    header = wire.pack(_header(method, coding, values, k, n, distinct))
+def encode(
+    chosen: Sparse, places: int, values: Values, method: str, me: Turn, ops: Any, distinct: bool = True, per: int = 1
+) -> Array:
+    """Ascending ``chosen.index`` [k] < places and ``chosen.values`` [per·k] -> a payload, uint8."""
+    k = len(chosen.index)
+    coding = best_coding(k, places, distinct)
+    header = wire.pack(_header(method, coding, values, k, places, distinct, per))
     return ops.concat(
         [
             ops.asarray(np.frombuffer(header, np.uint8), like=chosen.values),
-            encode_index(chosen.index, coding, n, ops),
-            padded(value_codec.encode(chosen.values, values, me, ops), ops),
+            encode_index(chosen.index, coding, places, ops),
+            padded(codec(values).encode(chosen.values, me, ops), ops),
         ]
     )
 
 
-def decode(payload: Array, k: int, values: Values, method: str, me: Turn, ops: Any, distinct: bool = True) -> Sparse:
-    """The inverse of :func:`encode`, for k entries of the tensor ``me.spec``.
+def decode(
+    payload: Array, k: int, places: int, values: Values, method: str, ops: Any, distinct: bool = True, per: int = 1
+) -> Sparse:
+    """The inverse of :func:`encode`, for k entries.
 
     Raises:
         WireError: the bytes are no such payload.
     """
-    n = me.spec.size
-    coding = best_coding(k, n, distinct)
-    wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(method, coding, values, k, n, distinct))
-    edge = wire.NUM_BYTES + index_num_bytes(coding, k, n)
-    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, n, ops)
-    width = k * value_codec.WIDTH[values]
-    return Sparse(index, value_codec.decode(payload[edge : edge + width], values, ops))
+    coding = best_coding(k, places, distinct)
+    header = _header(method, coding, values, k, places, distinct, per)
+    wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), header)
+    edge = wire.NUM_BYTES + index_num_bytes(coding, k, places)
+    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, places, ops)
+    width = codec(values).num_bytes(per * k)
+    return Sparse(index, codec(values).decode(payload[edge : edge + width], per * k, ops))

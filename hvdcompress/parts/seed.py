@@ -2,7 +2,8 @@
 
 Two streams. *Shared*: keyed by (seed, step, parameter), for what ranks must agree on, such as random-k's
 indices. *Private*: the same and the rank, for stochastic rounding; otherwise the ranks' errors are equal
-and do not average out. Random numbers depend on no data, so they are drawn on the host and handed over.
+and do not average out. Keys are made on the host; so is what few random numbers methods hand over. Where each
+element needs one, ``ops.uniform`` makes them, by the same hash, where the tensor lives.
 """
 
 from __future__ import annotations
@@ -12,15 +13,10 @@ import zlib
 import numpy as np
 
 from hvdcompress.method import Turn
+from hvdcompress.ops import _numpy_codes
+from hvdcompress.ops._numpy_codes import mix
 
 _ROUNDS = 4  # Luby & Rackoff: four Feistel rounds give a permutation that passes for a random one
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3 (Appleby): a bijection of uint32 in which each bit depends on all."""
-    x = (x ^ x >> np.uint32(16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ x >> np.uint32(13)) * np.uint32(0xC2B2AE35)
-    return x ^ x >> np.uint32(16)
 
 
 def _key(*words: int) -> np.ndarray:
@@ -28,7 +24,7 @@ def _key(*words: int) -> np.ndarray:
     key = np.zeros(1, np.uint32)
     for word in words:
         for half in (word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF):
-            key = _mix(key * np.uint32(31) + np.uint32(half) + np.uint32(0x9E3779B9))
+            key = mix(key * np.uint32(31) + np.uint32(half) + np.uint32(0x9E3779B9))
     return key
 
 
@@ -37,15 +33,14 @@ def shared_key(me: Turn) -> np.ndarray:
     return _key(me.seed, me.step, zlib.crc32(me.spec.name.encode()))
 
 
-def private_key(me: Turn) -> np.ndarray:
-    """Key [1] uint32 of this rank's own stream for this tensor at this step."""
-    return _key(me.seed, me.step, zlib.crc32(me.spec.name.encode()), me.rank + 1)
+def private_key(me: Turn, stream: int = 0) -> np.ndarray:
+    """Key [1] uint32 of one of this rank's own streams for this tensor at this step."""
+    return _key(me.seed, me.step, zlib.crc32(me.spec.name.encode()), me.rank + 1, stream)
 
 
 def uniform(key: np.ndarray, count: int) -> np.ndarray:
-    """[count] float32 in [0, 1), multiples of 2^-24, from a stream's key."""
-    bits = _mix(_mix(np.arange(count, dtype=np.uint32) + key) ^ key)
-    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    """[count] float32 in [0, 1), multiples of 2^-24, from a stream's key: ``ops.uniform`` on the host."""
+    return _numpy_codes.uniform(key, count, like=key)
 
 
 def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:
@@ -61,8 +56,8 @@ def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:
     def permute(x: np.ndarray) -> np.ndarray:
         left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
         for number in range(_ROUNDS):
-            round_key = _mix(key + np.uint32(number))
-            left, right = right, left ^ _mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
+            round_key = mix(key + np.uint32(number))
+            left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
         return left.astype(np.int64) << half | right.astype(np.int64)
 
     index = permute(np.arange(k, dtype=np.int64))

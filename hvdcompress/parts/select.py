@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from hvdcompress.method import Array, Sparse
+
+#: (x, first threshold, k, capacity, ops) -> (threshold, magnitude of the entries that may fill up, or None)
+Refine = Callable[[Array, np.float32, int, int, Any], tuple[np.float32, np.float32 | None]]
 
 
 def kept(density: float, n: int) -> int:
@@ -25,6 +29,11 @@ def chunk_size(density: float) -> int:
 def gaussian_threshold(mean: float, std: float, density: float) -> float:
     """|μ| + z·σ with z = Φ⁻¹(1 − density/2): a share ``density`` of N(0, σ²) lies beyond ±zσ."""
     return abs(mean) + NormalDist().inv_cdf(1.0 - min(density, 1.0 - 1e-9) / 2.0) * std
+
+
+def just_below(magnitude: float) -> np.float32:
+    """The largest float32 below a magnitude: the threshold that it just passes (0 for 0)."""
+    return np.nextafter(np.float32(magnitude), np.float32(0))
 
 
 def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, None]:
@@ -70,6 +79,25 @@ def refine_bisect(
         middle, stride = (high - stride, 2 * stride) if low < 0 else ((low + high) // 2, stride)
     threshold = np.int32(high).view(np.float32)
     return threshold, threshold if high > 0 else None
+
+
+def capacity(density: float, n: int) -> int:
+    """⌊4k/3⌋ ≤ n: the slots of a payload whose entries are those beyond a threshold."""
+    return min(n, max(1, 4 * kept(density, n) // 3))
+
+
+def beyond(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
+    """Indices [c] ascending of the entries beyond a threshold which ``refine`` finds from ``start`` on.
+
+    c ≤ capacity, and with bisection 2k/3 ≤ c wherever so many entries are non-zero.
+    """
+    k, room = kept(density, len(x)), capacity(density, len(x))
+    threshold, below = refine(x, start, k, room, ops)
+    index = ops.first_above(x, threshold, room)
+    if below is not None and len(index) < k:  # ties straddle the bound: fill up with the equal ones
+        ties = ops.first_equal(x, below, k - len(index))
+        index = ops.sort(ops.concat([index, ties]))
+    return index
 
 
 def pad(chosen: Sparse, capacity: int, ops: Any) -> Sparse:

@@ -1,75 +1,122 @@
-"""The values of a payload: how they are written (fp32, fp16, bf16), and how they are summed.
+"""The values of a payload: how they are written, and how they are summed.
 
-``encode``/``decode`` write values into gathered payloads. ``all_reduce`` sums values over ranks in the
-chosen width. fp16 is divided by the number of workers first, so that a sum of fp16 stays in range for any
-world. bf16 cannot be summed by Horovod 0.28.1 or MPI, so it goes by scatter-reduce: each rank sums one
-shard in float32 and hands the rounded sum to all.
+A codec turns [count] float32 into a known number of bytes and back::
+
+    fp32                    as they are
+    fp16, bf16              rounded to half precision
+    qsgd2 … qsgd8           stochastic quantization to so many bits (``parts/quantize.py``)
+    rangefloat4 … 16[mM]    a float of so many bits, its range taken from the data (``parts/rangefloat.py``)
+
+Any method that sends values takes them all by these names. :func:`all_reduce` sums values over ranks: fp32
+as they are; fp16 divided by the number of workers first, so that a sum stays in range for any world; the
+others, which no network can add, by scatter-reduce (``parts/route.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator
+from functools import cache
 from typing import Any
 
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Turn, Values
+from hvdcompress.method import AllReduce, Array, Turn, Values
+from hvdcompress.parts import route
+from hvdcompress.parts.quantize import StochasticCodec
+from hvdcompress.parts.rangefloat import RangeFloatCodec
+from hvdcompress.parts.route import Codec
 
-WIDTH: dict[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}  #: bytes a value
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum: room for the sum's own rounding
-CODE: dict[str, int] = {"fp32": 0, "fp16": 1, "bf16": 2}  #: the wire header's value coding
 
 
 def _count_saturated(me: Turn, count: Any) -> None:
     me.counters["saturated"] = me.counters.get("saturated", 0) + count
 
 
-def encode(x: Array, values: Values, me: Turn, ops: Any) -> Array:
-    """[k] float32 -> uint8. A value beyond fp16's range saturates and is counted."""
-    if values == "fp16":
-        x, saturated = ops.to_fp16(x, 1.0)
+class Float32:
+    """As they are."""
+
+    code = 0
+
+    def num_bytes(self, count: int) -> int:
+        return 4 * count
+
+    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
+        return ops.to_bytes(x)
+
+    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+        return ops.from_bytes(buffer, "float32")
+
+
+class Float16:
+    """IEEE half precision; a value beyond its range saturates and is counted."""
+
+    code = 1
+
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
+        half, saturated = ops.to_fp16(x, 1.0)
         _count_saturated(me, saturated)
-    elif values == "bf16":
-        x = ops.to_bf16(x)
-    return ops.to_bytes(x)
+        return ops.to_bytes(half)
 
-
-def decode(buffer: Array, values: Values, ops: Any) -> Array:
-    """uint8 -> [k] float32."""
-    if values == "fp16":
+    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
         return ops.from_fp16(ops.from_bytes(buffer, "float16"), 1.0)
-    if values == "bf16":
+
+
+class BFloat16:
+    """The upper half of a float32, rounded to nearest even."""
+
+    code = 2
+
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
+        return ops.to_bytes(ops.to_bf16(x))
+
+    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
         return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
-    return ops.from_bytes(buffer, "float32")
+
+
+_MADE: dict[str, Callable[..., Codec]] = {
+    "fp32": lambda bits, mantissa: Float32(),
+    "fp16": lambda bits, mantissa: Float16(),
+    "bf16": lambda bits, mantissa: BFloat16(),
+    "qsgd": lambda bits, mantissa: StochasticCodec(bits=bits),
+    "rangefloat": lambda bits, mantissa: RangeFloatCodec(bits=bits, mantissa=mantissa),
+}
+
+
+@cache
+def codec(values: Values) -> Codec:
+    """The codec of a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
+    if values in _MADE:
+        return _MADE[values](None, None)
+    kind, bits, mantissa = re.fullmatch(r"([a-z]+)(\d+)(?:m(\d+))?", values).groups()  # type: ignore[union-attr]
+    return _MADE[kind](int(bits), None if mantissa is None else int(mantissa))
 
 
 def reduced_num_bytes(count: int, values: Values, world: int) -> int:
     """What :func:`all_reduce` of ``count`` values hands to its collectives."""
-    if values != "bf16":
-        return count * WIDTH[values]
-    shard = -(-count // world)
-    return 2 * shard * world + 2 * shard
+    if values in ("fp32", "fp16"):
+        return codec(values).num_bytes(count)
+    return route.reduced_num_bytes(count, codec(values), "scatter", world)
 
 
-def all_reduce(x: Array, values: Values, me: Turn, ops: Any) -> Generator[Any, Any, tuple[Array, Array]]:
-    """The sum of ``x`` over ranks, and this rank's share of it after rounding: both like ``x``."""
+def all_reduce(
+    x: Array, values: Values, me: Turn, ops: Any, stream: int = 0
+) -> Generator[Any, Any, tuple[Array, Array]]:
+    """The sum of ``x`` [count] over ranks, and this rank's share of it after rounding: both like ``x``.
+
+    The shares of all ranks add up to the sum, so that feedback loses nothing. ``stream`` tells apart the random
+    numbers of several sums in one exchange.
+    """
+    if values == "fp32":
+        return (yield AllReduce(x)), x
     if values == "fp16":
         payload, saturated = ops.to_fp16(x, 1.0 / me.world, SUMMED_MAX / me.world)
         _count_saturated(me, saturated)
         total = yield AllReduce(payload)
         return ops.from_fp16(total, me.world), ops.from_fp16(payload, me.world)
-    if values == "bf16":
-        return (yield from _scatter_reduce_bf16(x, me, ops))
-    return (yield AllReduce(x)), x
-
-
-def _scatter_reduce_bf16(x: Array, me: Turn, ops: Any) -> Generator[Any, Any, tuple[Array, Array]]:
-    count = len(x)
-    bits = ops.to_bf16(x)  # [n] uint16
-    own = ops.from_bf16(bits)
-    missing = -count % me.world
-    if missing:
-        bits = ops.concat([bits, ops.zeros(missing, "uint16", like=bits)])
-    shards = yield AllToAll(ops.to_bytes(bits))
-    summed = ops.add_all([ops.from_bf16(ops.from_bytes(shard, "uint16")) for shard in shards])
-    pieces = yield AllGather(ops.to_bytes(ops.to_bf16(summed)))
-    total = ops.concat([ops.from_bf16(ops.from_bytes(piece, "uint16")) for piece in pieces])
-    return total[:count], own
+    return (yield from route.scatter(x, codec(values), me, ops, stream))
