@@ -52,7 +52,8 @@ def test_variant_holds_on_the_reference(number: int, id: str, name: str) -> None
     # each variant in one world, so that each method meets all five; its second in all at once
     first = sum(1 for other, *_ in VARIANTS[:number] if other == id) == 1
     worlds = WORLDS if first else (number % 5 + 1,)
-    check_method(method, worlds=worlds, sizes=SIZES, steps=3, ops=BACKENDS["numpy"])
+    steps = 3 if len(method.phases) == 1 else 6  # through all phases
+    check_method(method, worlds=worlds, sizes=SIZES, steps=steps, ops=BACKENDS["numpy"])
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -69,20 +70,37 @@ def test_method_holds_on_every_backend(backend: str, world: int, id: str) -> Non
 @pytest.mark.parametrize("id", METHODS)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
 def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
-    """Payloads are equal to the byte, whatever the data: normal, heavy tails, ties, denormals, zeros."""
+    """Payloads are equal to the byte, whatever the data: normal, heavy tails, ties, denormals, zeros.
+
+    Where a method is not ``exact``, as FFT and matrix products round differently in numpy and torch, lengths are
+    equal, and results to about the rounding of float32.
+    """
     for number, (name, options) in enumerate(variants(registry.classes()[id]).items()):
         method = hvdcompress.get(id, **options)
         world = number % 4 + 1
         nets = [Trial(method, world, ops=BACKENDS[which], seed=3) for which in ("numpy", backend)]
-        for step, kind in enumerate(("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted")):
+        kinds = ("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted")
+        for step, kind in enumerate(kinds if method.exact or backend == "numba" else ("normal", "smooth")):
             for n in (1, 5, 1030):
-                gradients = [numbers((n,), rank, step, n, kind=kind) for rank in range(world)]  # type: ignore[arg-type]
+                shape = Case(method).shape(n)
+                gradients = [numbers(shape, rank, step, n, kind=kind) for rank in range(world)]  # type: ignore[arg-type]
                 outs = [net.allreduce(gradients, f"w{n}")[0] for net in nets]
-                same = nets[0].log[-3:] == nets[1].log[-3:] and np.array_equal(*outs)
-                assert same, f"{id} {name}, world {world}, {kind} data, n = {n}: {backend} differs from numpy"
-                residuals = [net.residual(f"w{n}", world - 1) for net in nets]
-                assert np.array_equal(*residuals), f"{id} {name}, {kind} data, n = {n}: residuals differ"
-        assert nets[0].log == nets[1].log
+                where = f"{id} {name}, world {world}, {kind} data, n = {n}: {backend} differs from numpy"
+                if method.exact or backend == "numba":
+                    residuals = [net.residual(f"w{n}", world - 1) for net in nets]
+                    assert np.array_equal(*outs) and np.array_equal(*residuals), where
+                    assert nets[0].log[-3:] == nets[1].log[-3:], where
+                else:
+                    assert_nearly_all_close(*outs, method=method, where=where)
+        assert [c.num_bytes for c in nets[0].log] == [c.num_bytes for c in nets[1].log]
+
+
+def assert_nearly_all_close(a: Any, b: Any, *, method: Method, where: str) -> None:
+    """Equal to float32 rounding, but for a few elements: a hair's breadth may tip a code or a selection over."""
+    scale = np.abs(a).max(initial=0.0)
+    share = np.mean(np.abs(a - b) <= 1e-4 * scale + 1e-38) if a.size else 1.0
+    exact_codec = getattr(method, "values", "fp32") == "fp32"
+    assert share == 1.0 if exact_codec else np.abs(a - b).max() <= 0.2 * scale, where
 
 
 # -- hypothesis: any gradients, not those that somebody thought of ----------------------------------------
@@ -101,28 +119,22 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
     if getattr(method, "unbiased", False):
         return  # n/k times a huge gradient is beyond float32
     world, n = data.draw(st.integers(1, 5), "world"), data.draw(st.integers(0, 40), "n")
+    shape = Case(method).shape(n)
     net = Trial(method, world, ops=BACKENDS["numpy"])
     for step in range(2):
         gradients = [
-            data.draw(hnp.arrays(np.float32, n, elements=floats), f"step {step}, rank {r}")
-            for r in range(world)
+            data.draw(hnp.arrays(np.float32, shape, elements=floats), f"step {step}, rank {r}") for r in range(world)
         ]
         before = [g.copy() for g in gradients]
         old = (
-            np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
-            if step
-            else np.zeros(n)
+            np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64) if step else np.zeros(shape)
         )
         outs = net.allreduce(gradients, "w", op="average")
         assert all(np.isfinite(out).all() for out in outs)
         assert len({out.tobytes() for out in outs}) == 1
         assert all(map(np.array_equal, gradients, before))
         new = np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
-        if (
-            method.feedback == "plain"
-            and getattr(method, "values", "fp32") == "fp32"
-            and id not in ("fp16", "bf16")
-        ):
+        if method.feedback == "plain" and "fp16" not in (id, getattr(method, "values", "")):
             sent = np.sum(gradients, axis=0, dtype=np.float64) + old - new
             scale = sum(np.abs(g).max(initial=0) for g in gradients) + np.abs(old).max(initial=0)
             assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
@@ -191,11 +203,14 @@ def test_golden_case(id: str, backend: str) -> None:
     )
     for name, case in cases.items():
         found = make_golden.record(id, case["settings"], BACKENDS[backend])
+        exact = registry.classes()[id].exact  # or it depends on the processor
         for step, (now, then) in enumerate(zip(found["steps"], case["steps"], strict=True)):
-            for key in ("collectives", "result", "residual"):
-                assert now[key] == then[key], (
-                    f"{id}, {name}, step {step}: other {key} than in the golden case"
-                )
+            for key in ("collectives", "result", "residual") if exact else ():
+                assert now[key] == then[key], f"{id}, {name}, step {step}: other {key} than in the golden case"
+            if not exact and "values" not in case["settings"]:
+                for tensor, text in then["result"].items():
+                    a, b = (np.frombuffer(bytes.fromhex(t), "<f4") for t in (text, now["result"][tensor]))
+                    assert_nearly_all_close(a, b, method=hvdcompress.get(id, **case["settings"]), where=f"{id}, {name}")
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -295,8 +310,9 @@ def test_every_check_is_listed() -> None:
 
 @pytest.mark.parametrize("id", METHODS)
 def test_world_of_64(id: str) -> None:
-    net = Loopback(id, world=64, min_elements=1)
-    gradients = [numbers((130,), rank) for rank in range(64)]
+    method = with_feedback(id)
+    net, shape = Loopback(method, world=64, min_elements=1), Case(method).shape(130)
+    gradients = [numbers(shape, rank) for rank in range(64)]
     outs = net.allreduce(gradients, "w")
     assert len({out.tobytes() for out in outs}) == 1
     kept = np.sum([net.residual("w", rank) for rank in range(64)], axis=0, dtype=np.float64)
@@ -305,21 +321,31 @@ def test_world_of_64(id: str) -> None:
     assert np.allclose(64 * outs[0].astype(np.float64) + kept, expected, atol=64 * 2.0**-8)
 
 
+def with_feedback(id: str, **settings: Any) -> Method:
+    """The method as it comes, but with a residual, so that nothing is lost."""
+    lossy = hvdcompress.get(id).feedback == "none" and id not in ("none", "fp16", "bf16")
+    return hvdcompress.get(id, **settings, **({"feedback": "plain"} if lossy else {}))
+
+
 @pytest.mark.parametrize("id", METHODS)
 def test_beyond_two_to_the_24_elements(id: str) -> None:
     """Where float32 and 24-bit counters end: neighbouring places are told apart up there."""
-    n = 2**24 + 9
+    settings = {"density": 2.0**-21} if registry.classes()[id].sparse else {}
+    method = with_feedback(id, **settings)
+    shape = Case(method).shape(2**24 + 2**14)
+    n = int(np.prod(shape))
     places = [5, 2**24 - 1, 2**24 + 1, 2**24 + 2, n - 1]
     g = np.zeros(n, np.float32)
     g[places] = [1, 2, 3, 4, 5]
-    settings = {"density": 2.0**-21} if "density" in hvdcompress.get(id).hyperparameters() else {}
-    net = Loopback(id, world=1, **settings)
-    out = net.allreduce([g], "w")[0]
+    net = Loopback(method, world=1)
+    out = net.allreduce([g.reshape(shape)], "w")[0].ravel()
+    kept = net.residual("w", 0).ravel() / np.float32(feedback.beta(method))
+    if not method.sparse:
+        np.testing.assert_allclose(out + kept, g, rtol=1e-6, atol=1e-6)
+        return
     found = np.flatnonzero(out)
     assert set(found.tolist()) <= set(places) and (out[found] == g[found]).all()
     if id != "randomk":  # whose places are blind
         assert found[-1] == n - 1 and len(found) >= 3
-    kept = net.residual("w", 0)
     assert np.count_nonzero(kept) + len(found) == 5
-    kept = kept[places] / feedback.beta(net.plan.program.main)
-    np.testing.assert_allclose(out[places] + kept, g[places], rtol=1e-6)
+    np.testing.assert_allclose(out[places] + kept[places], g[places], rtol=1e-6)

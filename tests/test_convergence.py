@@ -69,8 +69,9 @@ def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, floa
             gradients.append(loss_and_gradient(w, x[rows], y[rows])[1])
         mean = net.allreduce_many(gradients)[0]
         rate = 0.1 * min(1, (step + 1) / 20) * (1 - step / steps)
-        for name in w:
-            speed[name] = 0.9 * speed[name] + mean[name]
+        for name in w:  # where a method keeps the momentum, the optimizer has none
+            own = net.plan.program.main.feedback == "momentum" and w[name].size >= net.plan.min_elements
+            speed[name] = (0.0 if own else 0.9) * speed[name] + mean[name]
             w[name] = w[name] - np.float32(rate) * speed[name]
     hidden = np.maximum(held_x @ w["fc1.weight"] + w["fc1.bias"], 0)
     right = (hidden @ w["fc2.weight"] + w["fc2.bias"]).argmax(axis=1) == held_y
@@ -82,8 +83,19 @@ def dense() -> tuple[float, float]:
     return train("none")[:2]
 
 
+#: where the rule below does not fit: methods that say otherwise how much they send, or keep no residual
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fft": {"density": 0.3},
+    "gradiveq": {  # there is no convolution here; and a basis from the first steps would not do
+        "tensors": "all", "slice_elements": 24, "warmup": {"steps": 60}, "dense_steps": 30, "compressed_steps": 60,
+    },  # fmt: skip
+}
+
+
 def settings_of(id: str) -> dict[str, Any]:
     """Few enough entries that lost residuals would show; more where they are picked blindly, by random-k."""
+    if id in SETTINGS:
+        return SETTINGS[id]
     sparse = "density" in hvdcompress.get(id).hyperparameters()
     return {"density": 0.02 if registry.classes()[id].needs_feedback else 0.2} if sparse else {}
 
@@ -116,6 +128,20 @@ def test_method_converges_as_dense(id: str) -> None:
         ("gaussiank", {"density": 0.02, "scope": "global"}),
         ("gaussiank", {"density": 0.02, "values": "fp16"}),
         ("topk", {"density": 0.02, "warmup": {"steps": 30}}),
+        ("topk", {"density": 0.02, "values": "qsgd4"}),
+        ("scalecom", {"density": 0.02, "values": "rangefloat8"}),
+        ("randomk", {"density": 0.2, "values": "qsgd8"}),
+        ("fft", {"density": 0.02, "feedback": "plain"}),
+        ("fft", {"density": 0.1, "recovery": 1.5, "feedback": "lowpass", "beta": 0.5}),
+        ("qsgd", {"route": "scatter"}),
+        ("qsgd", {"bits": 2, "norm": "max", "bucket": 64}),
+        ("terngrad", {"route": "gather"}),
+        ("terngrad", {"clip_factor": 0.0}),
+        ("signsgd", {"route": "scatter"}),
+        ("powersgd", {"matrix_rank": 1, "values": "qsgd8"}),
+        ("gradiveq", {**SETTINGS["gradiveq"], "values": "qsgd8", "dense_values": "qsgd4"}),
+        ("gradiveq", {**SETTINGS["gradiveq"], "matrix_rank": 8, "feedback": "plain"}),
+        ("dgc", {"density": 0.02, "select": "exact", "clip_norm": 2.0}),
     ],
 )
 def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
@@ -123,8 +149,8 @@ def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "id", [id for id, cls in registry.classes().items() if cls.needs_feedback or id == "randomk"]
-)
+    "id", [id for id, cls in registry.classes().items() if cls.needs_feedback and id != "signsgd" or id == "randomk"]
+)  # signs and their mean magnitude pass here without: see the counterexamples in test_signsgd.py
 def test_gate_closes_without_feedback(id: str) -> None:
     """At the very density at which the method passes: what was not sent is needed."""
     with pytest.raises(AssertionError, match="training loss|accuracy"):

@@ -406,6 +406,11 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
 
 @pytest.mark.parametrize("mutation,guard", CASES, ids=[f"{i}-{m.__name__}" for i, (m, _) in enumerate(CASES)])
 def test_mutation_is_noticed(mutation: Callable[[Patch], None], guard: Guard) -> None:
+    must_notice(mutation, guard)
+
+
+def must_notice(mutation: Callable[[Patch], None], guard: Guard) -> None:
+    """The guard passes, raises with the mutation applied, and passes again."""
     guard()
     with pytest.MonkeyPatch.context() as patch:
         mutation(patch)

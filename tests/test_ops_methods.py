@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,7 @@ class Recorder(Loopback):
                 as_numpy.append(Broadcast(lambda made=made: made, verb.root, verb.num_bytes))
                 self.payloads.append(get(made))
             else:
-                options = {"op": verb.op} if hasattr(verb, "op") else {}
-                as_numpy.append(type(verb)(np.asarray(verb.x), **options))
+                as_numpy.append(replace(verb, x=np.asarray(verb.x)))
                 self.payloads.append(get(verb.x))
         results = super()._carry_out(name, as_numpy)
         return [[wrap(one) for one in r] if isinstance(r, list) else wrap(r) for r in results]

@@ -280,6 +280,6 @@ def test_sparse_payload_round_trip_beyond_two_to_the_24() -> None:
     """Indices above 2^24 are told apart: nothing passes through float32."""
     n = 2**24 + 5
     index = np.array([0, 2**24 - 1, 2**24, 2**24 + 1, n - 1], np.int32)
-    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), "fp32", "topk", turn(n), ops)
-    share = pack.decode(payload, 5, "fp32", "topk", turn(n), ops)
+    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", turn(n), ops)
+    share = pack.decode(payload, 5, n, "fp32", "topk", ops)
     np.testing.assert_array_equal(share.index, index)

@@ -48,6 +48,7 @@ from hvdcompress.registry import method
 class GaussianK(Method):
     paper = "Shi et al. 2019 (arXiv 1911.08772)"
     sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
+    sparse = True
     needs_feedback = True
 
     density: Density = 0.01
@@ -57,15 +58,11 @@ class GaussianK(Method):
     scope: Literal["tensor", "global"] = "tensor"
     """k for each tensor, or for all tensors with this method joined in one buffer."""
     values: Values = "fp32"
-    """How the values are written: fp32, fp16 or bf16."""
+    """How the values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
-    def capacity(self, n: int) -> int:
-        """Slots of a payload, ⌊4k/3⌋ ≤ n."""
-        return min(n, max(1, 4 * select.kept(self.density, n) // 3))
-
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=False)
+        return pack.num_bytes(select.capacity(self.density, spec.size), spec.size, self.values, distinct=False)
 
     def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
         return ops.accumulate_moments(gradient, residual, scale, out)
@@ -74,21 +71,15 @@ class GaussianK(Method):
         n = me.spec.size
         index = self.choose(x, me.seen or ops.moments(x), ops)  # [c] int32, ascending
         me.counters["kept"] = len(index)
-        chosen = select.pad(Sparse(index, ops.take(x, index)), self.capacity(n), ops)
-        return pack.encode(chosen, self.values, self.id, me, ops, distinct=False)
+        chosen = select.pad(Sparse(index, ops.take(x, index)), select.capacity(self.density, n), ops)
+        return pack.encode(chosen, n, self.values, self.id, me, ops, distinct=False)
 
     def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        k = self.capacity(me.spec.size)
-        return pack.decode(payload, k, self.values, self.id, me, ops, distinct=False)
+        n = me.spec.size
+        return pack.decode(payload, select.capacity(self.density, n), n, self.values, self.id, ops, distinct=False)
 
     def choose(self, x: Array, moments: tuple[float, float], ops: Any) -> Array:
         """Indices of the entries to send [c], ascending; c ≤ capacity."""
-        k, capacity = select.kept(self.density, len(x)), self.capacity(len(x))
         start = np.float32(select.gaussian_threshold(*moments, self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        threshold, below = refine(x, start, k, capacity, ops)
-        index = ops.first_above(x, threshold, capacity)
-        if below is not None and len(index) < k:  # ties straddle the bound: fill up with the equal ones
-            ties = ops.first_equal(x, below, k - len(index))
-            index = ops.sort(ops.concat([index, ties]))
-        return index
+        return select.beyond(x, start, self.density, refine, ops)

@@ -27,11 +27,13 @@ from hvdcompress.registry import method
 class Dense(Method):
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
-    rides = True
 
     @property
     def wide(self) -> bool:  # type: ignore[override]
         return self.feedback == "none"  # residuals are float32
+
+    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+        return spec.size
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size

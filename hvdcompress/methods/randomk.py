@@ -36,11 +36,12 @@ from hvdcompress.registry import method
 class RandomK(Method):
     paper = "Stich et al. 2018 (arXiv 1809.07599); Konečný et al. 2016 (arXiv 1610.05492)"
     sends = "k values, summed; no index"
+    sparse = True
 
     density: Density = 0.01
     """Share of the elements that are sent: k / n."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16 or bf16."""
+    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     unbiased: bool = False
     """Scale by n/k; only with feedback "none"."""
     feedback: FeedbackName = "plain"
@@ -51,9 +52,8 @@ class RandomK(Method):
             raise ValueError('unbiased: true needs feedback: "none" (what is fed back must not be scaled up as well)')
         return self
 
-    @property
-    def rides(self) -> bool:  # type: ignore[override]
-        return self.values == "fp32"
+    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+        return select.kept(self.density, spec.size) if self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return values.reduced_num_bytes(select.kept(self.density, spec.size), self.values, world)

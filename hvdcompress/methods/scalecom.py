@@ -58,6 +58,7 @@ from hvdcompress.registry import method
 class ScaleCom(Method):
     paper = "Chen et al., NeurIPS 2020 (arXiv 2104.11125)"
     sends = "k values, summed + k indices of log2(1/density) bits from one leader: constant in p"
+    sparse = True
     needs_feedback = True
 
     density: Density = 0.01
@@ -65,7 +66,7 @@ class ScaleCom(Method):
     select: Literal["chunk", "exact"] = "chunk"
     """"chunk": the largest |x| of each chunk; "exact": the k largest of the tensor."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16 or bf16."""
+    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "lowpass"
     beta: Share = 0.1
     """Low-pass factor: 0.1 is the paper's at scaled-up learning rates; 1 is plain feedback."""

@@ -35,12 +35,13 @@ from hvdcompress.registry import method
 class TopK(Method):
     paper = "Aji & Heafield 2017 (arXiv 1704.05021); feedback: Stich et al. 2018 (arXiv 1809.07599)"
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
+    sparse = True
     needs_feedback = True
 
     density: Density = 0.01
     """Share of the elements that each rank sends: k / n."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16 or bf16."""
+    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -48,7 +49,8 @@ class TopK(Method):
 
     def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
         index = ops.top_k(x, select.kept(self.density, me.spec.size))  # [k] int32, ascending
-        return pack.encode(Sparse(index, ops.take(x, index)), self.values, self.id, me, ops)
+        return pack.encode(Sparse(index, ops.take(x, index)), me.spec.size, self.values, self.id, me, ops)
 
     def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        return pack.decode(payload, select.kept(self.density, me.spec.size), self.values, self.id, me, ops)
+        n = me.spec.size
+        return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)

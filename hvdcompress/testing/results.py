@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from typing import Any
 
 import numpy as np
 
 from hvdcompress import registry
 from hvdcompress.parts import feedback
 from hvdcompress.plan import load, plan_of
-from hvdcompress.testing.trial import Array, Case, Kind, equal, require
+from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_numpy
 
 
 def check_value(case: Case) -> None:
@@ -135,20 +136,23 @@ def check_finite(case: Case) -> None:
 def check_conservation(case: Case) -> None:
     """Nothing is lost: Σ sent = Σ gradients − Σ (residual_T − residual_0)/β, over steps and ranks.
 
-    β is 1 for plain feedback. For a method without feedback there is nothing to check here.
+    β is 1 for plain feedback. With momentum, the velocities that went into the residual stand for the gradients.
+    For a method without feedback there is nothing to check here.
     """
     if case.method.feedback == "none":
         return
-    beta = feedback.beta(case.method)
+    beta, factor = feedback.beta(case.method), case.method.momentum
     for n in case.sizes:
-        net = case.trial()
-        sent, given, largest = np.zeros(n), np.zeros(n), 0.0
-        residuals = np.zeros(n)
+        net, shape, ranks = case.trial(), case.shape(n), range(case.world)
+        sent, given, residuals, largest = np.zeros(shape), np.zeros(shape), np.zeros(shape), 0.0
+        velocity: Any = np.zeros(shape)
         for step in range(case.steps + case.world):
             gradients = case.gradients(n, step, "heavy" if step % 3 == 2 else "normal")
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
-            sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64)
-            residuals = np.sum([net.residual("w", rank) for rank in range(case.world)], axis=0, dtype=np.float64)
+            sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
+            residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
+            slots = [worker.states["w"].get(feedback.VELOCITY) for worker in net.workers]
+            velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
             per_rank = [np.abs(x).max(initial=0) for x in gradients]
             largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))
             gap = np.abs(sent - (given - residuals / beta)).max(initial=0.0)

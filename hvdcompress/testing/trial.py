@@ -7,7 +7,7 @@ import json
 import math
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import AllReduce, Broadcast, Density, Method, Sparse, TensorSpec, Verb
+from hvdcompress.method import Broadcast, Density, Method, Sparse, TensorSpec, Values, Verb
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -30,14 +30,14 @@ def require(condition: object, message: str) -> None:
 
 # -- data: the package's own integer hash, so the same on every machine and in every version of numpy ------
 
-Kind = Literal["normal", "shifted", "heavy", "sparse", "zero", "constant", "huge", "denormal", "mixed"]
+Kind = Literal["normal", "smooth", "shifted", "heavy", "sparse", "zero", "constant", "huge", "denormal", "mixed"]
 
 
 def numbers(shape: tuple[int, ...], *key: int, kind: Kind = "normal") -> Array:
     """float32 numbers of ``shape``, fixed by ``key``: reproducible to the bit, from no generator of numpy's.
 
-    "normal" has unit variance and is nearly bell-shaped; "heavy" has heavy tails; "sparse" is one tenth
-    non-zero; "mixed" spans 24 powers of ten; "huge" reaches 1e37, "denormal" is below 1e-38.
+    "normal" has unit variance and is nearly bell-shaped; "smooth" is a low-pass of it; "heavy" has heavy tails;
+    "sparse" is one tenth non-zero; "mixed" spans 24 powers of ten; "huge" reaches 1e37, "denormal" is below 1e-38.
     """
     return _numbers(shape, key, kind).copy()
 
@@ -50,6 +50,7 @@ def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
     sign = np.where(u[4] < 0.5, np.float32(-1), np.float32(1))
     made = {
         "normal": lambda: x,
+        "smooth": lambda: np.convolve(x, np.hanning(9))[4 : 4 + n] if n else x,
         "shifted": lambda: x + np.float32(10),
         "heavy": lambda: sign / (u[5] + np.float32(1e-3)),
         "sparse": lambda: np.where(u[5] < 0.1, x, np.float32(0)),
@@ -78,6 +79,7 @@ class Collective:
     sent: tuple[bytes, ...]
     num_bytes: tuple[int, ...]
     root: int | None = None
+    splits: bool = False  #: an all-to-all of unequal pieces
 
 
 def plan_for(method: Method | Plan, **settings: Any) -> Plan:
@@ -93,7 +95,8 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 class Trial(Loopback):
     """A loopback whose collectives are all noted in ``log``.
 
-    Arrays go in and out as numpy's, whichever backend ``ops`` is: torch's is handed views of their memory.
+    Arrays go in and out as numpy's, whichever backend ``ops`` is: torch's is handed views of their memory, TensorFlow's
+    copies, which are copied back where a verb wrote them.
     """
 
     def __init__(self, method: Method | Plan, world: int, *, ops: Any = None, loss_scale: Any = 1.0, **settings: Any):
@@ -123,6 +126,7 @@ class Trial(Loopback):
                 tuple(array.tobytes() for array in arrays),
                 num_bytes,
                 root,
+                getattr(first, "splits", None) is not None,
             )
         )
         results = super()._carry_out(name, verbs)
@@ -136,7 +140,7 @@ class Trial(Loopback):
         """Load what :meth:`saved` gave, into the tensors of ``specs``."""
         units = self.plan.units(specs)
         for worker, one in zip(self.workers, saved, strict=True):
-            worker.load_state_dict(one, units, lambda parts: to_ops(self.ops, np.concatenate(parts)))
+            worker.load_state_dict(one, units, lambda parts: kept(self.ops, np.concatenate(parts)))
 
     def residual(self, name: str, rank: int) -> Array:
         """As the loopback's, and always a fresh numpy array."""
@@ -146,13 +150,11 @@ class Trial(Loopback):
 def _on_host(verb: Verb) -> Verb:
     if isinstance(verb, Broadcast):
         return Broadcast(lambda: to_numpy(verb.make()), int(verb.root), int(verb.num_bytes))
-    if isinstance(verb, AllReduce):
-        return AllReduce(to_numpy(verb.x), verb.op)
-    return type(verb)(to_numpy(verb.x))
+    return replace(verb, x=to_numpy(verb.x))  # type: ignore[union-attr]
 
 
 def to_numpy(x: Any) -> Array:
-    return x if isinstance(x, np.ndarray) else x.detach().cpu().numpy()
+    return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
 def _numpy_tree(value: Any) -> Any:
@@ -188,20 +190,62 @@ def _tensors(value: Any) -> Any:
     return value
 
 
+class _TensorFlowOps:
+    """ops/tensorflow.py, taking numpy arrays; those that a verb writes are brought up to date afterwards."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self.module, name)
+        if not callable(verb) or name == "asarray":
+            return verb
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            lent: list[tuple[Array, Any, Any]] = []
+            result = verb(*(self._lend(a, lent) for a in args), **{k: self._lend(a, lent) for k, a in kwargs.items()})
+            for array, buffer, before in lent:
+                if buffer.value is not before:
+                    array[...] = to_numpy(buffer)
+            return result
+
+        return call
+
+    def _lend(self, value: Any, lent: list[tuple[Array, Any, Any]]) -> Any:
+        if isinstance(value, np.ndarray):
+            buffer = self.module.Buffer(value)
+            lent.append((value, buffer, buffer.value))
+            return buffer
+        if isinstance(value, list):
+            return [self._lend(item, lent) for item in value]
+        return Sparse(*(self._lend(item, lent) for item in value)) if isinstance(value, Sparse) else value
+
+
 def adapted(ops: Any) -> Any:
     """A backend as :class:`Trial` runs it."""
     name = getattr(ops, "__name__", "")
-    if name in ("hvdcompress.ops.tensorflow",):
-        raise ValueError("the TensorFlow backend runs inside graphs only: it is tested with its driver")
+    if name == "hvdcompress.ops.tensorflow":
+        return _TensorFlowOps(ops)
     return _TorchOps(ops) if name == "hvdcompress.ops.torch" else ops
 
 
 def to_ops(ops: Any, array: Any) -> Any:
+    """A numpy array as a driver would hand it to the backend."""
+    if isinstance(ops, _TensorFlowOps):
+        return ops.module.Buffer(array).value
     return _tensors(array) if isinstance(ops, _TorchOps) else array
 
 
+def kept(ops: Any, array: Any) -> Any:
+    """A numpy array as state that the backend's verbs may write."""
+    return ops.module.Buffer(array) if isinstance(ops, _TensorFlowOps) else to_ops(ops, array)
+
+
 def backends() -> dict[str, Any]:
-    """The array backends that this machine can run in a :class:`Trial`, by name; "numpy" is the reference."""
+    """The array backends that this machine can run in a :class:`Trial`, by name; "numpy" is the reference.
+
+    But for ``hvdcompress.ops.tensorflow``, which a Trial takes, too: it is slow to import and to run.
+    """
     import hvdcompress.ops as package
 
     found: dict[str, Any] = {}
@@ -219,6 +263,9 @@ def backends() -> dict[str, Any]:
 # -- hyper-parameters -------------------------------------------------------------------------------------
 
 
+VALUES = ("fp32", "fp16", "bf16", "qsgd4", "rangefloat8", "qsgd2", "rangefloat11m5")  #: those that are tried
+
+
 def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, Any]]:
     """Settings that between them give every option of a method's hyper-parameters at least once.
 
@@ -227,22 +274,25 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
     of values. Combinations that the method refuses are left out.
     """
     hints = get_type_hints(cls, include_extras=True)
-    names = [f.name for f in fields(cls) if f.name != "beta"]
+    names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum")]
     base = {"density": density} if "density" in names else {}
     wanted: list[dict[str, Any]] = [{}, base, {**base, "feedback": "lowpass", "beta": 0.3}]
+    wanted += [{**base, **example} for example in cls.examples]
     for name in names:
         options: Sequence[Any] = ()
         if get_origin(hints[name]) is Literal:
             options = get_args(hints[name])
         elif hints[name] is bool:
             options = (False, True)
+        elif hints[name] == Values:
+            options = VALUES
         elif name == "density" and hints[name] == Density:
             options = (1.0, 0.34, 1e-9)
         wanted += [{**base, name: option} for option in options]
-        if name not in ("feedback",):
+        if name not in ("feedback", "values"):
             wanted += [{**base, name: option, "feedback": "none"} for option in options]
         if name == "values":
-            wanted += [{**base, name: option, "feedback": "lowpass", "beta": 0.3} for option in options]
+            wanted += [{**base, name: option, "feedback": "lowpass", "beta": 0.3} for option in ("fp32", "fp16")]
     found: dict[Method, dict[str, Any]] = {}
     for settings in wanted:
         try:
@@ -269,6 +319,23 @@ class Case:
     seed: int = 0
     _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """``sizes`` as shapes that the method suits."""
+        return [self.shape(n) for n in self.sizes]
+
+    def shape(self, n: int) -> tuple[int, ...]:
+        """A shape of n elements, or a few less, that the method suits: a vector, a matrix or a convolution.
+
+        Where none does, as for a single element and a method for matrices, it is a vector, which goes dense.
+        """
+        side = math.isqrt(n)
+        wide = max(1, n // 24)
+        for shape in ((n,), (side, n // max(side, 1)), (4, wide, 2, 3), (2, max(1, n // 12), 3, 2)):
+            if math.prod(shape) and self.method.suits(TensorSpec("w", shape)):
+                return shape
+        return (n,)
+
     def trial(self, **settings: Any) -> Trial:
         """A fresh network."""
         settings.setdefault("seed", self.seed)
@@ -276,7 +343,7 @@ class Case:
 
     def gradients(self, n: int | tuple[int, ...], step: int = 0, kind: Kind = "normal") -> list[Array]:
         """Every rank's gradient."""
-        shape = n if isinstance(n, tuple) else (n,)
+        shape = n if isinstance(n, tuple) else self.shape(n)
         return [numbers(shape, self.seed, rank, step, kind=kind) for rank in range(self.world)]
 
 

@@ -43,6 +43,28 @@ VARIANTS = [
     ("gaussiank", {"density": 0.01, "scope": "global", "min_elements": 1}),
     ("topk", {"density": 0.05, "bucket_elements": 1200, "min_elements": 1}),
     ("topk", {"density": 0.05, "warmup": {"steps": 2}, "schedule": {"density": {"steps": {4: 0.01}}}}),
+    ("topk", {"density": 0.05, "values": "qsgd4"}),
+    ("topk", {"density": 0.05, "feedback": "momentum"}),
+    ("randomk", {"density": 0.05, "values": "rangefloat8"}),
+    ("scalecom", {"density": 0.05, "values": "qsgd8"}),
+    ("fft", {}),
+    ("fft", {"feedback": "plain", "order": "filters", "block": 64}),
+    ("qsgd", {}),
+    ("qsgd", {"bits": 8, "norm": "l2", "route": "scatter"}),
+    ("terngrad", {}),
+    ("terngrad", {"clip_factor": 0.0, "route": "scatter"}),
+    ("terngrad", {"route": "gather"}),
+    ("signsgd", {}),
+    ("signsgd", {"route": "scatter"}),
+    ("gtopk", {"density": 0.02}),
+    ("gtopk", {"density": 0.02, "values": "fp16"}),
+    ("dgc", {"density": 0.02}),
+    ("dgc", {"density": 0.02, "clip_norm": 1.0, "select": "exact"}),
+    ("powersgd", {}),
+    ("powersgd", {"matrix_rank": 1, "values": "bf16"}),
+    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain"}),
+    ("gradiveq", {"dense_steps": 2, "compressed_steps": 3, "tensors": "all", "matrix_rank": 1}),
+    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "values": "qsgd8", "dense_values": "qsgd4"}),
 ]
 
 
@@ -129,8 +151,8 @@ def against_loopback(prefix: str, method: str, settings: dict, op=hvd.Average, s
         if world == 2:
             want = net.residual(name, rank)
             np.testing.assert_array_equal(comp.residual(name).numpy(), want, err_msg=f"{method} {name}")
-    # beyond loopback's bytes: a probe of 8 bytes for each parameter, and per step a status of 48; plans once
-    extra = steps * (8 * len(params) + 48) + comp.ledger.tensors()["plan"].sent
+    # beyond loopback's bytes: a probe of 8 bytes for each parameter, and per step a status of 56; plans once
+    extra = steps * (8 * len(params) + 56) + comp.ledger.tensors()["plan"].sent
     assert comp.ledger.bytes_sent() == net.ledger.bytes_sent(rank) + extra, (method, settings)
 
 
@@ -444,7 +466,7 @@ def two_optimizers_with_the_same_parameter_names_in_two_compressors() -> None:
 @case
 def torch_verbs_give_the_same_as_numpy_ones() -> None:
     for number, (method, settings) in enumerate(VARIANTS):
-        host, device = parameters(f"host{number}"), parameters(f"device{number}")
+        host, device = parameters(f"verbs{number}"), parameters(f"verbs{number}")  # random numbers go by name
         opts = [
             optimizer(host, Compressor(method, host.items(), **settings)),
             optimizer(device, Compressor(method, device.items(), ops="torch", **settings)),
@@ -452,14 +474,13 @@ def torch_verbs_give_the_same_as_numpy_ones() -> None:
         for step in range(3):
             grads = gradients(host, step, hvd.rank())
             want = reduce_once(opts[0], host, grads)
-            got = reduce_once(opts[1], device, dict(zip(device, grads.values(), strict=True)))
-            if method == "randomk":  # its indices depend on the parameter's name
-                continue
+            got = reduce_once(opts[1], device, grads)
             if hvd.size() > 2 and "fp16" in (method, settings.get("values")):
                 continue  # a float16 sum depends on how Horovod fused the tensors
             for (name, a), b in zip(want.items(), got.values(), strict=True):
                 what = f"{method} {settings} {name} step {step}"
-                np.testing.assert_allclose(b, a, rtol=1e-6, atol=1e-6, err_msg=what)
+                exact = hvdcompress.get(method).exact  # matrix libraries round each in their own way
+                np.testing.assert_allclose(b, a, rtol=1e-6 if exact else 1e-3, atol=1e-6 if exact else 2e-4, err_msg=what)
 
 
 @case

@@ -1,0 +1,180 @@
+"""QSGD: stochastic quantization in buckets (Alistarh et al. 2017, arXiv 1610.02132)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvdcompress
+from hvdcompress.loopback import Loopback
+from hvdcompress.testing import Trial, numbers
+
+
+def levels_around(v: np.ndarray, bits: int, bucket: int, norm: str) -> tuple[np.ndarray, np.ndarray]:
+    """The two values that each element may become, by the paper's definition, in float64."""
+    s, low, high = 2 ** (bits - 1) - 1, np.zeros(len(v)), np.zeros(len(v))
+    for start in range(0, len(v), bucket):
+        part = v[start : start + bucket].astype(np.float64)
+        size = math.sqrt((part**2).sum()) if norm == "l2" else np.abs(part).max()
+        level = np.floor(np.abs(part) / size * s) if size else 0 * part
+        low[start : start + bucket] = np.sign(part) * level / s * size
+        high[start : start + bucket] = np.sign(part) * np.minimum(level + 1, s) / s * size
+    return low, high
+
+
+def run_one_of_two_levels(
+    world: int = 1, n: int = 300, bits: int = 4, bucket: int = 64, norm: str = "max", steps: int = 3
+) -> None:
+    net = Loopback("qsgd", world=world, bits=bits, bucket=bucket, norm=norm, min_elements=1)
+    for step in range(steps):
+        gradients = [numbers((n,), rank, step, kind="heavy") for rank in range(world)]
+        out = net.allreduce(gradients, "w", op="sum")[0]
+        bounds = np.array([levels_around(g, bits, bucket, norm) for g in gradients])
+        tolerance = 1e-5 * np.abs(bounds).max()
+        assert (out >= bounds.min(1).sum(0) - tolerance).all() and (out <= bounds.max(1).sum(0) + tolerance).all()
+        if world == 1:
+            nearest = np.minimum(np.abs(out - bounds[0, 0]), np.abs(out - bounds[0, 1]))
+            assert nearest.max() <= tolerance, "a value that is no level"
+
+
+@pytest.mark.parametrize("norm", ["max", "l2"])
+@pytest.mark.parametrize("world,n,bits,bucket", [(1, 300, 4, 64), (1, 97, 2, 97), (3, 50, 8, 7), (2, 1, 3, 512)])
+def test_each_value_becomes_one_of_the_two_levels_around(world: int, n: int, bits: int, bucket: int, norm: str) -> None:
+    run_one_of_two_levels(world, n, bits, bucket, norm)
+
+
+def run_unbiased(steps: int = 600, world: int = 4, n: int = 200, **options: Any) -> None:
+    """The mean over steps nears the gradients' mean as 1/√steps, and no slower, whichever route."""
+    net = Loopback("qsgd", world=world, min_elements=1, **options)
+    gradients = [numbers((n,), rank, kind="heavy") for rank in range(world)]
+    outs = np.array([net.allreduce(gradients, "w")[0] for _ in range(steps)], np.float64)
+    error = outs.mean(0) - np.mean(gradients, axis=0, dtype=np.float64)
+    expected = outs.var(0).sum() / steps  # of the mean's error energy, if there is no bias
+    assert (error**2).sum() < 1.5 * expected
+
+
+@pytest.mark.parametrize("route", ["gather", "scatter"])
+@pytest.mark.parametrize("bits,norm", [(2, "l2"), (4, "max"), (8, "l2")])
+def test_unbiased(bits: int, norm: str, route: str) -> None:
+    run_unbiased(bits=bits, norm=norm, route=route, bucket=64)
+
+
+@pytest.mark.parametrize("route", ["gather", "scatter"])
+def test_unbiased_is_declared_without_feedback_only(route: str) -> None:
+    assert hvdcompress.get("qsgd", route=route).unbiased
+    assert not hvdcompress.get("qsgd", route=route, feedback="plain").unbiased
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("kind", ["normal", "heavy", "constant"])
+def test_variance_is_within_the_papers_bound(bits: int, kind: Any) -> None:
+    """E‖Q(v) − v‖² ≤ min(n/s², √n/s)·‖v‖² for l2 buckets of n, hence for the whole vector of many."""
+    bucket, s = 32, 2 ** (bits - 1) - 1
+    net = Loopback("qsgd", world=1, bits=bits, bucket=bucket, norm="l2", min_elements=1)
+    v = numbers((320,), 3, kind=kind)
+    errors = [np.square(net.allreduce([v], "w")[0] - v, dtype=np.float64).sum() for _ in range(150)]
+    bound = min(bucket / s**2, math.sqrt(bucket) / s) * np.square(v, dtype=np.float64).sum()
+    assert np.mean(errors) <= bound
+
+
+def run_errors_average_out(world: int = 16, steps: int = 40) -> None:
+    """Equal gradients on p ranks: with streams of their own the mean's error has a p-th of one rank's energy."""
+    g = numbers((512,), 4)
+    energy = []
+    for p in (1, world):
+        net = Loopback("qsgd", world=p, bits=3, min_elements=1)
+        energy.append(np.mean([np.square(net.allreduce([g] * p, "w")[0] - g).sum() for _ in range(steps)]))
+    assert 0.8 / world < energy[1] / energy[0] < 1.25 / world
+
+
+def test_errors_of_ranks_average_out() -> None:
+    run_errors_average_out()
+
+
+def test_each_step_and_tensor_draws_anew() -> None:
+    net = Loopback("qsgd", world=1, bits=2, min_elements=1)
+    g = numbers((100,), 5)
+    outs = [net.allreduce([g], name)[0] for name in ("v", "w", "w")]
+    assert not np.array_equal(outs[0], outs[1]) and not np.array_equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("route", ["gather", "scatter"])
+@pytest.mark.parametrize("n,bits,bucket", [(1000, 4, 512), (1009, 2, 512), (4096, 8, 100), (5, 3, 2)])
+def test_bytes_by_the_formula(n: int, bits: int, bucket: int, route: str) -> None:
+    def coded(count: int) -> int:
+        return 4 * math.ceil(count / bucket) + math.ceil(count * bits / 8)
+
+    for world in (1, 2, 5):
+        net = Trial(hvdcompress.get("qsgd", bits=bits, bucket=bucket, route=route), world)
+        net.allreduce([numbers((n,), rank) for rank in range(world)], "w")
+        expected = 24 + coded(n) if route == "gather" else (world + 1) * coded(math.ceil(n / world))
+        assert net.ledger.bytes_sent(0) == expected == sum(len(c.sent[0]) for c in net.log)
+
+
+def test_scatter_costs_the_same_for_any_number_of_workers() -> None:
+    """Up to rounding of shards: about two payloads on the wire, where gather brings p − 1."""
+    n, carried = 64 * 512, {"gather": {}, "scatter": {}}
+    for route, found in carried.items():
+        for world in (4, 16, 64):
+            net = Loopback("qsgd", min_elements=1, world=world, route=route)
+            net.allreduce([numbers((n,), rank) for rank in range(world)], "w")
+            found[world] = net.ledger.bytes_on_wire(0)
+    payload = 4 * n // 512 + n // 2
+    for world, num_bytes in carried["scatter"].items():
+        assert num_bytes == 2 * (world - 1) * payload // world
+        assert carried["gather"][world] == (world - 1) * (payload + 24)
+
+
+def test_routes_give_the_same_up_to_the_second_rounding() -> None:
+    world, n = 4, 2048
+    gradients = [numbers((n,), rank) for rank in range(world)]
+    mean, errors = np.mean(gradients, axis=0), {}
+    for route in ("gather", "scatter"):
+        net = Loopback("qsgd", min_elements=1, world=world, bits=8, route=route)
+        errors[route] = np.square(net.allreduce(gradients, "w")[0] - mean).sum()
+    # the sum is quantized with a norm of at most the sum of norms: p times the variance of one, of p in all
+    assert errors["gather"] < errors["scatter"] < 3 * world * errors["gather"]
+
+
+def test_one_worker_by_scatter_quantizes_twice_and_is_the_same_everywhere() -> None:
+    g = numbers((100,), 6)
+    for world in (1, 3):
+        outs = Loopback("qsgd", world=world, route="scatter", min_elements=1).allreduce([g] * world, "w")
+        assert all(out.tobytes() == outs[0].tobytes() for out in outs)
+        assert np.abs(outs[0] - g).max() <= 2 * np.abs(g).max() / 7 * 1.001
+
+
+def run_nothing_is_lost_with_feedback(route: str = "scatter", world: int = 3, steps: int = 12) -> None:
+    """Σ over ranks of (sent + residual) = Σ gradients, whose rounding errors scatter shares out."""
+    net = Loopback("qsgd", world=world, bits=4, bucket=32, route=route, feedback="plain", min_elements=1)
+    sent, given = np.zeros(101), np.zeros(101)
+    for step in range(steps):
+        gradients = [numbers((101,), rank, step) for rank in range(world)]
+        sent += net.allreduce(gradients, "w", op="sum")[0]
+        given += np.sum(gradients, axis=0, dtype=np.float64)
+        kept = np.sum([net.residual("w", rank) for rank in range(world)], axis=0, dtype=np.float64)
+        np.testing.assert_allclose(sent + kept, given, atol=3e-5)
+        assert kept.any()
+
+
+@pytest.mark.parametrize("route", ["gather", "scatter"])
+def test_nothing_is_lost_with_feedback(route: str) -> None:
+    run_nothing_is_lost_with_feedback(route)
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"bits": 1}, "greater than or equal to 2"),
+        ({"bits": 9}, "less than or equal to 8"),
+        ({"bits": True}, "not a boolean"),
+        ({"bucket": 0}, "greater than or equal to 1"),
+        ({"norm": "l1"}, "'max' or 'l2'"),
+    ],
+)
+def test_wrong_hyperparameters_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hvdcompress.get("qsgd", **options)

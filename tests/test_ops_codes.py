@@ -1,0 +1,233 @@
+"""The verbs of ``_numpy_codes.py`` and ``_torch_codes.py``: random numbers, norms of buckets, levels, signs, fields."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from test_ops import MAX, TINY, Put, backend, call, get, is_tensorflow, vector  # noqa: F401 (backend is a fixture)
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.parts import seed
+
+KEY = seed._key(5)
+
+# -- compared to the bit, by test_ops.py, on all that it has --------------------------------------------------
+
+
+def damaged(x: np.ndarray, count: int) -> np.ndarray:
+    """Norms [count] as they might come over the wire."""
+    return np.resize(np.concatenate([np.float32([np.nan, -np.inf, np.inf, -1]), x]), count)
+
+
+for count in (0, 1, 7, 5000):
+    call("uniform")(lambda o, put, x, r, n=count: o.uniform(seed._key(n), n, like=put(x)))
+    call("uniform")(lambda o, put, x, r, n=count: o.uniform(KEY, n, like=put(x), start=2**31 - 3))
+for bucket in (1, 3, 512, 1 << 62):
+    for norm in ("max", "l2", "mean"):
+        call("bucket_norms")(lambda o, put, x, r, b=bucket, m=norm: o.bucket_norms(put(x), b, m))
+    for bits in (2, 3, 8):
+
+        def both(o: Any, put: Any, x: Any, r: Any, norms: Any, b: int = bucket, w: int = bits) -> Any:
+            packed = o.quantize(put(x), put(norms), b, w, KEY)
+            again = put(reference.quantize(x, norms, b, w, KEY))
+            return packed, o.dequantize(again, put(norms), b, w, x.size)
+
+        call("quantize")(lambda o, put, x, r, f=both, b=bucket: f(o, put, x, r, reference.bucket_norms(x, b, "max")))
+        call("quantize")(lambda o, put, x, r, f=both, b=bucket: f(o, put, x, r, reference.bucket_norms(x, b, "l2")))
+        call("quantize")(lambda o, put, x, r, f=both: f(o, put, x, r, np.abs(r)))  # |x| beyond its norm as well
+        call("dequantize")(
+            lambda o, put, x, r, b=bucket, w=bits: o.dequantize(
+                put(x.view(np.uint8)), put(damaged(x, 32 * x.size)), b, w, 32 * x.size // w
+            )
+        )
+call("pack_signs")(lambda o, put, x, r: o.pack_signs(put(x)))
+for scale in (0.0, 0.3, MAX, -1.0, np.nan, np.inf):
+    call("unpack_signs")(
+        lambda o, put, x, r, s=scale: o.unpack_signs(
+            put(x.view(np.uint8)), put(np.float32([s])), max(32 * x.size - 5, 0)
+        )
+    )
+for width in (2, 3, 5, 12, 17, 32):
+    call("pack_fields")(lambda o, put, x, r, w=width: o.pack_fields(put(np.sign(x)), w))
+    for bound in (1, 2 ** (width - 1) - 1):
+        call("unpack_fields")(
+            lambda o, put, x, r, w=width, b=bound: o.unpack_fields(put(x.view(np.int32)), w, x.size * (32 // w), b)
+        )
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------
+
+
+def hashed(i: int, key: int) -> float:
+    """MurmurHash3's finalizer, twice, in Python's integers."""
+
+    def mix(x: int) -> int:
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+            x = (x ^ x >> shift) * factor % 2**32
+        return x
+
+    return (mix(mix((i + key) % 2**32) ^ key) >> 8) / 2**24
+
+
+def test_uniform_is_its_definition(backend: Any) -> None:  # noqa: F811
+    like = Put(backend)(np.zeros(1, np.float32))
+    for start in (0, 5, 2**31 - 2, 2**32 - 9):
+        found = np.asarray(backend.uniform(KEY, 9, like, start))
+        assert found.tolist() == [hashed(start + i, int(KEY[0])) for i in range(9)]
+
+
+def test_uniform_is_uniform_and_independent(backend: Any) -> None:  # noqa: F811
+    n, like = 200_000, Put(backend)(np.zeros(1, np.float32))
+    u, v = (np.asarray(backend.uniform(seed._key(k), n, like)).astype(np.float64) for k in (1, 2))
+    assert u.min() >= 0 and u.max() < 1
+    counts = np.bincount((u * 100).astype(int), minlength=100)
+    assert ((counts - n / 100) ** 2 / (n / 100)).sum() < 99 + 6 * math.sqrt(2 * 99), "chi-square"
+    for other in (v, np.roll(u, 1), np.roll(u, 512)):
+        assert abs(np.corrcoef(u, other)[0, 1]) < 5 / math.sqrt(n)
+
+
+# -- norms of buckets ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n,bucket", [(1, 1), (7, 3), (512, 512), (513, 512), (1500, 1025), (4099, 10**9)])
+def test_norms_are_their_definition(backend: Any, n: int, bucket: int) -> None:  # noqa: F811
+    for kind in ("normal", "heavy", "special", "constant"):
+        x, put = vector(kind, n), Put(backend)
+        parts = [x[i : i + bucket].astype(np.float64) for i in range(0, n, bucket)]
+        for norm, function in (
+            ("max", lambda part: np.abs(part).max()),
+            ("l2", lambda part: min(math.sqrt(math.fsum(part**2)), MAX)),
+            ("mean", lambda part: math.fsum(np.abs(part)) / len(part)),
+        ):
+            found = np.asarray(backend.bucket_norms(put(x), bucket, norm))
+            np.testing.assert_array_equal(found, np.float32([function(part) for part in parts]))
+            put.check()
+
+
+def test_no_element_exceeds_its_norm(backend: Any) -> None:  # noqa: F811
+    """Or a level above s would be wanted. Largest elements in all company, and at the ends of float32's range."""
+    rng = np.random.default_rng(0)
+    for scale in (1e-45, 1e-38, 1.0, 1e37, MAX / 8):
+        if scale < 1e-30 and is_tensorflow(backend):
+            continue  # it takes denormal numbers for 0
+        x = (scale * rng.normal(size=(2000, 4))).astype(np.float32)
+        x[:, 1:] *= (10.0 ** -rng.uniform(0, 9, (2000, 3))).astype(np.float32)
+        for norm in ("max", "l2"):
+            norms = np.asarray(backend.bucket_norms(Put(backend)(x.ravel()), 4, norm))
+            assert np.isfinite(norms).all() and (np.abs(x).max(1) <= norms).all()
+    huge = np.asarray(backend.bucket_norms(Put(backend)(np.full(5000, MAX, np.float32)), 5000, "l2"))
+    assert huge.tolist() == [MAX]
+
+
+# -- levels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_levels_are_their_definition(backend: Any, bits: int) -> None:  # noqa: F811
+    """Code by code, with the hash of above: ⌊a⌋ or one more, the sign on top, packed lowest bit first."""
+    n, bucket, s = 203, 64, 2 ** (bits - 1) - 1
+    x, put = vector("normal", n), Put(backend)
+    norms = reference.bucket_norms(x, bucket, "max")
+    stream, expected = 0, np.zeros(n)
+    for i, v in enumerate(x):
+        a = float(np.abs(v) / norms[i // bucket] * np.float32(s))
+        level = math.floor(a) + (hashed(i, int(KEY[0])) < a - math.floor(a))
+        expected[i] = math.copysign(level / s * float(norms[i // bucket]), v)
+        stream |= (level | int(v < 0) << (bits - 1)) << (i * bits)
+    packed = backend.quantize(put(x), put(norms), bucket, bits, KEY)
+    assert np.asarray(packed).tobytes() == stream.to_bytes(-(-n * bits // 8), "little")
+    found = np.asarray(backend.dequantize(packed, put(norms), bucket, bits, n))
+    np.testing.assert_allclose(found, expected, rtol=2e-7)
+    put.check()
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_what_lies_on_a_level_stays_there(backend: Any, bits: int) -> None:  # noqa: F811
+    s, put = 2 ** (bits - 1) - 1, Put(backend)
+    x = np.tile(np.arange(-s, s + 1, dtype=np.float32), 1000)
+    norms = np.float32([s])
+    for key in (KEY, seed._key(6)):
+        packed = backend.quantize(put(x), put(norms), x.size, bits, key)
+        np.testing.assert_array_equal(np.asarray(backend.dequantize(packed, put(norms), x.size, bits, x.size)), x)
+
+
+def test_there_is_one_zero(backend: Any) -> None:  # noqa: F811
+    x, put = np.float32([-0.0, -TINY, 0.0, -1e-30, 1.0]), Put(backend)
+    norms = np.float32([1.0])
+    packed = backend.quantize(put(x), put(norms), 5, 4, KEY)
+    found = np.asarray(backend.dequantize(packed, put(norms), 5, 4, 5))
+    assert get(found) == get(np.float32([0, 0, 0, 0, 1]))
+
+
+# -- fields that add -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 15, 16, 64, 1024])
+def test_fields_add_without_carrying(backend: Any, world: int) -> None:  # noqa: F811
+    """At the extremes too: all ranks −1, all ranks 1; and no sum on the way leaves int32."""
+    width, rng = (2 * world).bit_length(), np.random.default_rng(world)
+    assert 2 ** (width - 1) < 2 * world + 1 <= 2**width
+    n, put = 70, Put(backend)
+    values = rng.integers(-1, 2, (world, n)).astype(np.float32)
+    values[:, 40:55], values[:, 55:] = 1, -1
+    words = [np.asarray(backend.pack_fields(put(v), width)) for v in values]
+    assert words[0].dtype == np.int32 and len(words[0]) == -(-n // (32 // width))
+    sums = np.cumsum(words, axis=0, dtype=np.int64)
+    assert np.abs(sums).max() < 2**31
+    found = np.asarray(backend.unpack_fields(put(sums[-1].astype(np.int32)), width, n, world))
+    np.testing.assert_array_equal(found, values.sum(0))
+    assert found.dtype == np.float32
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_unusual_memory_and_missing_norms_go_to_the_reference() -> None:
+    numba_ops = pytest.importorskip("hvdcompress.ops.numba")
+    x = vector("normal", 2000)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    norms = reference.bucket_norms(x[::2], 100, "l2")
+    assert get(numba_ops.bucket_norms(x[::2], 100, "l2")) == get(norms)
+    assert get(numba_ops.quantize(x[::2], norms, 100, 4, KEY)) == get(reference.quantize(x[::2], norms, 100, 4, KEY))
+    assert get(numba_ops.bucket_norms(frozen, 100, "max")) == get(reference.bucket_norms(frozen, 100, "max"))
+    packed = reference.quantize(x, norms, 1000, 4, KEY)
+    packed.flags.writeable = False
+    for ops in (numba_ops, reference):
+        with pytest.raises(IndexError):
+            ops.quantize(x, norms[:1], 1000, 4, KEY)
+        with pytest.raises(IndexError):
+            ops.dequantize(packed.copy(), norms[:1], 1000, 4, 2000)
+    assert get(numba_ops.dequantize(packed, norms, 1000, 4, 2000)) == get(
+        reference.dequantize(packed, norms, 1000, 4, 2000)
+    )
+
+
+def test_a_bucket_may_be_larger_than_memory(backend: Any) -> None:  # noqa: F811
+    x, put = vector("normal", 100), Put(backend)
+    norms = backend.bucket_norms(put(x), 1 << 62, "max")
+    packed = backend.quantize(put(x), norms, 1 << 62, 8, KEY)
+    found = np.asarray(backend.dequantize(packed, norms, 1 << 62, 8, 100))
+    assert np.abs(found - x).max() <= np.abs(x).max() / 127 * 1.0001
+
+
+def test_places_above_2_to_the_24(backend: Any) -> None:  # noqa: F811
+    n, put = 2**24 + 3, Put(backend)  # float32 cannot tell 2^24 and 2^24 + 1 apart
+    places = np.array([5, 2**24 - 1, 2**24 + 1, 2**24 + 2])
+    x = np.zeros(n, np.float32)
+    x[places] = [1, -1, 1, -1]
+    norms = backend.bucket_norms(put(x), 512, "max")
+    packed = backend.quantize(put(x), norms, 512, 2, KEY)
+    for found in (
+        backend.dequantize(packed, norms, 512, 2, n),
+        backend.unpack_fields(backend.pack_fields(put(x), 3), 3, n, 1),
+    ):
+        assert np.flatnonzero(found).tolist() == places.tolist()
+        assert np.asarray(found)[places].tolist() == [1, -1, 1, -1]
+    signs = np.asarray(backend.unpack_signs(backend.pack_signs(put(x)), put(np.float32([1])), n))
+    assert np.flatnonzero(signs < 0).tolist() == [2**24 - 1, 2**24 + 2]
+    ends = np.asarray(backend.uniform(KEY, 2, put(x), start=n)).tolist()
+    assert ends == [hashed(n, int(KEY[0])), hashed(n + 1, int(KEY[0]))]
