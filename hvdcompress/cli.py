@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from hvdcompress.hosts import Hosts
 
 app = typer.Typer(
     help="Gradient compression for Horovod: train, compare and check.",
@@ -49,6 +53,18 @@ def run(
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the file: labels, with commas.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps a run, instead of the file's.")] = None,
     gloo: Annotated[bool, typer.Option("--gloo", help="Let Horovod use Gloo instead of MPI.")] = False,
+    hosts: Annotated[
+        int | None, typer.Option(min=2, help="Emulate so many hosts, with a rank on each; needs root and iproute2.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Their links' speed: 100mbit, 1gbit, or 10mbit/1gbit to send and to receive.")
+    ] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another speed, such as 3=10mbit.")
+    ] = None,
+    delay: Annotated[
+        str | None, typer.Option(help="How much later each frame arrives, such as 1ms; needs netem in the kernel.")
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on in --out (default: the newest runs/NAME…): finished runs are kept."),
@@ -64,26 +80,57 @@ def run(
     """
     from hvdcompress import launcher, storage
     from hvdcompress.experiment import Experiment
+    from hvdcompress.hosts import HostsError
 
+    controller = "gloo" if gloo else "mpi"
     try:
         experiment = Experiment.open(config)
         launcher.check_tasks(experiment)
-        experiment = experiment.override(ranks, steps, _split(methods), _split(tasks))
+        network = _network(hosts, rate, slow, delay, ranks)
+        experiment = experiment.override(hosts or ranks, steps, _split(methods), _split(tasks))
         launcher.horovodrun()
         folder = storage.choose(RUNS, experiment.name, out, resume, overwrite)
+        if resume:
+            launcher.check_link(folder, launcher.link(controller, network))
         storage.prepare(folder, experiment, resume)
-    except (ValueError, OSError, launcher.LaunchError) as error:
+    except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
-    raise typer.Exit(_train(experiment, folder, "gloo" if gloo else "mpi", verbose))
+    try:
+        with network or contextlib.nullcontext():  # hosts are taken down whatever happens
+            code = _train(experiment, folder, controller, verbose, network)
+    except HostsError as error:
+        raise _fail(error) from None
+    raise typer.Exit(code)
 
 
-def _train(experiment: Any, folder: Path, controller: str, verbose: bool) -> int:
+def _network(
+    count: int | None, rate: str | None, slow: list[str] | None, delay: str | None, ranks: int | None
+) -> Hosts | None:
+    """The emulated hosts that were asked for, or None; refuses what cannot be had here."""
+    from hvdcompress.hosts import Hosts, HostsError, problem, slow_hosts
+
+    if count is None:
+        if rate or slow or delay:
+            raise ValueError("--rate, --slow and --delay are for emulated hosts: give --hosts, too")
+        return None
+    if rate is None:
+        raise ValueError("--hosts needs the links' speed, such as --rate 1gbit")
+    if ranks not in (None, count):
+        raise ValueError(f"-np {ranks} and --hosts {count}: each host runs one rank, so leave out -np")
+    network = Hosts(count, rate, slow_hosts(slow or []), delay)
+    if missing := problem():
+        raise HostsError(missing)
+    return network
+
+
+def _train(experiment: Any, folder: Path, controller: str, verbose: bool, hosts: Hosts | None = None) -> int:
     from hvdcompress import launcher
     from hvdcompress.display import Watch
 
     console, runs = _console(), experiment.runs()
-    line = launcher.command(experiment.ranks, controller, str(launcher.SCRIPT), str(folder))
-    (folder / "launch.json").write_text(json.dumps(launcher.notes(line), indent=2) + "\n", encoding="utf-8")
+    line = launcher.command(experiment.ranks, controller, str(launcher.SCRIPT), str(folder), hosts=hosts)
+    notes = launcher.notes(line, controller, hosts)
+    (folder / "launch.json").write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
     watch, code = Watch(runs, folder, console, verbose), 0
     count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
     done = sum(map(watch.ended, runs))
@@ -91,13 +138,15 @@ def _train(experiment: Any, folder: Path, controller: str, verbose: bool) -> int
     console.print(
         f"[bold]{escape(experiment.name)}[/]: {count}{done_before} → {launcher.shown(folder)}", highlight=False
     )
+    if hosts:
+        console.print(f"link: {escape(notes['link'])}", highlight=False, soft_wrap=True)
     console.print(f"[cyan]$ {escape(shlex.join(line))}[/]", highlight=False, soft_wrap=True)
     if verbose:
-        for key, value in launcher.environment(experiment.ranks).items():
+        for key, value in launcher.environment(experiment.ranks, hosts).items():
             console.print(f"[dim]  {escape(f'{key}={value}')}[/]", highlight=False, soft_wrap=True)
     try:
         with watch.live():
-            launcher.follow(runs, folder, line, experiment.ranks, watch)
+            launcher.follow(runs, folder, line, experiment.ranks, watch, hosts)
     except launcher.LaunchError as error:
         code = 1
         _fail(f"{error}\nThe whole log: {launcher.shown(folder / 'log.txt')}")
@@ -137,6 +186,38 @@ def report(
     """Make the table and the HTML page again, or compare several runs."""
     try:
         _publish(folders, out or (folders[0] if len(folders) == 1 else RUNS / "compare"), _console())
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def compare(
+    gradients: Annotated[Path, typer.Argument(help="Gradients that launch/save_gradients.py or compare.save() wrote.")],
+    config: Annotated[
+        Path | None, typer.Option(help="An experiment's YAML: its methods. Default: every method as it comes.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
+) -> None:
+    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all."""
+    from hvdcompress import compare as comparison
+    from hvdcompress import registry
+    from hvdcompress.experiment import Experiment
+
+    everything = {"name": "all", "tasks": ["gradients"], "methods": registry.available()}
+    try:
+        entries = Experiment.open(config or everything).override(methods=_split(methods)).methods
+        given = comparison.load(gradients)
+        console = _console()
+        with console.status("…") as status:
+            outcomes = []
+            for entry in entries:
+                status.update(f"{entry.label} …")
+                outcomes.append(comparison.measure(entry, given))
+        comparison.show(outcomes, console)
+        if out:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(comparison.markdown(outcomes), encoding="utf-8")
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 

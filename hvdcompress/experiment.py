@@ -13,6 +13,7 @@ An experiment is written in YAML::
       - none                    # an id with its defaults ...
       - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
       - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own, if you like
+      - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
 
 Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
 """
@@ -67,18 +68,35 @@ class Task(BaseModel):
     """Pictures are scaled to this many pixels a side (task "images")."""
 
 
+class Training(BaseModel):
+    """What one method is trained with in place of the task's own: DGC, say, wants an optimizer without momentum."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    learning_rate: Real | None = Field(None, gt=0)
+    momentum: Real | None = Field(None, ge=0, lt=1)
+    weight_decay: Real | None = Field(None, ge=0)
+    clip_norm: Real | None = Field(None, gt=0)
+
+
 class MethodEntry(BaseModel):
-    """A label and the plan under it, as a dict that ``hvdcompress.load`` reads."""
+    """A label and the plan under it, as a dict that ``hvdcompress.load`` reads; ``train`` changes its training."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     label: Label
     method: str
+    train: Training | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """What goes to ``hvdcompress.load``."""
-        return self.model_dump(exclude={"label"})
+        return self.model_dump(exclude={"label", "train"})
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """The task's keys that this method changes, and their values."""
+        return self.train.model_dump(exclude_none=True) if self.train else {}
 
     @property
     def plan(self) -> Plan:
@@ -120,7 +138,7 @@ class Run:
 
     def spec(self) -> dict[str, Any]:
         """All that its result depends on, as plain data."""
-        task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump()
+        task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump(exclude_none=True)
         return {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
 
 
@@ -183,7 +201,10 @@ class Experiment(BaseModel):
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
         return [
-            Run(task, method, seed, self.ranks) for task in self.tasks for seed in self.seeds for method in self.methods
+            Run(task.model_copy(update=method.training), method, seed, self.ranks)
+            for task in self.tasks
+            for seed in self.seeds
+            for method in self.methods
         ]
 
     def override(

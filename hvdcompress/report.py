@@ -37,6 +37,7 @@ class Result:
     metric: dict[str, Any] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    training: dict[str, float] = field(default_factory=dict)  # what this method changes in the task
 
 
 @dataclass
@@ -124,6 +125,7 @@ def _result(run: Run, events: Sequence[dict[str, Any]]) -> Result:
         metric=end.get("metric", {}),
         start=last.get("start", {}),
         counters=end.get("counters", {}),
+        training=run.method.training,
     )
     if steps:
         tail = steps[-max(1, len(steps) // 20) :]  # one batch's loss says little
@@ -213,7 +215,15 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
         if launch["ranks"] == 1:
             notes.append(f"{prefix}one rank on one machine ({', '.join(words)}): alone, it sends nothing.")
             continue
-        words += [f"over {link}", *(["more ranks than cores"] if launch["ranks"] > cores else [])]
+        shared = ["more ranks than cores"] if launch["ranks"] > cores else []
+        if "reached" in launch:
+            notes.append(
+                f"{prefix}{launch['ranks']} ranks on {launch['link']} of one machine ({', '.join(words + shared)}): "
+                "the links have that speed, while the hosts share the machine's processors. A TCP stream from each "
+                f"host to the next, all at once, got across {', '.join(launch['reached'])}."
+            )
+            continue
+        words += [f"over {link}", *shared]
         notes.append(
             f"{prefix}{launch['ranks']} ranks on one machine ({', '.join(words)}): bytes are counted as handed to "
             "the collectives, and carry over to any network; times do not."
@@ -222,6 +232,9 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
     if seeds > 1:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences are taken seed by seed.")
     for row in rows:
+        changed = {f"{key} {value:g}" for r in row.results for key, value in r.training.items()}
+        if changed:
+            notes.append(f"{row.task}, {row.method}: trained with {', '.join(sorted(changed))}, unlike the others.")
         notes += sorted({f"{row.task}, {row.method}: {r.error}" for r in row.results if r.error})
     return notes
 

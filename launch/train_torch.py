@@ -196,11 +196,13 @@ def train(run: Run, data: Images | Bytes, events: Events, notes: dict[str, Any])
             group["lr"] = learning_rate(task, step)
         now = warm if step < untimed else clock
         losses.append(train_step(model, optimizer, compressor, next(batches), task.clip_norm, now))
+        compressor.observe(learning_rate=learning_rate(task, step))
         if (step + 1) % task.log_every == 0 or step + 1 == task.steps:
             mean = average(sum(losses) / len(losses))
             if not math.isfinite(mean):
                 raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
             losses = []
+            compressor.observe(loss=mean)
             events.write(
                 "step",
                 step=step + 1,
