@@ -72,6 +72,7 @@ class Outcome:
     """What one method did: errors (None where there is none to tell), bytes a step, and in words what it sends."""
 
     label: str
+    method: str
     settings: str
     one_exchange: float
     whole_run: float | None
@@ -97,7 +98,7 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
     changed = [f"{k}={v}" for k, v in method.hyperparameters().items() if v != default[k] or k == "density"]
     settings = " ".join(text for text in changed if not text.startswith(hidden) or entry.settings.get("feedback"))
     sent = net.ledger.bytes_sent(world - 1) / len(gradients)
-    return Outcome(entry.label, settings, _error(alone, last), sums, sent, net.ledger.rate(world - 1), method.sends)
+    return Outcome(entry.label, method.id, settings, _error(alone, last), sums, sent, net.ledger.rate(world - 1), method.sends)
 
 
 def _without_feedback(entry: MethodEntry) -> dict[str, Any]:
@@ -122,7 +123,9 @@ TITLES = ("method", "one exchange", "whole run", "bytes a step", "rate", "what a
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
     whole = "–" if outcome.whole_run is None else f"{100 * outcome.whole_run:.2f} %"
-    name = f"{outcome.label} {outcome.settings}" if outcome.settings else outcome.label
+    name = outcome.label  # one of its own says what matters
+    if name == outcome.method and outcome.settings:
+        name = f"{name} {outcome.settings}"
     sent, rate = units.num_bytes(outcome.num_bytes), units.rate_of(outcome.rate)
     return name, f"{100 * outcome.one_exchange:.2f} %", whole, sent, rate, outcome.sends
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# TensorFlow, where a test imports it: silent, and not on all cores at once
+for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"), ("NUM_INTEROP_THREADS", "1")):
+    os.environ.setdefault(f"TF_{setting}", value)
 
 # test_mutations.py runs tests of tests/methods/ again, with the library broken: it imports them by name
 sys.path.insert(0, str(Path(__file__).resolve().parent / "methods"))

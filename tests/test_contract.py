@@ -79,7 +79,7 @@ def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
         method = hvdcompress.get(id, **options)
         world = number % 4 + 1
         nets = [Trial(method, world, ops=BACKENDS[which], seed=3) for which in ("numpy", backend)]
-        kinds = ("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted")
+        kinds = ("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted", "mixed", "huge")
         for step, kind in enumerate(kinds if method.exact or backend == "numba" else ("normal", "smooth")):
             for n in (1, 5, 1030):
                 shape = Case(method).shape(n)

@@ -64,7 +64,7 @@ def test_imports_point_one_way(layer: str) -> None:
 
 def test_nothing_imports_a_driver() -> None:
     """But for the suite and the command line, which run one, and a driver itself (keras on tensorflow)."""
-    users = {"testing", "cli", "checkup", "selftest", "launcher", "experiment", "compare"}
+    users = {"testing", "cli", "checkup", "selftest", "launcher", "experiment", "compare", "choreography"}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if name.lstrip("_").split("_")[0] not in DRIVERS | users:

@@ -182,11 +182,7 @@ def test_methods_send_the_reference_bytes(number: int, id: str, options: dict[st
 
 
 OF_BACKENDS = (testing.check_conservation, testing.check_nonfinite, testing.check_resume, testing.check_wire)
-UNFIT = {"gradiveq": "multiplies numbers by truth values, which TensorFlow does not"}
-METHODS = [
-    pytest.param(id, marks=[pytest.mark.xfail(reason=UNFIT[id])] if id in UNFIT else [])
-    for id in hvdcompress.available()
-]
+METHODS = hvdcompress.available()
 
 
 @pytest.mark.parametrize("id", METHODS)

@@ -175,7 +175,7 @@ class GradiVeQ(Method):
         size, mean = self.slice_of(me.spec), state["mean"]
         sums = transform.collocated(total, me.spec, ops)
         # after a trigger in the middle of the training, it begins again
-        count = state["count"] * (state["since"] == me.triggers) + 1.0
+        count = state["count"] * float(int(state["since"][0]) == me.triggers) + 1.0
         mean = mean * (1.0 - 1.0 / count) + sums[: len(mean)] * (1.0 / count)  # no sum of Lt gradients: it may overflow
         history = ops.concat([state["history"][size:], sums[:size]])
         return {"history": history, "mean": mean, "count": count, "since": state["since"] * 0 + me.triggers}

@@ -18,7 +18,8 @@ Unbiased without clipping (``clip_factor: 0``); clipping trades some bias for a 
 
 Departures from the paper: the limit is never below |mean|, so that a (nearly) constant tensor, whose σ is
 (nearly) 0, or one of a single element is not clipped away. The paper's workers get a parameter server's
-sum, which may take many values; here ``scatter`` quantizes the sum again, and the other routes do not.
+sum, which may take many values; here ``scatter`` quantizes the sum again, and the other routes do not. Feedback can
+be had, but ternaries err by about as much as they tell, and the residual then grows with the steps.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
