@@ -25,6 +25,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from hvdcompress.experiment import Experiment, Run
+from hvdcompress.hosts import RING, Hosts, speed
 from hvdcompress.registry import suggest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,13 +71,36 @@ def horovodrun() -> str:
     return here
 
 
-def command(ranks: int, controller: str, *program: str) -> list[str]:
+def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = None) -> list[str]:
     """The horovodrun line that runs ``python program…`` on every rank; ``controller`` is "mpi" or "gloo"."""
-    parts = [horovodrun(), "-np", str(ranks), f"--{controller}", sys.executable, *program]
+    where = ["--disable-cache", "--network-interface", "eth0", "-H", hosts.slots] if hosts else []
+    parts = [horovodrun(), "-np", str(ranks), f"--{controller}", *where, sys.executable, *program]
+    if hosts:
+        parts = hosts.command(hosts.names[0], *parts)
     return [shown(part) if os.sep in part else part for part in parts]
 
 
-def environment(ranks: int) -> dict[str, str]:
+def link(controller: str, hosts: Hosts | None = None) -> str:
+    """What the ranks' bytes go over."""
+    return str(hosts or ("shared memory" if controller == "mpi" else "TCP on the loopback interface"))
+
+
+def check_link(folder: Path, now: str) -> None:
+    """Refuse to go on over another link than before: figures of both would stand in one table.
+
+    Raises:
+        LaunchError: it names both.
+    """
+    file = folder / "launch.json"
+    before = json.loads(file.read_text(encoding="utf-8")).get("link", now) if file.exists() else now
+    if before != now:
+        raise LaunchError(
+            f"{shown(folder)} holds results measured over {before}; these would go over {now}. "
+            "Give another --out, or the same link."
+        )
+
+
+def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     """What ranks need in their environment beyond ours."""
     added = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -93,13 +117,13 @@ def environment(ranks: int) -> dict[str, str]:
         added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI spins while it waits: hundreds of times slower
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; mpirun refuses root otherwise
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return added
+    return {**(RING if hosts else {}), **added}
 
 
 class Ranks:
     """A horovodrun under way: its process, and every process it started."""
 
-    def __init__(self, line: Sequence[str], ranks: int, log: Path):
+    def __init__(self, line: Sequence[str], ranks: int, log: Path, hosts: Hosts | None = None):
         self.tag = uuid.uuid4().hex
         with log.open("ab") as stream:
             stream.write(f"$ {shlex.join(line)}\n".encode())
@@ -109,7 +133,7 @@ class Ranks:
                 stdin=subprocess.DEVNULL,  # an open pipe there can hang horovodrun
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment(ranks), TAG: self.tag},
+                env={**os.environ, **environment(ranks, hosts), TAG: self.tag},
                 start_new_session=True,  # Ctrl-C reaches us alone; we end them in order
             )
 
@@ -219,8 +243,11 @@ def check_tasks(experiment: Experiment) -> None:
             raise experiment.error((*where, "path"), f"no such folder: {task.path}")
 
 
-def notes(line: Sequence[str]) -> dict[str, Any]:
-    """What a reader of the results wants to know of this launch: command, commit, machine."""
+def notes(line: Sequence[str], controller: str, hosts: Hosts | None = None) -> dict[str, Any]:
+    """What a reader of the results wants to know of this launch: command, commit, machine, link.
+
+    With ``hosts`` it tries their links, which takes a second.
+    """
 
     def git(*words: str) -> str | None:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -240,10 +267,14 @@ def notes(line: Sequence[str]) -> dict[str, Any]:
         "commit": commit,
         "dirty": bool(status) if commit else None,
         "machine": machine,
+        "link": link(controller, hosts),
+        **({"reached": [speed(bits) for bits in hosts.measure()]} if hosts else {}),
     }
 
 
-def follow(runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, watch: Any) -> None:
+def follow(
+    runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, watch: Any, hosts: Hosts | None = None
+) -> None:
     """Launch until every run has a result. ``watch`` is told: see ``display.Watch``.
 
     A run that kills its ranks is marked as failed, and the rest is launched again.
@@ -256,7 +287,7 @@ def follow(runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, w
     with stoppable():
         while waiting := [run for run in runs if not watch.ended(run)]:
             watch.launching(ranks)
-            with Ranks(line, ranks, log) as group:
+            with Ranks(line, ranks, log, hosts) as group:
                 while group.process.poll() is None:
                     watch.poll()
                     time.sleep(0.1)
