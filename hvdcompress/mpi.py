@@ -1,0 +1,341 @@
+"""The MPI driver: any method on numpy arrays, under plain ``mpirun -np N``, with no deep-learning framework.
+
+    from mpi4py import MPI
+    from hvdcompress.mpi import Compressor
+
+    comp = Compressor("scalecom", MPI.COMM_WORLD, density=0.01)           # on every rank
+    gradient = comp.allreduce(gradient, name="layer1")                    # on every rank: the average
+    gradients = comp.allreduce_many({"layer1": g1, "layer2": g2})         # better: they overlap
+
+MPI's collectives have no names, and cannot be taken back. So
+
+* a step begins with one small all-reduce, which shows whether all ranks have the same tensors, plan, step and loss
+  scale; only if not are they written out and compared, so that the error says which;
+* tensors are begun in name order, and then advanced round by round, in name order: the order of collectives is
+  the same on all ranks, and while one tensor is decoded others are on their way;
+* a step ends with another small all-reduce, which says that all ranks have come so far: only then is state kept;
+* a rank that fails in between sounds an alarm, which the others hear wherever they wait (``_mpi_net.py``). All raise
+  the same ``PeerError``, no state is changed, and the Compressor can be used again.
+
+A Broadcast is sent as an int32 sum, as under Horovod, and a float16 sum is added up in float16 by an operation of our
+own, so that the bytes of each tensor are those of the other drivers. Beside them the ledger has "plan", once;
+"status", 64 bytes a step; and "lengths", 8 bytes an all-gather, whose payloads may differ in length.
+
+An error *outside* of ``allreduce`` on one rank alone leaves the others waiting, as in any MPI program:
+``mpirun -np N python -m mpi4py program.py`` ends them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+# Without mpirun Open MPI would start a daemon of its own, which fails where there is no ssh; one rank needs none
+os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
+from mpi4py import MPI  # noqa: E402
+
+from hvdcompress import checkpoint
+from hvdcompress._mpi_net import Alarm, Net, Pending
+from hvdcompress.agreement import PeerError, Status, compare_plans, fingerprint
+from hvdcompress.ledger import Ledger
+from hvdcompress.method import AllReduce, Method, TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.plan import Plan, Unit, plan_of
+from hvdcompress.reshard import only
+from hvdcompress.worker import ExchangeError, Flight, Worker, describe
+
+__all__ = ["Compressor", "PeerError"]
+
+Array = np.ndarray[Any, Any]
+Op = Literal["average", "sum"]
+
+
+class Compressor:
+    """Compressed all-reduces over one communicator. Making one is collective: all ranks of ``comm`` do it together.
+
+    Args:
+        method: a method id with ``settings``, a Method, a Plan, or a plan's dict.
+        comm: an intracommunicator of mpi4py; it is duplicated.
+        loss_scale: a number, or a function that returns one, by which gradients were multiplied; residuals are kept
+            unscaled, so it may change between steps.
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
+
+    Attributes:
+        plan: what each tensor gets. ledger: bytes and seconds so far, on this rank.
+
+    Raises:
+        ValueError: a bad plan; ``comm`` is no intracommunicator.
+        PeerError: another rank's plan is bad, or differs from this one's.
+    """
+
+    def __init__(
+        self,
+        method: str | Method | Plan | Mapping[str, Any],
+        comm: MPI.Comm = MPI.COMM_WORLD,
+        *,
+        loss_scale: float | Callable[[], float] = 1.0,
+        **settings: Any,
+    ):
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ValueError(f"comm must be an intracommunicator of mpi4py, not {comm!r}")
+        self.loss_scale = loss_scale
+        self.ledger = Ledger(comm.size, comm.rank)
+        self._net = Net(comm, self.ledger)
+        self._silence = weakref.finalize(self, self._net.silence)
+        with _Together(self._net):
+            self.plan = plan_of(method, **settings)
+            texts = self._net.gather_text("plan", json.dumps(self.plan.to_dict()))
+            compare_plans([(json.loads(text), {}) for text in texts])
+        self._worker = Worker(self.plan, comm.rank, comm.size, self.ledger)
+        self._waiting: dict[str, Any] | None = None  # what was loaded of tensors that have not come yet
+
+    def close(self) -> None:
+        """Free its communicators; collective. Without it they are kept until MPI ends."""
+        self._silence.detach()
+        self._net.close()
+
+    # -- the exchange ------------------------------------------------------------------------------------
+
+    def allreduce(self, array: Array, name: str = "tensor", op: Op = "average") -> Array:
+        """The average, or the sum, over ranks of ``array`` (any shape, floating point): a new array like it.
+
+        ``name`` tells tensors apart: residuals are kept by it. See :meth:`allreduce_many` for what it raises.
+        """
+        return self.allreduce_many({name: array}, op)[name]
+
+    def allreduce_many(self, arrays: Mapping[str, Array], op: Op = "average") -> dict[str, Array]:
+        """Named arrays, exchanged in one step: new arrays of the same shapes and dtypes.
+
+        If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was. The
+        dict's order is of no account.
+
+        Raises:
+            ValueError, TypeError: an input is wrong on this rank; the others raise PeerError.
+            PeerError: a rank failed, or ranks differ in names, shapes, dtypes, op, step or loss scale; on every rank.
+        """
+        with _Together(self._net):
+            return self._step({name: np.asarray(array) for name, array in arrays.items()}, op)
+
+    def _step(self, arrays: dict[str, Array], op: Op) -> dict[str, Array]:
+        worker, specs = self._worker, _specs(arrays, op)
+        units = self.plan.units(specs.values())
+        self._take_over(units)
+        known = set(worker.units)
+        flights: list[Flight] = []
+        outs = {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
+        try:
+            status = self._exchange(units, arrays, specs, op, flights)
+        except BaseException:
+            for flight in flights:
+                worker.abandon(flight, [], fast)
+            for name in set(worker.units) - known:  # so that all ranks know the same tensors
+                for table in (worker.units, worker.states, worker.steps):
+                    table.pop(name, None)
+            raise
+        factor = 1.0 / worker.world if op == "average" else 1.0
+        worker.take_request()  # it went out with the status; what finish() asks for is of the next
+        for flight in flights:
+            members = [outs[member.name].reshape(-1) for member in flight.unit.members]
+            if status.non_finite:
+                worker.abandon(flight, members, fast)
+            else:
+                worker.finish(flight, members, factor, fast)
+        self.ledger.steps += not status.non_finite
+        if status.triggered:
+            worker.trigger()
+        return outs
+
+    def _exchange(
+        self,
+        units: list[Unit],
+        arrays: Mapping[str, Array],
+        specs: Mapping[str, TensorSpec],
+        op: Op,
+        flights: list[Flight],
+    ) -> Status:
+        """Run every unit's exchange to its end, as ``flights``; the ranks' status."""
+        net, worker, scale = self._net, self._worker, self.current_loss_scale()
+        steps = sorted((name, step) for name, step in worker.steps.items() if step)
+        facts = (sorted(map(str, specs.values())), op, self.plan.source, steps)
+        mine = Status(triggered=worker.asks_for_trigger, state=fingerprint(*facts), loss_scale=scale)
+        begun = self._maximum(mine.numbers())
+        status = None
+        for unit in units:
+            flights.append(self._launch(unit, arrays, scale))
+            status = status or self._agreed(begun, specs, op)  # the first was encoded while it was on its way
+            self._submit(flights[-1])
+            net.progress()
+        status = status or self._agreed(begun, specs, op)
+        while under_way := [flight for flight in flights if flight.handle is not None]:
+            for flight in under_way:
+                if net.advance(flight.handle):
+                    flight.advance(net.result(flight.handle))
+                    self._submit(flight)
+        end = self._maximum([float(not all(flight.finite for flight in flights))])
+        net.advance(end)
+        return replace(status, non_finite=bool(net.result(end)[0]))
+
+    def _launch(self, unit: Unit, arrays: Mapping[str, Array], scale: float) -> Flight:
+        """Run a unit's exchange to its first verb."""
+        work = self._worker.work_dtype(unit)
+        with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+            flats = [arrays[member.name].astype(work, copy=False).ravel() for member in unit.members]
+        try:
+            return self._worker.start(unit, fast.concat(flats), fast, scale)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            raise ExchangeError(f"tensor {unit.spec.name!r}: {type(error).__name__}: {error}") from error
+
+    def _submit(self, flight: Flight) -> None:
+        """Start the collective that the flight waits for, if there is one."""
+        flight.handle = None if flight.verb is None else self._net.submit(flight.name, flight.verb)
+
+    def _maximum(self, numbers: list[float]) -> Pending:
+        return self._net.submit("status", AllReduce(np.array(numbers, np.float64), "max"))
+
+    def _agreed(self, begun: Pending, specs: Mapping[str, TensorSpec], op: Op) -> Status:
+        """The status of all ranks.
+
+        Raises:
+            PeerError: they differ in something; it says in what.
+        """
+        self._net.advance(begun)
+        status = Status.of(self._net.result(begun).tolist())
+        if status.alike and status.loss_scale == status.least_loss_scale:
+            return status
+        # all ranks take part in this, so that one which has failed meanwhile still finds the others
+        tensors = {name: f"{spec.shape} {spec.dtype}" for name, spec in specs.items()}
+        texts = self._net.gather_text("status", json.dumps([{**self.plan.to_dict(), "op": op}, tensors]))
+        compare_plans([json.loads(text) for text in texts])
+        status.check_loss_scale()
+        raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def residual(self, name: str) -> Array:
+        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+
+        Raises:
+            KeyError: no such tensor has gone through.
+        """
+        unit, _ = self._worker.find(name)
+        shape = next(member.shape for member in unit.members if member.name == name)
+        flat = self._worker.residual(name)
+        return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as numpy arrays."""
+        saved = self._worker.state_dict()
+        for table in TABLES if self._waiting else ():
+            saved[table] = {**self._waiting[table], **saved[table]}  # type: ignore[index]
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+
+        Raises:
+            ValueError: it is of another rank or world, or of other shapes; nothing is changed then. Shapes that are
+                not known yet are compared in the first step with them.
+        """
+        self._worker.check_origin(saved)
+        known = [unit for unit in self._worker.units.values() if unit.members[0].name in saved["steps"]]
+        fresh = Worker(self.plan, self._worker.rank, self._worker.world, self.ledger)
+        names = [member.name for unit in known for member in unit.members]
+        fresh.load_state_dict(only(saved, names), known, np.concatenate)
+        self._worker = fresh
+        self._waiting = only(saved, sorted(saved["steps"].keys() - set(names)))
+
+    def _take_over(self, units: list[Unit]) -> None:
+        """Give tensors that have just become known their part of a state that was loaded earlier."""
+        waiting = self._waiting
+        come = [unit for unit in units if waiting and any(m.name in waiting["steps"] for m in unit.members)]
+        if not come:
+            return
+        assert waiting is not None
+        names = [member.name for unit in come for member in unit.members]
+        restored = Worker(self.plan, self._worker.rank, self._worker.world)
+        restored.load_state_dict(only(waiting, names), come, np.concatenate)
+        for table in ("units", "states", "steps", "triggers", "restarts"):
+            getattr(self._worker, table).update(getattr(restored, table))
+        self._waiting = only(waiting, sorted(waiting["steps"].keys() - set(names)))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write this rank's state to its own file in ``folder``; call it on every rank."""
+        return checkpoint.save(self.state_dict(), folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
+
+        Raises:
+            FileNotFoundError, ValueError: there is none, or it does not fit.
+        """
+        self.load_state_dict(checkpoint.load(folder, self._worker.rank, self._worker.world))
+
+    def describe(self) -> str:
+        """Which method each group of tensors gets, and its memory on this rank; known after a tensor's first step."""
+        return describe(self._worker.units.values())
+
+    # -- triggers ----------------------------------------------------------------------------------------
+
+    def observe(self, **metrics: float) -> None:
+        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
+
+        Call it on any rank or on all: what one rank notices, all act on, after the next step.
+        """
+        self._worker.observe(metrics)
+
+    def trigger(self) -> None:
+        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
+        self._worker.asks_for_trigger = True
+
+    def current_loss_scale(self) -> float:
+        """The loss scale that is on now.
+
+        Raises:
+            ValueError: it is no positive finite number.
+        """
+        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
+        if not (isfinite(scale) and scale > 0):
+            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
+        return scale
+
+
+class _Together:
+    """Within it, what one rank raises ends the others' wait: they raise PeerError."""
+
+    def __init__(self, net: Net):
+        self.net = net
+
+    def __enter__(self) -> None:
+        self.net.calls.clear()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Alarm):
+            raise self.net.fail(None) from None
+        if isinstance(error, Exception) and not isinstance(error, PeerError):
+            common = self.net.fail(error)
+            if isinstance(error, ExchangeError):
+                raise common from error  # else it is this rank's own mistake, and goes its way
+
+
+TABLES = ("steps", "restarts", "merge", "state")
+
+
+def _specs(arrays: Mapping[str, Array], op: Op) -> dict[str, TensorSpec]:
+    if op not in ("average", "sum"):
+        raise ValueError(f'op = {op!r} must be "average" or "sum"')
+    for name, array in arrays.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor's name is a string, not {name!r}")
+        if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+            raise ValueError(f"{name!r}: {array.dtype} cannot be reduced; float16, float32 and float64 can")
+    return {name: TensorSpec(name, array.shape, str(array.dtype)) for name, array in arrays.items()}

@@ -1,0 +1,23 @@
+"""Run by two ranks: rank 1 is killed in the middle of a step, and rank 0 must not wait for it for ever."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hvdcompress.mpi import MPI, Compressor
+
+faulthandler.dump_traceback_later(90, exit=True)
+out = Path(sys.argv[1])
+comp = Compressor("scalecom", MPI.COMM_WORLD, density=0.1)
+for step in range(5):
+    if step == 3 and MPI.COMM_WORLD.rank == 1:
+        (out / "before").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    comp.allreduce(np.full((64, 64), step, np.float32), name="w")
+(out / "survivor").touch()
