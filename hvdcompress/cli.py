@@ -128,7 +128,9 @@ def _train(experiment: Any, folder: Path, controller: str, verbose: bool, hosts:
     from hvdcompress.display import Watch
 
     console, runs = _console(), experiment.runs()
-    line = launcher.command(experiment.ranks, controller, str(launcher.SCRIPT), str(folder), hosts=hosts)
+    line = launcher.command(
+        experiment.ranks, controller, str(launcher.SCRIPTS[experiment.framework]), str(folder), hosts=hosts
+    )
     notes = launcher.notes(line, controller, hosts)
     (folder / "launch.json").write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
     watch, code = Watch(runs, folder, console, verbose), 0

@@ -22,7 +22,7 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hvdcompress import units
+from hvdcompress import registry, units
 from hvdcompress.experiment import MethodEntry
 from hvdcompress.loopback import Loopback
 
@@ -69,7 +69,7 @@ def load(path: Path) -> Gradients:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one method did: errors (None where there is none to tell), bytes a step, and in words what it sends."""
+    """What one method did: errors (None where there is none to tell), bytes a step, and its formula for them."""
 
     label: str
     method: str
@@ -78,7 +78,7 @@ class Outcome:
     whole_run: float | None
     num_bytes: float
     rate: float
-    sends: str
+    formula: str
 
 
 def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
@@ -97,8 +97,8 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
     default = {name: value for name, value in type(method)().hyperparameters().items()}
     changed = [f"{k}={v}" for k, v in method.hyperparameters().items() if v != default[k] or k == "density"]
     settings = " ".join(text for text in changed if not text.startswith(hidden) or entry.settings.get("feedback"))
-    sent = net.ledger.bytes_sent(world - 1) / len(gradients)
-    return Outcome(entry.label, method.id, settings, _error(alone, last), sums, sent, net.ledger.rate(world - 1), method.sends)
+    sent, rate = net.ledger.bytes_sent(world - 1) / len(gradients), net.ledger.rate(world - 1)
+    return Outcome(entry.label, method.id, settings, _error(alone, last), sums, sent, rate, registry.formula(type(method)))
 
 
 def _without_feedback(entry: MethodEntry) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _error(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-TITLES = ("method", "one exchange", "whole run", "bytes a step", "rate", "what a rank sends (of n elements k, p ranks)")
+TITLES = ("method", "one exchange", "whole run", "bytes a step", "rate", "bytes by the formula")
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     if name == outcome.method and outcome.settings:
         name = f"{name} {outcome.settings}"
     sent, rate = units.num_bytes(outcome.num_bytes), units.rate_of(outcome.rate)
-    return name, f"{100 * outcome.one_exchange:.2f} %", whole, sent, rate, outcome.sends
+    return name, f"{100 * outcome.one_exchange:.2f} %", whole, sent, rate, outcome.formula
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -4,6 +4,7 @@ An experiment is written in YAML::
 
     name: quickstart            # results go to runs/quickstart/
     ranks: 2
+    framework: torch            # or tensorflow
     seeds: [0]
     tasks:
       - task: digits            # an id in launch/tasks.py; the other keys are those of Task below
@@ -24,7 +25,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
@@ -129,6 +130,7 @@ class Run:
     method: MethodEntry
     seed: int
     ranks: int
+    framework: str = "torch"
 
     @property
     def id(self) -> str:
@@ -139,7 +141,8 @@ class Run:
     def spec(self) -> dict[str, Any]:
         """All that its result depends on, as plain data."""
         task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump(exclude_none=True)
-        return {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
+        spec = {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
+        return spec if self.framework == "torch" else {**spec, "framework": self.framework}
 
 
 class Experiment(BaseModel):
@@ -149,6 +152,7 @@ class Experiment(BaseModel):
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][\w.-]*$")
     ranks: int = Field(2, ge=1, le=1024)
+    framework: Literal["torch", "tensorflow"] = "torch"
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     tasks: list[Annotated[Task, _with_label("task")]] = Field(min_length=1)
     methods: list[Annotated[MethodEntry, _with_label("method")]] = Field(min_length=1)
@@ -201,7 +205,7 @@ class Experiment(BaseModel):
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
         return [
-            Run(task.model_copy(update=method.training), method, seed, self.ranks)
+            Run(task.model_copy(update=method.training), method, seed, self.ranks, self.framework)
             for task in self.tasks
             for seed in self.seeds
             for method in self.methods

@@ -1,7 +1,7 @@
 """Start ranks with horovodrun, watch them, and end them: the only place that does so.
 
 What the ranks, Horovod and MPI print goes to a log file; what the user sees comes from the events that
-rank 0 writes (``launch/train_torch.py``).
+rank 0 writes (``launch/training.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hvdcompress.registry import suggest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "launch" / "train_torch.py"
+SCRIPTS = {"torch": SCRIPT, "tensorflow": SCRIPT.with_name("train_tensorflow.py")}  #: by the experiment's framework
 TAG = "HVDCOMPRESS_LAUNCH"  # in the environment of every process we start, so that we end ours and no other
 NOISE = re.compile(
     r"tensorflow|cuda|tensorrt|oneDNN|cpu_feature_guard|absl|AVX|WARNING: All log messages|^\W*$|"
@@ -237,6 +238,8 @@ def check_tasks(experiment: Experiment) -> None:
             raise experiment.error(
                 (*where, "task"), f"unknown task {task.task!r}{hint}; known: {', '.join(sorted(known))}"
             )
+        if experiment.framework not in known[task.task].frameworks:
+            raise experiment.error((*where, "task"), f"{task.task!r} has no net for framework {experiment.framework!r}")
         if known[task.task].needs_path and task.path is None:
             raise experiment.error((*where, "path"), f"is missing: the task {task.task!r} reads your own data")
         if task.path is not None and not Path(task.path).expanduser().is_dir():

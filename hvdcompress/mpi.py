@@ -50,7 +50,8 @@ from hvdcompress.method import AllReduce, Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
 from hvdcompress.reshard import only
-from hvdcompress.worker import ExchangeError, Flight, Worker, describe
+from hvdcompress.slots import describe
+from hvdcompress.worker import ExchangeError, Flight, Worker
 
 __all__ = ["Compressor", "PeerError"]
 

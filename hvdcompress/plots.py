@@ -157,17 +157,19 @@ def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
 def time_split(rows: Sequence[Row], name: str) -> str:
     """Stacked bars: where a step's time goes."""
     rows = [row for row in rows if "total" in row.mean]
-    parts = (
+    parts: tuple[tuple[str, str, int], ...] = (
         ("rest", "forward, backward, optimizer", 0),
         ("select", "select (codec)", 1),
         ("communicate", "communicate", 2),
     )
+    if any(math.isnan(row.mean["communicate"]) for row in rows):  # TensorFlow cannot tell it from the rest
+        parts = (("other", "all but codec", 0), parts[1])
     with matplotlib.rc_context(STYLE):
         figure = _figure(1.25 + 0.36 * len(rows))
         axes = figure.add_subplot()
         left = [0.0] * len(rows)
         for key, title, number in parts:
-            widths = [1e3 * row.mean[key] for row in rows]
+            widths = [1e3 * row.mean.get(key, row.mean["total"] - row.mean["select"]) for row in rows]
             axes.barh(range(len(rows)), widths, left=left, color=f"#0500{number:02x}", height=0.62, label=title)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for place, total in enumerate(left):

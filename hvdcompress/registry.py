@@ -108,6 +108,12 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
         raise FieldError(f"{id}:{given} {first['msg'].removeprefix('Value error, ')}", name or "method") from None
 
 
+def formula(cls: type[Method]) -> str:
+    """The method's bytes formula, in one line: the paragraph "Bytes:" of its documentation."""
+    _, _, rest = docstring(cls).partition("\nBytes:")
+    return " ".join(rest.partition("\n\n")[0].split())
+
+
 def docstring(cls: type[Method]) -> str:
     """The docstring of the method's file, which is its documentation."""
     return (sys.modules[cls.__module__].__doc__ or "").strip()

@@ -196,7 +196,8 @@ def read(folders: Sequence[Path]) -> Report:
         file = folder / "launch.json"
         launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         versions: dict[str, str] = next((r.start["versions"] for r in results if r.start), {})
-        launches.append({"folder": folder.name, "ranks": experiment.ranks, **launch, "versions": versions})
+        head = {"folder": folder.name, "ranks": experiment.ranks, "framework": experiment.framework}
+        launches.append({**head, **launch, "versions": versions})
     name = folders[0].resolve().name if len(folders) == 1 else " vs ".join(f.resolve().name for f in folders)
     order = list(dict.fromkeys(row.task for row in rows))
     rows.sort(key=lambda row: order.index(row.task))
@@ -228,6 +229,7 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
             f"{prefix}{launch['ranks']} ranks on one machine ({', '.join(words)}): bytes are counted as handed to "
             "the collectives, and carry over to any network; times do not."
         )
+    notes += [_framework(launch) for launch in launches if launch["versions"]]
     seeds = max((len(row.finished) for row in rows), default=0)
     if seeds > 1:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences are taken seed by seed.")
@@ -237,6 +239,18 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
             notes.append(f"{row.task}, {row.method}: trained with {', '.join(sorted(changed))}, unlike the others.")
         notes += sorted({f"{row.task}, {row.method}: {r.error}" for r in row.results if r.error})
     return notes
+
+
+def _framework(launch: dict[str, Any]) -> str:
+    title, limits = {
+        "torch": ("PyTorch", ""),
+        "tensorflow": (
+            "TensorFlow",
+            ", in whose graphs waiting for other ranks cannot be told from computing: those columns are left open",
+        ),
+    }[launch["framework"]]
+    version = launch["versions"].get(launch["framework"], "")
+    return f"Trained in {launch['folder']} with {title} {version}{limits}."
 
 
 def summary(report: Report) -> dict[str, Any]:

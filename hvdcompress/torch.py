@@ -35,7 +35,8 @@ from hvdcompress.ledger import Ledger
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
-from hvdcompress.worker import Worker, describe
+from hvdcompress.slots import describe
+from hvdcompress.worker import Worker
 
 __all__ = ["Compressor", "PeerError"]
 

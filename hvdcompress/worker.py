@@ -2,8 +2,7 @@
 
 A step of a driver is: :meth:`Worker.start` for each unit (the generator runs to its first verb), carry
 out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, then either
-:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all, and last
-:meth:`Worker.end_step`. State is committed in ``finish``; an abandoned step leaves it as it was, exactly.
+:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all. State is committed in ``finish``; an abandoned step leaves it as it was, exactly.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ledger import Ledger
-from hvdcompress.method import Array, Exchange, Method, Reduced, Slot, Turn, Verb
+from hvdcompress.method import Array, Exchange, Method, Reduced, Turn, Verb
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Plan, Unit
+from hvdcompress.slots import copied, declared_slots, itemsize, num_bytes, spans
 
 
 class ExchangeError(RuntimeError):
@@ -315,49 +315,3 @@ class Worker:
         self.triggers = {unit: entry[0] for unit, entry in restarts.items()}
         self.restarts = {unit: (entry[1], entry[2]) for unit, entry in restarts.items()}
         self._range = {metric: tuple(pair) for metric, pair in saved["metrics"].items()}
-
-
-def describe(units: Iterable[Unit]) -> str:
-    """Which method each group of tensors gets, and the memory that its state takes on a rank, in lines."""
-    groups: dict[str, list[Unit]] = {}
-    for unit in units:
-        groups.setdefault(str(unit.program), []).append(unit)
-    lines = []
-    for text, group in sorted(groups.items(), key=lambda item: -sum(u.spec.size for u in item[1])):
-        elements, tensors = sum(unit.spec.size for unit in group), sum(len(unit.members) for unit in group)
-        memory = 0
-        for unit in group:
-            for name, slot in declared_slots(unit).items():
-                size = int(np.prod(slot.shape)) * itemsize(slot.dtype)
-                memory += 2 * size if name in feedback.BUFFERED else size  # a second buffer takes the next one
-        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
-    return "\n".join(lines)
-
-
-def declared_slots(unit: Unit) -> dict[str, Slot]:
-    """Every slot that any stage of the unit's program declares."""
-    declared: dict[str, Slot] = {}
-    for _, method in unit.program.stages:
-        declared.update(feedback.slots(method, unit.spec))
-    return declared
-
-
-def copied(array: Array) -> Array:
-    """A fresh copy: of a torch tensor a tensor, of anything else a numpy array."""
-    return array.clone() if hasattr(array, "clone") else np.array(array)
-
-
-def num_bytes(array: Array) -> int:
-    """The memory of an array; TensorFlow's know it by the element only."""
-    return array.nbytes if hasattr(array, "nbytes") else len(array) * array.dtype.size
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes an element."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
-def spans(unit: Unit) -> list[tuple[int, int]]:
-    """(start, stop) of each member in the unit's joined vector."""
-    stops = np.cumsum([member.size for member in unit.members]).tolist()
-    return [(stop - member.size, stop) for stop, member in zip(stops, unit.members, strict=True)]

@@ -94,23 +94,26 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Task:
-    """A task's loader, the name of its net in ``models.py``, and its measure."""
+    """A task's loader, the name of its net in ``models.py`` (or ``models_tensorflow.py``), and its measure."""
 
     id: str
     load: Callable[..., Images | Bytes]
     model: str
     metric: Metric
     needs_path: bool
+    frameworks: tuple[str, ...]
 
 
 TASKS: dict[str, Task] = {}
 
 
-def task(id: str, *, model: str, metric: Metric, needs_path: bool = False) -> Callable[[Any], Any]:
+def task(
+    id: str, *, model: str, metric: Metric, needs_path: bool = False, frameworks: tuple[str, ...] = ("torch",)
+) -> Callable[[Any], Any]:
     """Register a loader; it is called with the task's settings (``path``, ``image_size``) as keywords."""
 
     def register(load: Callable[..., Images | Bytes]) -> Callable[..., Images | Bytes]:
-        TASKS[id] = Task(id, load, model, metric, needs_path)
+        TASKS[id] = Task(id, load, model, metric, needs_path, frameworks)
         return load
 
     return register
@@ -139,7 +142,7 @@ def split(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     return order[held_out:], order[:held_out]
 
 
-@task("digits", model="digits_net", metric=ACCURACY)
+@task("digits", model="digits_net", metric=ACCURACY, frameworks=("torch", "tensorflow"))
 def digits(**_: Any) -> Images:
     """The 1797 handwritten digits (8x8) that scikit-learn carries; a quarter is held out."""
     try:

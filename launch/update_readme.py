@@ -25,9 +25,9 @@ def replaced(text: str, name: str, body: str) -> str:
     return f"{head}<!-- {name}: begin{opening}-->\n{body.strip()}\n<!-- {name}: end -->{tail}"
 
 
-def diff() -> str:
-    """The examples' difference, without the docstring's."""
-    before, after = ((ROOT / "examples" / name).read_text() for name in ("train_plain.py", "train_compressed.py"))
+def diff(kind: str) -> str:
+    """The difference of a pair of examples, without the docstrings'."""
+    before, after = ((ROOT / "examples" / f"{kind}_{name}.py").read_text() for name in ("plain", "compressed"))
     lines = difflib.unified_diff(
         before.split('"""', 2)[2].splitlines(), after.split('"""', 2)[2].splitlines(), n=1, lineterm=""
     )
@@ -50,7 +50,9 @@ def methods_page() -> str:
 def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--check"]
     readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
-    text = replaced(replaced(readme.read_text(), "diff", diff()), "methods", methods())
+    text = replaced(readme.read_text(), "methods", methods())
+    for kind in ("torch", "tensorflow", "keras"):
+        text = replaced(text, f"{kind} diff", diff(kind))
     if "--check" in sys.argv:
         stale = [p.name for p, new in ((readme, text), (page, methods_page())) if p.read_text() != new]
         sys.exit(f"out of date: {', '.join(stale)}; run: python launch/update_readme.py" if stale else 0)

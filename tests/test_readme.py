@@ -45,14 +45,27 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
-def test_both_examples_train() -> None:
+def test_the_torch_examples_train() -> None:
     pytest.importorskip("horovod")
     sys.path.insert(0, str(ROOT / "tests" / "parallel"))
     from test_torch import launch
 
     found = {}
     for name in ("plain", "compressed"):
-        done = launch("mpi-2", ROOT / "examples" / f"train_{name}.py", seconds=90)
+        done = launch("mpi-2", ROOT / "examples" / f"torch_{name}.py", seconds=90)
         assert done.returncode == 0, done.stdout[-2000:]
         found[name] = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
     assert found["plain"] > 93 and np.isclose(*found.values(), atol=3), found
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["tensorflow_plain", "tensorflow_compressed", "keras_compressed"])
+def test_the_tensorflow_examples_train(name: str) -> None:
+    pytest.importorskip("horovod.tensorflow")
+    sys.path.insert(0, str(ROOT / "tests" / "parallel"))
+    from test_torch import launch
+
+    done = launch("mpi-2", ROOT / "examples" / f"{name}.py", seconds=150)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1]) > 92

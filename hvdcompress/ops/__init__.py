@@ -1,7 +1,8 @@
 """The array verbs that methods are written in, once for each array library.
 
 ``numpy`` is the reference: simple and obviously right. ``numba`` overrides the verbs where a benchmark
-earned it (it is ``fast``, what CPU drivers use); ``torch`` serves CUDA. All produce the same payload bytes.
+earned it (it is ``fast``, what CPU drivers use); ``torch`` and ``tensorflow`` serve GPUs. All produce the same
+payload bytes.
 """
 
 from typing import Any

@@ -165,6 +165,17 @@ def test_nothing_is_lost_with_feedback(route: str) -> None:
     run_nothing_is_lost_with_feedback(route)
 
 
+@pytest.mark.parametrize("bucket,settles", [(32, True), (512, False)])
+def test_residual_settles_where_levels_are_close_enough(bucket: int, settles: bool) -> None:
+    """√bucket < s = 7, or the variance of an l2 bucket may exceed what it is of, and feedback feeds on itself."""
+    net = Loopback("qsgd", world=1, bits=4, norm="l2", bucket=bucket, feedback="plain", min_elements=1)
+    size = []
+    for step in range(41):
+        net.allreduce([numbers((1024,), 0, step)], "w")
+        size.append(float(np.linalg.norm(net.residual("w", 0))))
+    assert (size[40] < 1.3 * size[20]) == settles
+
+
 @pytest.mark.parametrize(
     "options,words",
     [

@@ -18,8 +18,14 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from harness import heavy_tailed
+from payloads import VARIANTS as PAYLOADS
+from payloads import digests
+
 import hvdcompress
+from hvdcompress._torch_net import Net
 from hvdcompress.loopback import Loopback
+from hvdcompress.method import Broadcast
 from hvdcompress.torch import Compressor, PeerError
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -657,6 +663,42 @@ def the_ledger_counts_what_horovod_is_given() -> None:
 
 
 @case
+def payloads_for_the_other_driver_to_equal() -> None:
+    """Not a check of its own: a test compares what the torch and the TensorFlow driver hand to Horovod."""
+    from horovod.torch import optimizer as stock
+
+    shapes, names = {name: SHAPES[name] for name in "ace"}, "ace"
+    for number, (method, settings) in enumerate(PAYLOADS):
+        sent: dict[str, list[bytes]] = {}
+        params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+        comp = Compressor(method, params.items(), **settings)
+        opt = optimizer(params, comp)
+        submit, start = Net.submit, stock.allreduce_async_
+
+        def watched_submit(net, name, round, verb, submit=submit, sent=sent):
+            if isinstance(verb, Broadcast):  # the root's bytes; the others give zeros
+                mine = net.rank == int(verb.root)
+                sent.setdefault(name, []).append(bytes(verb.make()) if mine else bytes(verb.num_bytes))
+            else:
+                sent.setdefault(name, []).append(torch.as_tensor(verb.x).numpy().tobytes())
+            return submit(net, name, round, verb)
+
+        def watched_start(tensor, name=None, start=start, sent=sent, **rest):
+            if len(tensor) > 2:  # a payload that rides, and the probe
+                sent.setdefault(name.split(".")[-1], []).append(tensor[:-2].numpy().tobytes())
+            return start(tensor, name=name, **rest)
+
+        Net.submit, stock.allreduce_async_ = watched_submit, watched_start
+        try:
+            for step in range(5):
+                reduce_once(opt, params, heavy_tailed(shapes, step, hvd.rank()))
+        finally:
+            Net.submit, stock.allreduce_async_ = submit, start
+        assert set(sent) == set(names)
+        NUMBERS[f"payloads {number}"] = digests(sent)
+
+
+@case
 def bytes_sent_by_scalecom() -> None:
     """Not a check of its own: the launches of 2 and 4 ranks are compared by the test."""
     params = parameters("bytes")
@@ -670,7 +712,7 @@ def bytes_sent_by_scalecom() -> None:
 
 SECONDS_A_CASE = 60
 OUT = Path(sys.argv[1])
-NUMBERS: dict[str, int] = {}
+NUMBERS: dict[str, object] = {}
 PAIR = hvd.ProcessSet([0, 2])
 
 

@@ -1,0 +1,82 @@
+"""Which collectives a method asks for in a phase, found out by running it once on a small tensor.
+
+Within a phase the number, verbs and dtypes of collectives are fixed (the conformance suite checks it), so a driver
+that must lay them out beforehand, as TensorFlow's graphs want it, can learn them from a rehearsal: all ranks in
+lockstep, on zeros, in a shape that the method suits.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdcompress.loopback import RUN
+from hvdcompress.method import Broadcast, Method, TensorSpec, Turn, Verb
+from hvdcompress.ops import fast
+from hvdcompress.parts import feedback
+
+
+class Round(NamedTuple):
+    """One collective: the verb's name, the operation of an all-reduce, and the dtype that it carries."""
+
+    verb: str
+    op: str
+    dtype: str
+
+
+def round_of(verb: Verb) -> Round:
+    """What a verb is in a choreography."""
+    dtype = "uint8" if not hasattr(verb, "x") else str(verb.x.dtype).removeprefix("torch.")
+    return Round(type(verb).__name__, getattr(verb, "op", ""), dtype)
+
+
+def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
+    """A small shape that the method suits; the tensor's own where none is found."""
+    for shape in ((64,), (16, 16), (4, 12, 2, 3), (8, 16, 3, 3)):
+        if math.prod(shape) < spec.size and method.suits(TensorSpec(spec.name, shape, layout=spec.layout)):
+            return shape
+    return spec.shape
+
+
+def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
+    """The collectives of ``method`` in ``phase`` for tensors like ``spec``, in their order."""
+    return tuple(round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *_kind(method, spec)))
+
+
+def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
+    """The lengths of rank 0's payloads in these collectives (in bytes, of a broadcast), for a tensor of ``spec``; slow,
+    as it is a rehearsal in full size."""
+    return tuple(length for _, length in _rehearse(method, phase, world, spec.shape, *_kind(method, spec)))
+
+
+def _kind(method: Method, spec: TensorSpec) -> tuple[str, str]:
+    return spec.layout, "float64" if method.wide and spec.dtype == "float64" else "float32"
+
+
+@cache
+def _rehearse(
+    method: Method, phase: int, world: int, shape: tuple[int, ...], layout: str, dtype: str
+) -> tuple[tuple[Round, int], ...]:
+    spec = TensorSpec("rehearsal", shape, dtype, layout)  # type: ignore[arg-type]
+    x = np.zeros(spec.size, dtype)
+    exchanges = []
+    for rank in range(world):
+        state = {name: np.zeros(math.prod(s.shape), s.dtype) for name, s in feedback.slots(method, spec).items()}
+        for count in (array for array in state.values() if array.dtype.kind in "iu"):
+            count[:] = 1  # such as GradiVeQ's components, of which there is one at least
+        spare = {name: np.zeros(spec.size, np.float32) for name in feedback.names(method)}
+        me = Turn(rank, world, 0, spec, phase=phase)
+        exchanges.append(feedback.exchange(method, x, 1.0, state, spare, me, fast))
+    rounds: list[tuple[Round, int]] = []
+    try:
+        verbs = [next(exchange) for exchange in exchanges]
+        while True:
+            first = verbs[0]
+            rounds.append((round_of(first), first.num_bytes if isinstance(first, Broadcast) else len(first.x)))
+            results, _ = RUN[type(verbs[0])](verbs)
+            verbs = [exchange.send(result) for exchange, result in zip(exchanges, results, strict=True)]
+    except StopIteration:
+        return tuple(rounds)

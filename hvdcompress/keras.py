@@ -1,0 +1,190 @@
+"""Keras 3: an optimizer that averages compressed gradients, and the callbacks that distributed training needs.
+
+Horovod's own ``DistributedOptimizer`` fails on Keras 3 variables. (With Keras 2, which is ``tf_keras`` today, use that
+one, with ``hvdcompress.tensorflow.Compressor``.) ::
+
+    import horovod.tensorflow as hvd
+    from hvdcompress.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
+
+    hvd.init()
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), "scalecom", density=0.01)
+    model.compile(optimizer, loss="sparse_categorical_crossentropy", jit_compile=False)
+    model.fit(x, y, callbacks=[BroadcastCallback(), MetricAverageCallback()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdcompress.method import Method
+from hvdcompress.plan import Plan
+from hvdcompress.tensorflow import Compressor
+
+__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback"]
+
+#: dtypes that Horovod can broadcast; random seeds are uint32, and go as int64
+_BROADCAST = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    compression: str | Method | Plan | Mapping[str, Any] | Compressor = "none",
+    *,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    **settings: Any,
+) -> keras.optimizers.Optimizer:
+    """An optimizer like ``optimizer`` (which must be new) whose gradients are reduced over ranks first.
+
+    Args:
+        optimizer: any Keras 3 optimizer; a ``LossScaleOptimizer`` too, whose inner optimizer must be a plain one.
+        compression: a Compressor, or what one is made of: a method id, a Method, a Plan or a plan's dict.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        backward_passes_per_step: gradients of so many batches are averaged on each rank before they are exchanged.
+        sparse_as_dense: make the sparse gradients of embeddings dense, and exchange them; an error otherwise.
+        process_set: the Horovod process set to reduce over.
+        settings: hyper-parameters and plan keys, if ``compression`` is no Compressor.
+
+    Returns:
+        An optimizer of a class derived from the given one's; ``.compressor`` is its Compressor.
+
+    Raises:
+        ValueError: the optimizer was used before, the backend is not TensorFlow, or the plan is bad.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
+    if optimizer.built:
+        raise ValueError("the optimizer has been used already: give DistributedOptimizer a new one")
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if isinstance(compression, Compressor):
+        if settings:
+            raise ValueError(f"a Compressor has its settings already: {', '.join(settings)}")
+        compressor = compression
+    else:
+        compressor = Compressor(compression, process_set=process_set, **settings)
+    config = optimizer.get_config()
+    if backward_passes_per_step > 1:
+        if scaled or config.get("gradient_accumulation_steps"):
+            raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")
+        config["gradient_accumulation_steps"] = backward_passes_per_step
+    mixin = _ReducesScaled if scaled else _Reduces
+    cls = type(optimizer.__class__.__name__, (mixin, optimizer.__class__), {"__module__": optimizer.__module__})
+    made = cls.from_config(config)  # type: ignore[attr-defined]
+    made.compressor, made.reduction, made.sparse_as_dense = compressor, op, sparse_as_dense
+    if scaled:
+        compressor.loss_scale = lambda: float(
+            tf.convert_to_tensor(made.dynamic_scale) if made.built else made.initial_scale
+        )
+    return made
+
+
+class _Reduction:
+    """Reduces gradients over ranks."""
+
+    compressor: Compressor
+    reduction: Any
+    sparse_as_dense: bool
+
+    def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        process_set = self.compressor.process_set
+        if process_set.size() == 1 or not process_set.included():
+            return list(gradients)
+        return [self._reduce_one(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
+
+    def _reduce_one(self, gradient: Any, variable: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            if not self.sparse_as_dense:
+                raise ValueError(
+                    f"the gradient of {variable.path!r} is sparse: give DistributedOptimizer sparse_as_dense=True"
+                )
+            gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+        with self.compressor.naming(variable.path):
+            return hvd.allreduce(
+                gradient, op=self.reduction, compression=self.compressor, process_set=self.compressor.process_set
+            )
+
+
+class _Reduces(_Reduction):
+    """Reduces what Keras is about to clip and apply: unscaled, and accumulated if need be."""
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        self._reduced = trainable_variables
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return super()._clip_gradients(self._reduce(grads, self._reduced))  # type: ignore[misc]
+
+
+class _ReducesScaled(_Reduction):
+    """Reduces gradients while they are scaled, so that all ranks see the same ones finite and skip alike."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        inner = self.inner_optimizer  # type: ignore[attr-defined]
+        variables = trainable_variables or inner._trainable_variables
+        super().apply(self._reduce(grads, variables), trainable_variables)  # type: ignore[misc]
+
+
+class BroadcastCallback(keras.callbacks.Callback):
+    """Gives every rank the weights and the optimizer's state of rank ``root``: before the first batch, or, where the
+    model is not built by then, after it."""
+
+    def __init__(self, root: int = 0):
+        super().__init__()
+        self.root, self.done = root, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if there is something to.
+
+        Raises:
+            ValueError: the model is compiled with XLA, which can run neither collectives nor codecs.
+        """
+        if self.model.jit_compile:
+            raise ValueError("compile the model with jit_compile=False: XLA can run neither collectives nor codecs")
+        if self.model.built:
+            if not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if that was not possible before."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.done:
+            return
+        for variable in [*self.model.variables, *self.model.optimizer.variables]:
+            value, dtype = tf.convert_to_tensor(variable), str(variable.dtype)
+            sent = value if dtype in _BROADCAST else tf.cast(value, tf.float32 if "float" in dtype else tf.int64)
+            name = f"hvdcompress.keras.broadcast.{variable.path}"
+            variable.assign(tf.cast(hvd.broadcast(sent, self.root, name=name), value.dtype))
+        self.done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """At the end of each epoch, replaces every metric by its mean over ranks; list it before those that read metrics."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Average, in name order."""
+        for name in sorted(logs or {}):
+            value = tf.constant(float(logs[name]), tf.float64)  # type: ignore[index]
+            logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.keras.metric.{name}"))  # type: ignore[index]
+
+
+class ObserveCallback(keras.callbacks.Callback):
+    """Shows the methods each epoch's loss and learning rate, on which some restart their schedule."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        """Pass them on."""
+        metrics = {"learning_rate": float(self.model.optimizer.learning_rate)}
+        if logs and "loss" in logs:
+            metrics["loss"] = float(logs["loss"])
+        self.model.optimizer.compressor.observe(**metrics)
