@@ -1,4 +1,4 @@
-"""A Horovod script for TensorFlow, as everybody writes it: the digits, a small net, stock ``hvd.DistributedGradientTape``.
+"""A Horovod script for TensorFlow, as everybody writes it: the digits, a small net, the stock tape.
 
     horovodrun -np 2 python examples/tensorflow_plain.py
 """

@@ -98,7 +98,8 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
     changed = [f"{k}={v}" for k, v in method.hyperparameters().items() if v != default[k] or k == "density"]
     settings = " ".join(text for text in changed if not text.startswith(hidden) or entry.settings.get("feedback"))
     sent, rate = net.ledger.bytes_sent(world - 1) / len(gradients), net.ledger.rate(world - 1)
-    return Outcome(entry.label, method.id, settings, _error(alone, last), sums, sent, rate, registry.formula(type(method)))
+    once = _error(alone, last)
+    return Outcome(entry.label, method.id, settings, once, sums, sent, rate, registry.formula(type(method)))
 
 
 def _without_feedback(entry: MethodEntry) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of each epoch, replaces every metric by its mean over ranks; list it before those that read metrics."""
+    """At the end of each epoch, replaces every metric by its mean over ranks; list it before all that read them."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Average, in name order."""

@@ -2,7 +2,8 @@
 
 A step of a driver is: :meth:`Worker.start` for each unit (the generator runs to its first verb), carry
 out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, then either
-:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all. State is committed in ``finish``; an abandoned step leaves it as it was, exactly.
+:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all. State is committed
+in ``finish``; an abandoned step leaves it as it was, exactly.
 """
 
 from __future__ import annotations
