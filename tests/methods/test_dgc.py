@@ -103,7 +103,7 @@ def test_without_momentum_it_is_plain_feedback(select: str) -> None:
         np.testing.assert_array_equal(*[residual(net, 1) for net in nets])
 
 
-FED_BACK = [id for id, cls in registry.classes().items() if cls.needs_feedback and len(cls.phases) == 1]
+FED_BACK = [id for id, cls in registry.classes().items() if cls.sparse and len(cls.phases) == 1]
 
 
 @pytest.mark.parametrize("id", FED_BACK)
