@@ -171,7 +171,8 @@ def _rows(results: Iterable[Result]) -> list[Row]:
         for key in {key for result in known for key in result.figures}:
             values = [result.figures[key] for result in known if key in result.figures]
             row.mean[key] = statistics.fmean(values)
-            row.std[key] = statistics.stdev(values) if len(values) > 1 else 0.0
+            spread = len(values) > 1 and all(map(math.isfinite, values))
+            row.std[key] = statistics.stdev(values) if spread else 0.0
     return list(groups.values())
 
 

@@ -37,7 +37,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdcompress import checkpoint
-from hvdcompress._tensorflow_segments import PROBE, Segments
+from hvdcompress._tensorflow_segments import PROBE, Segments, denormals_count
 from hvdcompress.agreement import PeerError, compare_plans
 from hvdcompress.choreography import Round, rehearse
 from hvdcompress.ledger import Ledger
@@ -358,14 +358,15 @@ def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: 
     """A piece of Python in the graph; where it returns nothing, a zero says that it is done.
 
     Not "stateful", as TensorFlow means it: it would run such pieces one tensor after the other, in program order,
-    and no exchange would overlap with another. That each runs once and in its place follows from what it is given: a variable
-    that counts the tensor's exchanges is read by the first piece of a chain and written after the last, so that
-    TensorFlow neither folds a chain into a constant, nor moves it out of a loop, nor leaves it out, nor
+    and no exchange would overlap with another. That each runs once and in its place follows from what it is given:
+    a variable that counts the tensor's exchanges is read by the first piece of a chain and written after the last,
+    so that TensorFlow neither folds a chain into a constant, nor moves it out of a loop, nor leaves it out, nor
     overlaps two of one tensor.
     """
 
     def run(*arrays: Any) -> Any:
-        result = function(*arrays)
+        with denormals_count():
+            result = function(*arrays)
         return np.int32(0) if result is None else result
 
     return tf.numpy_function(run, inputs, dtypes, stateful=False)

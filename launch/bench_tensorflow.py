@@ -2,9 +2,9 @@
 
     horovodrun -np 2 --mpi python launch/bench_tensorflow.py [--steps N] [METHOD…]
 
-The 161 gradients have ResNet-50's exact shapes, as TensorFlow lays them out; the loss is a sum of products, so that what is
-timed is the exchange. Each row is a ``tf.function`` of its own around the stock tape; the rows take the process's warm-up
-in none of them. Figures are the slowest rank's; a step's is the median. Rank 0 prints a Markdown table.
+The 161 gradients have ResNet-50's exact shapes, as TensorFlow lays them out; the loss is a sum of products, so that
+what is timed is the exchange and little else. Each row is a ``tf.function`` of its own around the stock tape, after
+one that is not counted. Figures are the slowest rank's; a step's is the median. Rank 0 prints a Markdown table.
 """
 
 from __future__ import annotations

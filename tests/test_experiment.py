@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdcompress import launcher
 from hvdcompress.experiment import Experiment
 from hvdcompress.plan import PlanError
 
@@ -112,3 +113,16 @@ def test_the_command_line_overrides(write):
 def test_a_label_never_leaves_its_folder(write):
     run = Experiment.open(write(GOOD.replace("label: few", "label: a/../b"))).runs()[2]
     assert run.method.label == "a/../b" and "/" not in run.id and ".." not in run.id
+
+
+def test_the_framework_is_part_of_what_a_result_depends_on(write, tmp_path):
+    experiment = Experiment.open(write("framework: tensorflow\n" + GOOD))
+    assert all(run.spec()["framework"] == "tensorflow" for run in experiment.runs())
+    experiment.save(tmp_path / "config.yaml")
+    assert Experiment.open(tmp_path / "config.yaml").framework == "tensorflow"
+    torch = Experiment.open(write(GOOD))
+    assert torch.framework == "torch" and "framework" not in torch.runs()[0].spec()
+    with pytest.raises(PlanError, match="line 1.*framework.*'jax'"):
+        Experiment.open(write("framework: jax\n" + GOOD))
+    with pytest.raises(PlanError, match="tasks.1.*'bytes' has no net for framework 'tensorflow'"):
+        launcher.check_tasks(experiment)

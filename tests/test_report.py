@@ -211,3 +211,16 @@ def test_the_table_fits_the_terminal(folder, width):
 )
 def test_units(form, value, text):
     assert form(value) == text
+
+
+def test_a_framework_that_cannot_tell_waiting_from_computing_leaves_it_open(folder):
+    (folder / "config.yaml").write_text("framework: tensorflow\n" + CONFIG, encoding="utf-8")
+    for file in (folder / "metrics").iterdir():
+        text = file.read_text(encoding="utf-8").replace("[0.001, 0.001]", "[NaN, NaN]")
+        file.write_text(text.replace('"3.11"', '"3.11", "tensorflow": "2.21.0"'), encoding="utf-8")
+    found = report.read([folder])
+    assert any("TensorFlow 2.21.0" in note and "left open" in note for note in found.notes)
+    files = report.write(found, folder)
+    [row] = [line for line in files[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
+    assert row.count("| – ") == 2, row  # communicate, and what then is the rest
+    assert "NaN" not in files[0].read_text(encoding="utf-8")

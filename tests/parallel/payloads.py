@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 VARIANTS = [
     ("none", {}),
     ("fp16", {}),
@@ -25,6 +27,13 @@ VARIANTS = [
 ]
 
 
-def digests(sent: dict[str, list[bytes]]) -> dict[str, str]:
-    """A hash of all that was sent for each tensor."""
+LAYOUT_MATTERS = ("gradiveq",)  #: to what it makes of a matrix, which is [out, in] in torch and [in, out] in TensorFlow
+
+
+def digests(sent: dict[str, list[bytes]], method: str) -> dict[str, str]:
+    """A hash of all that was sent for each tensor; where layouts matter, in the order of the values."""
+    if method in LAYOUT_MATTERS:
+        sent = {
+            name: [np.sort(np.frombuffer(p, np.int32)).tobytes() for p in payloads] for name, payloads in sent.items()
+        }
     return {name: hashlib.sha256(b"".join(payloads)).hexdigest() for name, payloads in sorted(sent.items())}
