@@ -50,22 +50,27 @@ def encoder(id: str, n: int, ops: Any) -> Callable[[Any], Any]:
     return lambda x: method.encode(x, {}, me, ops)
 
 
+def row(n: int, id: str) -> str:
+    """One line of the table."""
+    array = numbers((n,), 1)
+    tensor = tf.constant(array)
+    core, native = encoder(id, n, fast), encoder(id, n, own)
+    times = [
+        best(lambda: core(array)),
+        best(lambda: tf.constant(np.asarray(core(np.asarray(tensor))))),
+        best(lambda: native(tensor)),
+    ]
+    cells = " | ".join(f"{t:.3g} ms" for t in times)
+    return f"| {n:,} | {id} | {cells} | {times[2] / times[1]:.1f} |".replace(",", " ")
+
+
 def main() -> None:
     """Measure and print."""
     print("| elements | codec | numpy core | core, copied | TensorFlow's own | own / copied |")
     print("|---:|---|---:|---:|---:|---:|")
     for n in (10_000, 1_000_000):
-        array = numbers((n,), 1)
-        tensor = tf.constant(array)
         for id in ("topk", "gaussiank", "scalecom", "qsgd", "fp16"):
-            core, native = encoder(id, n, fast), encoder(id, n, own)
-            times = [
-                best(lambda core=core: core(array)),
-                best(lambda core=core: tf.constant(np.asarray(core(np.asarray(tensor))))),
-                best(lambda native=native: native(tensor)),
-            ]
-            cells = " | ".join(f"{t:.3g} ms" for t in times)
-            print(f"| {n:,} | {id} | {cells} | {times[2] / times[1]:.1f} |".replace(",", " "), flush=True)
+            print(row(n, id), flush=True)
 
 
 if __name__ == "__main__":
