@@ -120,13 +120,14 @@ def reduce_once(opt, params, grads, names=None) -> dict[str, np.ndarray]:
     return {name: p.grad.detach().float().contiguous().numpy().copy() for name, p in params.items()}
 
 
-def assert_close(got: dict, want: dict, exact: bool, what: str) -> None:
+def assert_close(got: dict, want: dict, exact: bool, what: str, loose: float = 1.0) -> None:
     for name in want:
         if exact:
             np.testing.assert_array_equal(got[name], want[name], err_msg=f"{what}, {name}")
         else:  # ranks are summed in another order than loopback's
             scale = np.abs(want[name]).max() + 1e-30
-            np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=4e-7 * scale, err_msg=f"{what}, {name}")
+            rtol, atol = 2e-6 * loose, 4e-7 * loose * scale
+            np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=atol, err_msg=f"{what}, {name}")
 
 
 def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:
@@ -150,7 +151,9 @@ def against_loopback(prefix: str, method: str, settings: dict, op=hvd.Average, s
         # a half-precision sum depends on the order of ranks far more than a float32 one
         exact = world == 2 or method in ("topk", "gaussiank", "bf16") and settings.get("min_elements") == 1
         if not (world > 2 and "fp16" in (method, settings.get("values"))):
-            assert_close(got, want, exact and not options, f"{method} {settings} step {step}")
+            # what the order of a sum changes in its last bit, a matrix product and feedback make more of
+            loose = 1.0 if hvdcompress.get(method).exact else 100.0
+            assert_close(got, want, exact and not options, f"{method} {settings} step {step}", loose)
         assert_same_on_all_ranks(got, f"{method} {settings} step {step}")
     for name in params:
         if world == 2:
