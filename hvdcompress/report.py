@@ -230,7 +230,7 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
             f"{prefix}{launch['ranks']} ranks on one machine ({', '.join(words)}): bytes are counted as handed to "
             "the collectives, and carry over to any network; times do not."
         )
-    notes += [_framework(launch) for launch in launches if launch["versions"]]
+    notes += [_framework(launch) for launch in launches if launch.get("versions")]
     seeds = max((len(row.finished) for row in rows), default=0)
     if seeds > 1:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences are taken seed by seed.")
