@@ -193,6 +193,40 @@ def report(
 
 
 @app.command()
+def bench(
+    config: Annotated[Path, typer.Argument(help="A benchmark's YAML file, see configs/bench/.")],
+    hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
+    rates: Annotated[str | None, typer.Option(help="Their links' speeds, with commas: 100mbit,1gbit.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
+    sets: Annotated[str | None, typer.Option(help="Only these sets of gradients: labels, with commas.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
+    loopback: Annotated[bool, typer.Option("--loopback", help="Without emulated hosts: no network's times.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
+) -> None:
+    """Measure how long methods take to reduce gradients over links of chosen speeds, beside stock Horovod and DDP.
+
+    Needs root and iproute2, for emulated hosts. Writes config.yaml, launch.json, results.jsonl, summary.json,
+    table.md and report.html. Exit status: 0; 1 if something failed; 2 for a bad configuration; 130 after Ctrl-C.
+    """
+    from hvdcompress import _bench_run, launcher, storage
+    from hvdcompress.bench import Bench
+    from hvdcompress.hosts import HostsError, problem
+
+    try:
+        asked = Bench.open(config).override(hosts, _split(rates), _split(methods), _split(sets), rounds)
+        launcher.horovodrun()
+        if not loopback and (missing := problem()):
+            raise HostsError(f"{missing}\nOr measure with --loopback.")
+        folder = storage.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
+        _bench_run.prepare(folder, asked, loopback, resume)
+    except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
+        raise _fail(error) from None
+    raise typer.Exit(_bench_run.run(asked, folder, loopback, _console()))
+
+
+@app.command()
 def compare(
     gradients: Annotated[Path, typer.Argument(help="Gradients that launch/save_gradients.py or compare.save() wrote.")],
     config: Annotated[
@@ -220,6 +254,40 @@ def compare(
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(comparison.markdown(outcomes), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+
+
+@app.command()
+def scale(
+    config: Annotated[
+        Path | None, typer.Argument(help="An experiment's YAML: its methods. Default: configs/bench/scale.yaml.")
+    ] = None,
+    set: Annotated[
+        str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
+    ] = "resnet50",
+    rate: Annotated[str, typer.Option(help="Links' speeds, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
+    workers: Annotated[str | None, typer.Option(help="Numbers of workers, with commas. Default: 2 to 4096.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
+    fit: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or file of measure_links.py."),
+    ] = None,
+    constants: Annotated[
+        Path | None, typer.Option(help="File of the fitted constants. Default: configs/bench/fit.json.")
+    ] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="What a message takes on its way, such as 20us. Default: as fitted.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
+) -> None:
+    """Foretell an exchange's time and bytes among 2 to 4096 workers, by a cost model fitted to measured exchanges."""
+    from hvdcompress import _scale_run
+
+    try:
+        _scale_run.run(
+            config, set, _split(rate), _split(workers), _split(methods), fit or [], constants, latency, out, _console()
+        )
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 

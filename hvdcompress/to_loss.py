@@ -1,0 +1,52 @@
+"""How long trainings take until their loss is below a given one: what a faster exchange is worth in the end.
+
+A batch's loss is noisy, so the mean of the last few that were logged counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdcompress import report, units
+
+WINDOW = 5  #: logged losses in the mean
+
+
+def reached(steps: Sequence[float], losses: Sequence[float], target: float) -> float | None:
+    """The first of ``steps`` (or seconds) at which the mean of the last :data:`WINDOW` losses is ``target`` or less.
+
+    >>> reached([1, 2, 3, 4, 5, 6, 7], [9, 5, 4, 3, 2, 1, 1], 3.0)
+    6
+    >>> reached([1, 2, 3], [0, 0, 0], 3.0)      # too few to tell
+    """
+    for end in range(WINDOW, len(losses) + 1):
+        if statistics.fmean(losses[end - WINDOW : end]) <= target:
+            return steps[end - 1]
+    return None
+
+
+def table(folder: Path, targets: Mapping[str, float]) -> list[str]:
+    """A Markdown table's lines for one folder that ``hvdcompress run`` wrote: seconds and steps to each task's loss.
+
+    Raises:
+        ValueError: the folder holds no run, or has no task of such a name.
+    """
+    found = report.read([folder])
+    if missing := sorted(targets.keys() - found.tasks().keys()):
+        raise ValueError(f"{folder} has no task {missing[0]!r}; it has: {', '.join(found.tasks())}")
+    lines = ["| task, loss | method | time to it | of none's | steps to it |", "|---|---|---:|---:|---:|"]
+    for task, target in targets.items():
+        dense: float | None = None
+        for row in found.tasks()[task]:
+            curve = row.results[0].curve
+            seconds = reached(curve["seconds"], curve["loss"], target)
+            steps = reached(curve["step"], curve["loss"], target)
+            dense = seconds if row.method == "none" else dense
+            part = f"{100 * seconds / dense:.0f} %" if seconds and dense else "–"
+            words = (
+                (units.seconds_of(seconds), part, f"{steps:.0f}") if seconds and steps else ("not reached", "–", "–")
+            )
+            lines.append(f"| {task}, {target:g} | {row.method} | {' | '.join(words)} |")
+    return lines
