@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdcompress import launcher
+from hvdcompress import launcher, shapes
 from hvdcompress._bench_ranks import Group, RankError
 from hvdcompress.bench import LOOPBACK, Bench, Turn, read_turns
 from hvdcompress.hosts import Hosts, speed
+
+ROOM = 10  # times a set's bytes: what a contender may take in each rank while it is set up
 
 
 def measure(
@@ -84,6 +86,8 @@ def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[s
 def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
     key = f"{turn.set.label}.{turn.contender.label}".replace(" ", "_")
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
+    if key not in group.prepared:
+        _make_room(group, key, 4 * shapes.total(turn.set.tensors()))
     group.ask("prepare", key=key, set=given, contender=turn.contender.spec)
     before = hosts.traffic() if hosts else []
     found: list[list[dict[str, Any]]] = []
@@ -101,6 +105,18 @@ def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> d
     if hosts:
         line["interface"] = [(a.sent - b.sent) / len(found) for a, b in zip(after, before, strict=True)]
     return line
+
+
+def _make_room(group: Group, key: str, num_bytes: int) -> None:
+    """Where memory is short, let the ranks forget contenders before they set up one more, for a set of so many bytes.
+
+    The latest first: turns go round, so the earliest is the next that is needed.
+    """
+    import psutil
+
+    while group.prepared and psutil.virtual_memory().available < ROOM * group.ranks * num_bytes:
+        group.ask("forget", key=group.prepared.pop())
+    group.prepared.append(key)
 
 
 def _together(replies: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Group:
 
     def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path):
         self.name, self.ranks, self.hosts, self.log = name, ranks, hosts, log
-        self.prepared: set[str] = set()
+        self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
         self._launched: list[launcher.Ranks] = []
         self._lines: dict[int, _Line] = {}
         self._folder: str | None = None

@@ -57,7 +57,7 @@ class Step:
         ops = ops_for(next(iter(members.values())), self.compressor.force_torch)
         dtype = getattr(torch, self.worker.work_dtype(unit))
         flats = [as_flat(members[m.name], dtype, ops) for m in unit.members]
-        flight = self.worker.start(unit, ops.concat(flats), ops, self.compressor.current_loss_scale())
+        flight = self.worker.start(unit, self.worker.join(unit, flats, ops), ops, self.compressor.current_loss_scale())
         flight.extra["flats"] = flats
         self.flights[unit.spec.name] = flight
         self.finite = self.finite and flight.finite

@@ -72,7 +72,7 @@ class Loopback:
                 work = worker.work_dtype(unit)
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                     flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in unit.members]
-                flights.append(worker.start(unit, self.ops.concat(flat), self.ops, scale))
+                flights.append(worker.start(unit, worker.join(unit, flat, self.ops), self.ops, scale))
             crew.append(flights)
             while flights[0].verb is not None:
                 verbs = [flight.verb for flight in flights]

@@ -190,7 +190,7 @@ class Compressor:
         with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
             flats = [arrays[member.name].astype(work, copy=False).ravel() for member in unit.members]
         try:
-            return self._worker.start(unit, fast.concat(flats), fast, scale)
+            return self._worker.start(unit, self._worker.join(unit, flats, fast), fast, scale)
         except ExchangeError:
             raise
         except Exception as error:

@@ -77,6 +77,7 @@ class Worker:
         self.ledger = ledger or Ledger(world, rank)
         self.states: dict[str, dict[str, Array]] = {}  # unit name -> slot -> array
         self._spare: dict[str, dict[str, Array]] = {}  # unit name -> slot -> second buffer
+        self._joined: dict[str, Array] = {}  # bucket's name -> its members' gradients, then what they become
         self.units: dict[str, Unit] = {}
         self.steps: dict[str, int] = {}  # unit name -> steps done
         self.triggers: dict[str, int] = {}  # unit name -> how often all ranks have restarted its schedule
@@ -118,6 +119,21 @@ class Worker:
                 slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in declared_slots(unit).items()
             }
         return self.states[unit.spec.name]
+
+    def join(self, unit: Unit, members: Sequence[Array], ops: Any) -> Array:
+        """The flat gradients of a unit's members one after another, for :meth:`start`.
+
+        A bucket's have a buffer that is kept: fresh memory would cost more than the copying.
+        """
+        if len(members) == 1:
+            return members[0]
+        joined = self._joined.get(unit.spec.name)
+        if joined is None or joined.dtype != members[0].dtype or len(joined) != sum(map(len, members)):
+            joined = self._joined[unit.spec.name] = ops.concat(list(members))
+        else:
+            for member, (start, stop) in zip(members, spans(unit), strict=True):
+                ops.write(joined[start:stop], member, 1.0)
+        return joined
 
     def start(self, unit: Unit, gradient: Array, ops: Any, loss_scale: float = 1.0) -> Flight:
         """Begin a unit's exchange and run it to its first verb.
@@ -177,10 +193,9 @@ class Worker:
         if len(outs) == 1:
             ops.write(outs[0], flight.reduced.total, factor)
         else:
-            joined = ops.zeros(flight.unit.spec.size, flight.dtype, like=flight.like)
-            ops.write(joined, flight.reduced.total, factor)
+            ops.write(flight.like, flight.reduced.total, factor)  # nobody needs the gradient any more
             for out, (start, stop) in zip(outs, spans(flight.unit), strict=True):
-                ops.write(out, joined[start:stop], 1.0)
+                ops.write(out, flight.like[start:stop], 1.0)
         self.ledger.count(self.rank, flight.me.counters)
         self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
 
@@ -241,6 +256,7 @@ class Worker:
         arrays = [a for slots in self.states.values() for a in slots.values()] + [
             array for slots in self._spare.values() for array in slots.values()
         ]
+        arrays += self._joined.values()
         return sum(num_bytes(array) for array in arrays)
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,6 +97,9 @@ class Contender:
         """What is not measured; returns what is."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Give back what takes memory (hooks and what they hold may live on)."""
+
 
 class OverHorovod(Contender):
     """The stock optimizer, with one of its own compressions or one of our methods."""
@@ -107,12 +110,13 @@ class OverHorovod(Contender):
         super().__init__(key, tensors, hvd.rank(), hvd.size())
         self.stock = None if what["kind"] == "method" else what["kind"]
         self.warm_up = what["warm_up"]
+        self.compressor = None
         if self.stock:
             compression = Timed(getattr(hvd.Compression, self.stock))
         else:
             from hvdcompress.torch import Compressor
 
-            compression = Compressor(what["settings"], self.named.items())
+            self.compressor = compression = Compressor(what["settings"], self.named.items())
             self.ledger = compression.ledger
             if what["alone"]:
                 compression.load_state_dict(alone(compression, self.named, what["alone"]))
@@ -134,6 +138,10 @@ class OverHorovod(Contender):
             self.optimizer.synchronize()
 
         return go
+
+    def forget(self) -> None:
+        if self.compressor:
+            del self.compressor.worker  # which holds the residuals
 
 
 class Timed:
@@ -174,6 +182,9 @@ class OverDDP(Contender):
         self.steps += 1
         self.ledger.add_dense(self.rank, "all", self.dense)
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
+
+    def forget(self) -> None:
+        del self.module, self.state  # buckets and PowerSGD's residuals
 
 
 class Net(torch.nn.Module):
@@ -267,8 +278,8 @@ class Rank:
     def prepare(self, command: dict[str, Any]) -> dict[str, Any]:
         """Set a contender up and warm it up, if that is not done; another set's are forgotten."""
         if self.set is None or self.set.label != command["set"]["label"]:
-            self.contenders.clear()
-            gc.collect()  # Horovod's hooks and their optimizers hold each other
+            for key in list(self.contenders):
+                self.forget({"key": key})
             self.set = Set(command["set"], self.rank)
         key = command["key"]
         if key not in self.contenders:
@@ -309,7 +320,15 @@ class Rank:
         for parameter in self.contenders[command["key"]].parameters:
             assert parameter.grad is not None
             total = zlib.crc32(parameter.grad.contiguous().numpy().reshape(-1).view("uint8"), total)
+            parameter.grad = None  # its memory is wanted by the next contender
         return {"checksum": total}
+
+    def forget(self, command: dict[str, Any]) -> dict[str, Any]:
+        """A contender is not needed soon, and memory is."""
+        if contender := self.contenders.pop(command["key"], None):
+            contender.forget()
+        gc.collect()  # Horovod's hooks and their optimizers hold each other
+        return {}
 
 
 def watch_the_codec() -> None:

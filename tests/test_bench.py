@@ -61,7 +61,7 @@ def test_the_benchmarks_that_come_along(file):
         pytest.skip("no benchmark of times: it is for hvdcompress compare")
     bench = Bench.open(file)
     assert bench.name == file.stem
-    assert bench.beside == list(BESIDE) or file.stem == "fit"  # which is compared with nothing
+    assert bench.beside == list(BESIDE) or file.stem in ("fit", "alexnet")  # compared with nothing; too large for all
     again = Bench.open(bench.model_dump(exclude_none=True))
     assert [str(turn) for turn in again.turns(again.rates)] == [str(turn) for turn in bench.turns(bench.rates)]
 
