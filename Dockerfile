@@ -6,7 +6,7 @@
 FROM python:3.11-slim
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ git \
+    && apt-get install -y --no-install-recommends g++ git iproute2 \
     && rm -rf /var/lib/apt/lists/*
 
 # In a container one is root, which Open MPI refuses unless told twice. The last makes ranks that wait yield their core.

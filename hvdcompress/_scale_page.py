@@ -22,17 +22,26 @@ class Head(NamedTuple):
 
 
 def curves(
-    rows: Sequence[Row], values: Callable[[Row], dict[int, float]], form: Callable[[float], str], name: str, title: str
+    rows: Sequence[Row],
+    values: Callable[[Row], dict[int, float]],
+    form: Callable[[float], str],
+    name: str,
+    title: str,
+    legend: bool = False,
 ) -> str:
     """A line a method against the number of workers, both logarithmic; a cross where a method begins to lose to dense
     (on lines of which something is compared with it)."""
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots._figure(4.4)
+        figure = plots._figure(5.6 if legend else 4.4)
         axes = figure.add_subplot()
         for number, row in enumerate(rows):
             found = values(row)
             line = axes.plot(
-                list(found), list(found.values()), color=plots.colour(number), linewidth=2.6 if row.is_dense else 1.5
+                list(found),
+                list(found.values()),
+                color=plots.colour(number),
+                linewidth=2.6 if row.is_dense else 1.5,
+                label=row.label,
             )[0]
             if plots.dashes(number):
                 line.set_dashes(plots.dashes(number))
@@ -47,6 +56,8 @@ def curves(
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value).replace(".00", "").replace(".0", "")))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("workers (both axes logarithmic)")
+        if legend:
+            figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8.5)
         return plots._svg(figure, name, title)
 
 
@@ -74,6 +85,18 @@ def _heads(prediction: Prediction) -> list[Head]:
         *(Head("workers", f"{p} workers") for p in prediction.workers),
         Head("loses", "loses from"),
     ]
+
+
+def pictures(prediction: Prediction) -> dict[str, str]:
+    """Files' names and the plots of seconds in them, each by itself."""
+    made = {}
+    for rate, rows in prediction.by_rate().items():
+        name = f"seconds-{rate.replace('/', '-')}"
+        title = prediction.heading(rate)
+        made[f"{name}.svg"] = plots.alone(
+            curves(rows, lambda row: row.seconds, units.seconds_of, name, title, legend=True)
+        )
+    return made
 
 
 def html(prediction: Prediction) -> str:

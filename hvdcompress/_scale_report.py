@@ -168,7 +168,8 @@ def markdown(prediction: Prediction) -> str:
 
 
 def write(prediction: Prediction, folder: Path) -> list[Path]:
-    """Write ``scale.json``, ``table.md`` and, if the report extra is installed, ``report.html``."""
+    """Write ``scale.json``, ``table.md`` and, if the report extra is installed, ``report.html`` and its plots of
+    seconds, each a file."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "scale.json", folder / "table.md"]
     given: dict[str, Any] = {
@@ -185,4 +186,7 @@ def write(prediction: Prediction, folder: Path) -> list[Path]:
         return files
     files.append(folder / "report.html")
     files[2].write_text(_scale_page.html(prediction), encoding="utf-8")
+    for name, svg in _scale_page.pictures(prediction).items():
+        files.append(folder / name)
+        files[-1].write_text(svg, encoding="utf-8")
     return files

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdcompress import launcher, selftest
+from hvdcompress import hosts, launcher, selftest
 
 SETUP = "in a clone of the project, ./launch/setup.sh installs all that is needed"
 MARKS = {"works": "[green]✓[/]", "broken": "[red]✗[/]", "absent": "[dim]–[/]"}
@@ -149,6 +149,15 @@ def all_reduce(controller: str) -> Callable[[float], Finding]:
     return check
 
 
+def emulated_hosts(timeout: float) -> Finding:
+    """Whether ``--hosts`` and ``hvdcompress bench`` can have their hosts here."""
+    missing = hosts.problem()
+    if not missing:
+        return Finding("works", "network namespaces with links of a chosen rate, for --hosts and bench")
+    first, *more = missing.splitlines()
+    return Finding("absent", first, " ".join(" ".join(more).split()))
+
+
 CHECKS: dict[str, Callable[[float], Finding]] = {
     "python": interpreter,
     "hvdcompress": package("hvdcompress", "pip install -e .", CORE, needed=True),
@@ -161,6 +170,7 @@ CHECKS: dict[str, Callable[[float], Finding]] = {
     "horovod": package("horovod", SETUP, HOROVOD),
     "all-reduce, MPI": all_reduce("mpi"),
     "all-reduce, Gloo": all_reduce("gloo"),
+    "emulated hosts": emulated_hosts,
 }
 
 

@@ -12,6 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from importlib import resources
 
 from hvdcompress import units
 from hvdcompress.report import Row
@@ -67,6 +68,14 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def alone(svg: str) -> str:
+    """A plot as a file of its own: with the page's colours, light or dark, written into it."""
+    page = resources.files("hvdcompress").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    colours = page[page.index(":root {") : page.index("* {")]
+    look = "svg { background: var(--card); font-family: system-ui, sans-serif; }"
+    return svg.replace(">", f"><style>{colours}{look}</style>", 1)
 
 
 def _figure(height: float) -> Figure:

@@ -296,6 +296,25 @@ def simulate(xs: Sequence[Array], codecs: Sequence[SegmentCodec]) -> list[RingSu
     return [one for one in sums if one is not None]
 
 
+def _agree(x: Any, codec: SegmentCodec, comm: Any) -> None:
+    """Before anything is sent: a rank that waits for bytes that do not come would wait for ever."""
+    from mpi4py import MPI
+
+    right = isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype == np.float32
+    n = len(x) if right else 0
+    spans = segments(n, comm.size, codec.grain)
+    num_bytes = sum(codec.num_bytes(start, stop) for start, stop in spans if stop > start)
+    most = np.array([not right, n, -n, num_bytes, -num_bytes], np.int64)  # a maximum of (f, −f) shows any difference
+    comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
+    if not right:
+        raise ValueError("a ring sums flat float32 arrays")
+    if most[0]:
+        raise RuntimeError("another rank's vector is no flat float32 array")
+    for what, high, low in (("elements", most[1], -most[2]), ("bytes of payload", most[3], -most[4])):
+        if high != low:
+            raise RuntimeError(f"the ranks' vectors or codecs differ: they have from {low} to {high} {what}")
+
+
 def ring_allreduce(x: Array, codec: SegmentCodec, comm: Any) -> RingSum:
     """The sum of ``x`` [n] float32 over the ranks of ``comm`` (mpi4py), by point-to-point messages; collective.
 
@@ -303,12 +322,11 @@ def ring_allreduce(x: Array, codec: SegmentCodec, comm: Any) -> RingSum:
 
     Raises:
         ValueError: ``x`` is no flat float32 array.
-        RuntimeError: the ranks' vectors or codecs differ.
+        RuntimeError: that is so on another rank, or vectors or payloads differ in length; on every rank.
     """
     from mpi4py import MPI
 
-    if not isinstance(x, np.ndarray) or x.ndim != 1 or x.dtype != np.float32:
-        raise ValueError("a ring sums flat float32 arrays")
+    _agree(x, codec, comm)
     steps, answer = ring(x, codec, comm.rank, comm.size), None
     threaded = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
     with ThreadPoolExecutor(1) as pool:

@@ -189,6 +189,14 @@ def test_doctor_tells_absent_from_broken(monkeypatch, tmp_path):
         assert "– absent" in result.output or "✗ cracked" in result.output
 
 
+def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
+    monkeypatch.setattr(checkup.hosts, "problem", lambda: "Emulated hosts need root. Try:\n    sudo x\nWithout them …")
+    finding = checkup.emulated_hosts(1.0)
+    assert finding == checkup.Finding("absent", "Emulated hosts need root. Try:", "sudo x Without them …")
+    monkeypatch.setattr(checkup.hosts, "problem", lambda: None)
+    assert checkup.emulated_hosts(1.0).state == "works"
+
+
 # -- whole runs ----------------------------------------------------------------------------------
 
 

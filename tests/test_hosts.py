@@ -89,7 +89,8 @@ def script(*words, path=None):
     return subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
 
 
-TOOLS = ["awk", "bash", "dirname", "flock", "taskset", "ip", "mkdir", "readlink", "rm", "sed", "stat", "tc", "uname", "unshare"]
+TOOLS = ["awk", "bash", "dirname", "flock", "ip", "mkdir", "readlink", "rm", "sed", "stat", "taskset", "tc", "uname"]
+TOOLS += ["unshare"]
 
 
 def tools(folder, without=(), user=0):

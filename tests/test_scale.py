@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -388,6 +389,10 @@ def test_the_command_fits_foretells_and_writes(fitted, tmp_path):
     assert "s\\* |" in table and "**Bytes on the wire" in table
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<svg") == 4 + 3 and "topk 0.5 %" in page  # two plots a rate, and the legend's lines
+    for rate in ("10mbit", "1gbit"):
+        plot = ElementTree.parse(tmp_path / "out" / f"seconds-{rate}.svg").getroot()  # a file of its own, well-formed
+        texts = "".join(plot.itertext())
+        assert "scalecom 100x" in texts and "--c1:" in texts
     again = invoke(*words, "--workers", "2,64", "--out", tmp_path / "fitted")
     assert again.exit_code == 0 and "64" in again.output and "4096" not in again.output
     far = invoke(*words, "--workers", "2,64", "--latency", "1ms", "--out", tmp_path / "far")

@@ -529,6 +529,25 @@ def the_ring_over_mpi_is_the_simulated_one() -> None:
         must_raise(ValueError, ["float32"], lambda w=wrong: ring.ring_allreduce(w, ring.Dense(), COMM))
 
 
+@case
+def a_ring_of_unequal_vectors_is_an_error_on_every_rank() -> None:
+    if WORLD == 1:
+        return
+    x = np.arange(8, dtype=np.float32)
+    other = ring.Dense() if RANK else ring.Chosen(np.arange(3))
+    unequal = [f"from 5 to {4 + WORLD} elements"]
+    must_raise(RuntimeError, unequal, lambda: ring.ring_allreduce(np.ones(5 + RANK, np.float32), ring.Dense(), COMM))
+    must_raise(RuntimeError, ["from 12 to 32 bytes"], lambda: ring.ring_allreduce(x, other, COMM))
+    wrong = x if RANK else x.astype(np.float64)
+    must_raise(
+        (ValueError, RuntimeError),
+        ["flat float32"],
+        lambda: ring.ring_allreduce(wrong, ring.Dense(), COMM),
+        same=False,
+    )
+    np.testing.assert_array_equal(ring.ring_allreduce(x, ring.Dense(), COMM).total, WORLD * x)  # nothing is stuck
+
+
 SECONDS_A_CASE = 150
 OUT = Path(sys.argv[1])
 NUMBERS: dict[str, int] = {}
