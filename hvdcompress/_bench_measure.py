@@ -56,16 +56,15 @@ def measure(
 @contextlib.contextmanager
 def _groups(turns: Sequence[Turn], ranks: int, hosts: Hosts | None, log: Path) -> Iterator[dict[str, Group]]:
     groups = {name: Group(name, ranks, hosts, log) for name in dict.fromkeys(turn.contender.where for turn in turns)}
-    try:
-        for group in groups.values():  # one by one: they would be in each other's way
-            group.launch()
-            group.join()
-        yield groups
-    except RankError as error:
-        raise launcher.LaunchError(str(error)) from None
-    finally:
-        for group in groups.values():
-            group.stop()
+    with contextlib.ExitStack() as stack:
+        try:
+            for group in groups.values():  # one by one: they would be in each other's way
+                stack.callback(group.stop)
+                group.launch()
+                group.join()
+            yield groups
+        except RankError as error:
+            raise launcher.LaunchError(str(error)) from None
 
 
 def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
@@ -86,8 +85,10 @@ def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[s
 def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
     key = f"{turn.set.label}.{turn.contender.label}".replace(" ", "_")
     given = {**turn.set.model_dump(), "tensors": turn.set.tensors()}
+    num_bytes = 4 * shapes.total(given["tensors"])
+    group.be_patient(num_bytes)
     if key not in group.prepared:
-        _make_room(group, key, 4 * shapes.total(turn.set.tensors()))
+        _make_room(group, key, num_bytes)
     group.ask("prepare", key=key, set=given, contender=turn.contender.spec)
     before = hosts.traffic() if hosts else []
     found: list[list[dict[str, Any]]] = []

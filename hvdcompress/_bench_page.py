@@ -18,7 +18,7 @@ WHOLE = 6  # of a bar that cannot be split
 
 
 def time_split(rows: Sequence[Row], name: str) -> str:
-    """Stacked bars, a line a method: where the time of an exchange goes. Dense is cut off if it dwarfs the others."""
+    """Stacked bars, a line a method: where the time of an exchange goes."""
     rows = [row for row in rows if row.time]
     with matplotlib.rc_context(plots.STYLE):
         figure = plots._figure(1.35 + 0.3 * len(rows))

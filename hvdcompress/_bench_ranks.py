@@ -30,7 +30,8 @@ from hvdcompress.hosts import Hosts
 GROUPS = ("ring", "mpi", "gloo", "ddp")
 SCRIPT = launcher.ROOT / "launch" / "bench_exchange.py"
 JOINING = 180.0  # seconds: imports of all ranks at once, on few processors
-ANSWERING = 600.0  # seconds for one exchange, or for setting a contender up
+ANSWERING = 600.0  # seconds for one exchange, or for setting a contender up; and on top of that
+DENSE = 12  # times what all gradients of a rank take on the link
 
 
 class RankError(RuntimeError):
@@ -42,6 +43,7 @@ class Group:
 
     def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path):
         self.name, self.ranks, self.hosts, self.log = name, ranks, hosts, log
+        self.patience = ANSWERING
         self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
         self._launched: list[launcher.Ranks] = []
         self._lines: dict[int, _Line] = {}
@@ -66,7 +68,8 @@ class Group:
         else:
             lines = [self._horovod_line(words)]
         # hosts=None: which algorithms MPI takes is the script's business
-        self._launched = [launcher.Ranks(line, self.ranks, self.log) for line in lines]
+        for line in lines:
+            self._launched.append(launcher.Ranks(line, self.ranks, self.log))
 
     def _horovod_line(self, words: list[str]) -> list[str]:
         if self.hosts is None or self.name == "gloo":
@@ -117,7 +120,12 @@ class Group:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def ask(self, do: str, seconds: float = ANSWERING, **more: Any) -> list[dict[str, Any]]:
+    def be_patient(self, num_bytes: int) -> None:
+        """What is asked for may take as long as gradients of so many bytes take on these links, many times over."""
+        rate = min(rate.slower for rate in self.hosts.rates) if self.hosts else None
+        self.patience = ANSWERING + (DENSE * 8 * num_bytes / rate if rate else 0.0)
+
+    def ask(self, do: str, **more: Any) -> list[dict[str, Any]]:
         """Give all ranks a command; their answers, in rank order.
 
         Raises:
@@ -127,7 +135,7 @@ class Group:
         with contextlib.suppress(OSError):  # a rank that is gone is found missing when it does not answer
             for line in self._lines.values():
                 line.socket.sendall(words)
-        replies = self._replies(time.monotonic() + seconds)
+        replies = self._replies(time.monotonic() + self.patience)
         return [replies[rank] for rank in sorted(replies)]
 
     def _replies(self, deadline: float) -> dict[int, dict[str, Any]]:
@@ -149,7 +157,7 @@ class Group:
                         raise RankError(f"rank {rank} ended without a message\n{self._tail()}")
                 if not ready and time.monotonic() >= deadline:
                     missing = ", ".join(str(rank) for rank in self._lines if rank not in found)
-                    raise RankError(f"no answer in time from rank {missing}\n{self._tail()}")
+                    raise RankError(f"no answer from rank {missing} within {self.patience:.0f} s\n{self._tail()}")
         return found
 
     def _tail(self) -> str:

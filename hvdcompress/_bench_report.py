@@ -15,11 +15,13 @@ from rich.table import Table
 
 from hvdcompress import units
 from hvdcompress.bench import LOOPBACK, Bench, Contender, read_turns
-from hvdcompress.hosts import Rate, speed
+from hvdcompress.hosts import HEADERS, Rate
+from hvdcompress.plan import load
 
 __all__ = ["Figures", "Result", "Row", "read", "show", "write"]
 
 MISSING = "–"
+LONGEST = 100_000  # steps in a method's cycle that are looked through
 PARTS = ("encode", "wire", "wait", "decode", "other")
 
 
@@ -39,6 +41,8 @@ class Row:
     set: str
     contender: str
     is_dense: bool
+    kind: str = "method"
+    alone: int = 0
     seconds: dict[int, list[float]] = field(default_factory=dict)  # by round
     parts: dict[str, float] = field(default_factory=dict)
     interface: float | None = None
@@ -91,7 +95,7 @@ def best_dense(rows: Sequence[Row]) -> Row | None:
 
 
 def _row(rate: str, set: str, contender: Contender, turns: Sequence[dict[str, Any]]) -> Row:
-    row = Row(rate, set, contender.label, contender.is_dense)
+    row = Row(rate, set, contender.label, contender.is_dense, contender.spec["kind"], contender.spec.get("alone", 0))
     well = [turn for turn in turns if "failed" not in turn]
     row.error = next((turn["failed"] for turn in turns if "failed" in turn), "")
     if not well:
@@ -110,7 +114,8 @@ def _row(rate: str, set: str, contender: Contender, turns: Sequence[dict[str, An
 def _parts(row: Row, exchanges: Sequence[dict[str, float]]) -> dict[str, float]:
     """Where the median exchange's seconds went, by the average shares of all exchanges.
 
-    While a rank is blocked in Horovod, the link needs a part of the time for the bytes; the rest is waiting.
+    While a rank is blocked in Horovod, the link needs a part of the time for the bytes; the rest is waiting. (Not by
+    the interface's count, which has in it what Horovod says while nothing is exchanged.)
     """
     total = sum(one["seconds"] for one in exchanges)
     share = {what: sum(one[what] for one in exchanges) / total for what in ("encode", "decode", "blocked")}
@@ -118,10 +123,10 @@ def _parts(row: Row, exchanges: Sequence[dict[str, float]]) -> dict[str, float]:
     found = {what: part * row.time.middle for what, part in share.items()}
     blocked = found.pop("blocked")
     found["other"] = max(0.0, row.time.middle - blocked - found["encode"] - found["decode"])
-    if row.interface is None or row.rate == LOOPBACK:
+    if row.rate == LOOPBACK:
         found["wait"] = blocked
     else:
-        found["wire"] = min(blocked, 8 * row.interface / Rate.parse(row.rate).up)
+        found["wire"] = min(blocked, 8 * (1 + HEADERS) * row.ledger["on_wire"] / Rate.parse(row.rate).slower)
         found["wait"] = blocked - found["wire"]
     return found
 
@@ -168,14 +173,40 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
             )
         else:
             notes.append(f"No emulated hosts: {link['link']}; these times say nothing about a network.")
+    commits = {each.get("commit") for each in [*launch.get("earlier", []), launch]}
+    if len(commits) > 1:
+        notes.append(
+            f"Measured in several attempts, of {len(commits)} versions of the code: {', '.join(map(str, commits))}."
+        )
     notes.append(
         f"{bench.hosts} ranks share {cores} cores{' (' + machine['cpu'] + ')' if machine.get('cpu') else ''}: where "
         "ranks outnumber cores, encode and decode take as much longer as they have to wait for a core. On hosts of "
         "their own they would not."
     )
     notes += [f"{one}." for one in bench.sets]
+    notes += [_warmed_up(bench, row, rows) for row in rows if row.alone and row.time]
     notes += sorted({f"{row.contender} on {row.set}, {row.rate}: {row.error}" for row in rows if row.error})
     return notes
+
+
+def _warmed_up(bench: Bench, row: Row, rows: Sequence[Row]) -> str:
+    """What a method costs that must be dense for a part of the time, where only its later steps were measured."""
+    place = "" if row.rate == LOOPBACK else f", {Rate.parse(row.rate)}"
+    said = f"{row.contender} on {row.set}{place}: measured after {row.alone} steps that were made without the network"
+    settings = next(entry.settings for entry in bench.methods if entry.label == row.contender)
+    method = load(settings).program.main
+    best = best_dense([other for other in rows if (other.set, other.rate) == (row.set, row.rate)])
+    last = len(method.phases) - 1
+    later = [age for age in range(row.alone, LONGEST) if method.phase_of(age) != last]
+    if not (best and best.time and row.time and last and later):
+        return f"{said}."
+    cycle = later[0]
+    dense = sum(method.phase_of(age) != last for age in range(cycle))
+    mean = (dense * best.time.middle + (cycle - dense) * row.time.middle) / cycle
+    return (
+        f"{said}. Of {cycle} steps {dense} are not compressed: with those as fast as the best dense all-reduce, its "
+        f"mean is {units.seconds_of(mean)}, {units.number(best.time.middle / mean)} times faster than that."
+    )
 
 
 # -- tables --------------------------------------------------------------------------------------------
@@ -222,6 +253,7 @@ COLUMNS = (
     Column("method", "method", lambda row: row.contender),
     Column("value", "seconds", _seconds),
     Column("spread", "least – most", _spread),
+    Column("count", "of", lambda row: str(sum(map(len, row.seconds.values())))),
     Column("rate", "× best dense", _speed_up),
     *(Column(what, what, _part(what)) for what in PARTS),
     Column("interface", "left the host", _interface),
@@ -231,22 +263,24 @@ COLUMNS = (
 )
 LEGEND = (
     "none, fp16, powersgd (rank 1): stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
-    "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks. Seconds: one exchange of all gradients, "
-    "from the first rank's beginning to the last one's end, nothing of it hidden behind a backward pass; the median of "
-    "all exchanges. × best dense: the fastest `none`'s median over this one's, with the least and the greatest of that "
-    "ratio in a round; below 1 the method loses to dense. Of a rank's main thread: encode = codec until a tensor's "
-    "last collective is under way; decode = after it; wire = of the time blocked in Horovod, what the link needs for "
-    "the bytes that left the host; wait = the rest of that time: latency, Horovod's cycles, other ranks' codecs; "
-    "other = PyTorch and Python. DDP does not let its time be told apart. Bytes are one rank's in one exchange: left "
-    "the host = by the interface's counters, with all headers and negotiation; ledger = if collectives run as rings; "
-    "payload = handed to the collectives."
+    "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
+    "gloo with more. Seconds: one exchange of all gradients, from the first rank's beginning to the last one's end, "
+    "nothing of it hidden behind a backward pass; the median of so many exchanges (of). A turn's first exchange, "
+    "which still has ranks waking up, counts only where it was the only one. × best dense: the fastest `none`'s "
+    "median over this one's, with the least and the greatest of that ratio in a round; below 1 the method loses to "
+    "dense. Of a rank's main thread: encode = codec until a tensor's last collective is under way; decode = after it; "
+    "wire = of the time blocked in Horovod, what the link needs for the ledger's bytes and their headers; wait = the "
+    "rest of that time: latency, Horovod's cycles, other ranks' codecs; other = PyTorch, Python, and how far ranks "
+    "are apart. DDP does not let its time be told apart. Bytes are one rank's in one exchange, on average over ranks: "
+    "left the host = by the interface's counters, with all headers and negotiation, also between exchanges; ledger = "
+    "if collectives run as rings; payload = handed to the collectives."
 )
 
 
 def heading(result: Result, set: str, rate: str) -> str:
     """``resnet50 at 100 Mbit/s: 161 tensors, …``."""
     about = str(next(one for one in result.bench.sets if one.label == set)).removeprefix(f"{set}: ")
-    place = "without a network" if rate == LOOPBACK else f"at {speed(Rate.parse(rate).up)}"
+    place = "without a network" if rate == LOOPBACK else f"at {Rate.parse(rate)}"
     return f"{set} {place}: {about}"
 
 
@@ -254,7 +288,7 @@ def show(result: Result, console: Console) -> None:
     """Print the tables: of the columns as many as the terminal is wide."""
     for (set, rate), rows in result.groups().items():
         table = Table(title=heading(result, set, rate), title_justify="left", title_style="bold", box=None)
-        columns = COLUMNS if console.width >= 180 else COLUMNS[:10] if console.width >= 130 else COLUMNS[:4]
+        columns = COLUMNS if console.width >= 180 else COLUMNS[:11] if console.width >= 130 else COLUMNS[:5]
         for column in columns:
             table.add_column(column.title, justify="left" if column.key == "method" else "right", no_wrap=True)
         best = best_dense(rows)

@@ -43,6 +43,8 @@ def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
             )
         if any((turn["rate"] == "loopback") != loopback for turn in read_turns(folder)):
             raise ValueError(f"{folder} was measured {'on emulated hosts' if loopback else 'with --loopback'}")
+        bench.joined(Bench.open(config)).save(config)
+        return
     bench.save(config)
 
 
@@ -75,12 +77,19 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     total = bench.rounds * len(bench.sets) * len(bench.contenders()) * (1 if loopback else len(bench.rates))
     console.print(f"[bold]{escape(bench.name)}[/]: {total} turns → {launcher.shown(folder)}", highlight=False)
-    code, links, done = 0, list(before.get("links", [])), len(read_turns(folder))
+    rates = ["loopback"] if loopback else bench.rates
+    wanted = {turn.key for turn in bench.turns(rates)}
+    taken = {(t["rate"], t["set"], t["contender"], t["round"]) for t in read_turns(folder) if "failed" not in t}
+    code, links, done = 0, list(before.get("links", [])), len(wanted & taken)
     began = time.monotonic()
+    earlier = before.get("earlier", [])
+    if before:
+        earlier.append({key: before[key] for key in ("command", "commit", "dirty", "machine") if key in before})
 
     def note(link: dict[str, Any]) -> None:
         links.append(link)
-        file.write_text(json.dumps({**notes, "links": links}, indent=2) + "\n", encoding="utf-8")
+        said = {**notes, "links": links, **({"earlier": earlier} if earlier else {})}
+        file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     with console.status("starting …") as status:
 

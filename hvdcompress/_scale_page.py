@@ -29,8 +29,8 @@ def curves(
     title: str,
     legend: bool = False,
 ) -> str:
-    """A line a method against the number of workers, both logarithmic; a cross where a method begins to lose to dense
-    (on lines of which something is compared with it)."""
+    """A line a method against the number of workers, both logarithmic; a cross where a method is no faster than
+    dense."""
     with matplotlib.rc_context(plots.STYLE):
         figure = plots._figure(5.6 if legend else 4.4)
         axes = figure.add_subplot()
@@ -45,8 +45,8 @@ def curves(
             )[0]
             if plots.dashes(number):
                 line.set_dashes(plots.dashes(number))
-            if row.loses_from and found is row.seconds:
-                axes.plot(row.loses_from, found[row.loses_from], "x", color=plots.colour(number), markersize=8)
+            if found is row.seconds:
+                axes.plot(row.loses, [found[p] for p in row.loses], "x", color=plots.colour(number), markersize=7)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         workers = list(values(rows[0]))
@@ -67,11 +67,11 @@ def _section(prediction: Prediction, number: int, rate: str, rows: list[Row]) ->
     cells = [(row, time_cells(prediction, row)) for row in rows]
     return {
         "heading": prediction.heading(rate),
-        "plots": [("Time of an exchange (×: from here on no faster than dense)", times), ("Bytes a rank sends", wire)],
+        "plots": [("Time of an exchange (×: no faster than dense)", times), ("Bytes a rank sends", wire)],
         "rows": [
             {
                 "number": at % plots.SERIES,
-                "failed": row.loses_from is not None,
+                "failed": bool(row.loses),
                 "cells": [(head.key, cell) for head, cell in zip(_heads(prediction), found, strict=True)],
             }
             for at, (row, found) in enumerate(cells)
@@ -83,7 +83,7 @@ def _heads(prediction: Prediction) -> list[Head]:
     return [
         Head("method", "method"),
         *(Head("workers", f"{p} workers") for p in prediction.workers),
-        Head("loses", "loses from"),
+        Head("loses", "loses"),
     ]
 
 

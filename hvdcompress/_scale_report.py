@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hvdcompress import units
 from hvdcompress.cost import Constants
-from hvdcompress.hosts import Rate, speed
+from hvdcompress.hosts import Rate
 from hvdcompress.scale import Model, Row
 
 MISSING = "–"
@@ -38,6 +38,7 @@ class Prediction:
     model: Model
     file: str
     command: str
+    timed: list[str] = field(default_factory=list)  #: methods whose codec was timed just now, not with the fit
 
     @property
     def workers(self) -> list[int]:
@@ -53,7 +54,7 @@ class Prediction:
 
     def heading(self, rate: str) -> str:
         """``Seconds an exchange at 1 Gbit/s: …``."""
-        return f"Seconds an exchange at {speed(Rate.parse(rate).up)}: {self.name}"
+        return f"Seconds an exchange at {Rate.parse(rate)}: {self.name}"
 
     def dense(self, rate: str) -> Row:
         """The dense row."""
@@ -68,8 +69,18 @@ def _seconds(row: Row, dense: Row, workers: int) -> str:
 def time_cells(prediction: Prediction, row: Row) -> list[str]:
     """A line of the table of times."""
     dense = prediction.dense(row.rate)
-    last = MISSING if row.is_dense else str(row.loses_from or "never")
+    last = MISSING if row.is_dense else loses(row)
     return [row.label, *(_seconds(row, dense, p) for p in prediction.workers), last]
+
+
+def loses(row: Row) -> str:
+    """Among how many workers a method is no faster than dense: "never", "always", "from 256", "up to 8" or a list."""
+    workers, mine = sorted(row.seconds), row.loses
+    if not mine or len(mine) == len(workers):
+        return "always" if mine else "never"
+    if mine == workers[-len(mine) :]:
+        return f"from {mine[0]}"
+    return f"up to {mine[-1]}" if mine == workers[: len(mine)] else ", ".join(map(str, mine))
 
 
 def byte_cells(prediction: Prediction, row: Row) -> list[str]:
@@ -103,6 +114,8 @@ def notes(prediction: Prediction) -> list[str]:
         f"{LOSES}: no faster than dense. Collectives as rings, dense too; nothing is hidden behind a backward pass; "
         "each rank has a processor like that of the fit for itself, and its link for itself."
     )
+    if prediction.timed:
+        said.append(f"Codecs that were timed just now, on this machine: {', '.join(prediction.timed)}.")
     largest = max(point.work.world for point in model.points) if model.points else 0
     said.append(f"Beyond {largest} workers nothing was measured: these figures are carried over by the formulas alone.")
     return said
@@ -121,7 +134,7 @@ def show(prediction: Prediction, console: Console) -> None:
     heads = ["method", *(f"{p}" for p in prediction.workers)]
     for rate, rows in prediction.by_rate().items():
         lines = [time_cells(prediction, row) for row in rows]
-        _show(prediction.heading(rate), [*heads, "loses from"], lines, console, mark=LOSES)
+        _show(prediction.heading(rate), [*heads, "loses"], lines, console, mark=LOSES)
     rows = next(iter(prediction.by_rate().values()))
     _show("Bytes on the wire, a rank and exchange", heads, [byte_cells(prediction, row) for row in rows], console)
     for note in notes(prediction):
@@ -159,7 +172,7 @@ def markdown(prediction: Prediction) -> str:
     text = []
     for rate, rows in prediction.by_rate().items():
         text += [f"**{prediction.heading(rate)}**", ""]
-        text += [*_table([*heads, "loses from"], [time_cells(prediction, row) for row in rows]), ""]
+        text += [*_table([*heads, "loses"], [time_cells(prediction, row) for row in rows]), ""]
     rows = next(iter(prediction.by_rate().values()))
     text += ["**Bytes on the wire, a rank and exchange**", ""]
     text += [*_table(heads, [byte_cells(prediction, row) for row in rows]), ""]

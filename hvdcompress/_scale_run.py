@@ -69,20 +69,22 @@ def run(
     with console.status("…") as status:
         if fit:
             status.update("fitting …")
-            model = scaling.model_from(fit)
-            model.save(file)
+            fitted = scaling.model_from(fit)
         else:
-            model = scaling.Model.open(file)
+            fitted = scaling.Model.open(file)
+        model, known = fitted, list(fitted.codecs)
         if latency:
-            model = replace(model, constants=replace(model.constants, message=seconds(latency)))
+            model = replace(fitted, constants=replace(fitted.constants, message=seconds(latency)))
         rows = scaling.predict(model, chosen, tensors, rates, numbers, lambda label: status.update(f"{label} …"))
     if fit:
-        _scale_report.show_fit(model, console)
+        fitted.save(file)  # now, with the codecs of all methods
+        _scale_report.show_fit(fitted, console)
         console.print(f"written: {launcher.shown(file)}", highlight=False, soft_wrap=True)
     about = f"{len(tensors)} tensors, {shapes.total(tensors):,} elements".replace(",", " ").replace("  ", ", ")
     command = shlex.join(["hvdcompress", *sys.argv[1:]])
     name = f"{Path(set).stem}, {about}" + (f", {latency} a message" if latency else "")
-    prediction = Prediction(name, rows, model, launcher.shown(file), command)
+    timed = [] if fit else [method for method in fitted.codecs if method not in known]
+    prediction = Prediction(name, rows, model, launcher.shown(file), command, timed)
     _scale_report.show(prediction, console)
     if out:
         files = _scale_report.write(prediction, out)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdcompress._torch_net import Net
-from hvdcompress.agreement import PeerError
+from hvdcompress.agreement import PeerError, Status, failure, fingerprint
 from hvdcompress.ops import fast
 from hvdcompress.plan import Unit
 from hvdcompress.worker import Flight
@@ -111,29 +110,22 @@ class Step:
                 self._advance(flight)
 
     def _agree(self) -> None:
-        """One all-reduce of maxima: did a rank fail, is all finite, does one ask for a trigger, do plan, step and
-        loss scale agree?
-
-        A maximum of (f, −f) shows any difference in f, where an average could hide one.
-        """
+        """One all-reduce of maxima (``agreement.Status``): did a rank fail, is all finite, does one ask for a trigger,
+        do plan, step and loss scale agree?"""
         self.compressor.compare_plans_once(self.net)
-        state = zlib.crc32(repr(sorted(self.worker.steps.items())).encode(), self.worker.plan.fingerprint)
+        state = fingerprint(self.worker.plan.fingerprint, sorted(self.worker.steps.items()))
         scale = self.compressor.current_loss_scale() if self.error is None else 1.0
-        flags = [self.error is not None, not self.finite, self.worker.take_request()]
-        mine = [*map(float, flags), float(state), -float(state), scale, -scale]
-        failed, non_finite, triggered, high, low, scale_high, scale_low = self.net.maximum("status", mine)
-        if failed:
-            texts = self.net.gather_text("error", str(self.error or ""))
-            message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
-            raise PeerError(f"a gradient exchange failed, so every rank stops. {message}") from self.error
-        if high != -low:
+        mine = Status(self.error is not None, not self.finite, self.worker.take_request(), state, scale)
+        status = Status.of(self.net.maximum("status", mine.numbers()))
+        if status.failed:
+            raise failure(self.net.gather_text("error", str(self.error or ""))) from self.error
+        if not status.alike:
             raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")
-        if scale_high != -scale_low:
-            raise PeerError(f"ranks disagree on the loss scale: it is {-scale_low} on one and {scale_high} on another")
-        self.finite = not non_finite
-        if triggered and self.finite:
+        status.check_loss_scale()
+        self.finite = not status.non_finite
+        if status.triggered and self.finite:
             self.worker.trigger()
-        elif triggered:  # as if the step had not been: the request waits for the next
+        elif status.triggered:  # as if the step had not been: the request waits for the next
             self.worker.asks_for_trigger = True
 
     # -- results go out -------------------------------------------------------------------------------

@@ -243,6 +243,16 @@ class Bench(BaseModel):
         }
         return self.model_copy(update=changes)
 
+    def joined(self, earlier: Bench) -> Bench:
+        """A copy with what else was measured earlier, so that a part can be measured again, or more be added."""
+        changes: dict[str, Any] = {"rates": list(dict.fromkeys([*earlier.rates, *self.rates]))}
+        changes["beside"] = list(dict.fromkeys([*earlier.beside, *self.beside]))
+        changes["rounds"] = max(earlier.rounds, self.rounds)
+        for key in ("sets", "methods"):
+            entries = {entry.label: entry for one in (earlier, self) for entry in getattr(one, key)}
+            changes[key] = list(entries.values())
+        return self.model_copy(update=changes)
+
     def save(self, file: Path) -> None:
         """Write it with every default filled in; :meth:`open` reads it back to the same."""
         text = yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)

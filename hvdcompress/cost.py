@@ -19,6 +19,7 @@ knows any method.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
@@ -97,10 +98,13 @@ def gathered(rounds: Rounds, world: int) -> tuple[int, float]:
     return pieces, num_bytes
 
 
-def messages(verb: str, lengths: Sequence[int], world: int) -> int:
-    """Messages that wait for each other when collectives of one kind begin together, and Horovod fuses what it can."""
+def messages(verb: str, lengths: Sequence[int], world: int, partners: int | None = None) -> int:
+    """Messages that wait for each other when collectives of one kind begin together, and Horovod fuses what it can.
+
+    ``partners``: with how many others a rank has to do in each all-to-all, where that is not all of them.
+    """
     if verb == "AllToAll":
-        return len(lengths) * (world - 1)
+        return len(lengths) * (world - 1 if partners is None else partners)
     times = world if verb == "AllGather" else 1
     fused = min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED)))
     return fused * (world - 1) * (1 if verb == "AllGather" else 2)
@@ -118,7 +122,7 @@ def work(
     ``driver``: with what the PyTorch driver adds, a placeholder for each tensor and a status.
     """
     sent, wire, line, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
-    together: dict[tuple[int, str, str], list[int]] = {}
+    together: dict[tuple[int, str, str, int | None], list[int]] = {}
 
     def add(number: int, each: Sequence[Asked]) -> None:
         nonlocal line, calls
@@ -129,7 +133,9 @@ def work(
             wire[place] += on_wire(one, world)
         line += max(max(on_wire(one, world), one.gets) for one in each)
         kind = "AllReduce" if each[0].verb == "Broadcast" else each[0].verb
-        together.setdefault((number, kind, each[0].dtype), []).append(max(one.num_bytes for one in each))
+        uneven = kind == "AllToAll" and each[0].keeps is not None
+        partners = max(1, *(one.pieces for one in each)) if uneven else None
+        together.setdefault((number, kind, each[0].dtype, partners), []).append(max(one.num_bytes for one in each))
 
     for unit in plan.units(TensorSpec(name, shape) for name, shape in tensors.items()):
         method, asked, rides = _asked(unit, world)
@@ -145,7 +151,7 @@ def work(
     if driver:
         add(-1, [Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))])
         rounds += 1
-    passed = sum(messages(kind, lengths, world) for (_, kind, _), lengths in together.items())
+    passed = sum(messages(kind, lengths, world, partners) for (_, kind, _, partners), lengths in together.items())
     return Work(world, max(sent), max(wire), line, calls, rounds, passed, seconds)
 
 
@@ -229,6 +235,14 @@ class Point:
             return cls(**{**given, "work": Work(**given["work"])})
         except (TypeError, KeyError) as error:
             raise ValueError(f"this is no measured exchange: {error}") from None
+
+
+def sharing(ranks: int, processors: int | None = None) -> float:
+    """How many of so many ranks share the busiest of this machine's processors (or of ``processors``); 1 at least.
+
+    Emulated hosts keep to one each, and the last to end ends an exchange.
+    """
+    return float(ceil(ranks / (processors or len(os.sched_getaffinity(0)))))
 
 
 def fit(points: Sequence[Point]) -> Constants:

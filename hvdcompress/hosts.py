@@ -74,6 +74,11 @@ class Rate:
         return speed(self.up) if self.up == self.down else f"{speed(self.up)} up and {speed(self.down)} down"
 
     @property
+    def slower(self) -> int:
+        """What an exchange among hosts of this rate is limited by: each sends as much as it receives."""
+        return min(self.up, self.down)
+
+    @property
     def word(self) -> str:
         """As ``launch/hosts.sh`` takes it."""
         return f"{self.up}bit/{self.down}bit"

@@ -32,8 +32,6 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isfinite
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -42,13 +40,13 @@ import numpy as np
 os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 from mpi4py import MPI  # noqa: E402
 
-from hvdcompress import checkpoint
 from hvdcompress._mpi_net import Alarm, Net, Pending
 from hvdcompress.agreement import PeerError, Status, compare_plans, fingerprint
 from hvdcompress.ledger import Ledger
 from hvdcompress.method import AllReduce, Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
+from hvdcompress.rankstate import RankState
 from hvdcompress.reshard import only
 from hvdcompress.slots import describe
 from hvdcompress.worker import ExchangeError, Flight, Worker
@@ -59,7 +57,7 @@ Array = np.ndarray[Any, Any]
 Op = Literal["average", "sum"]
 
 
-class Compressor:
+class Compressor(RankState):
     """Compressed all-reduces over one communicator. Making one is collective: all ranks of ``comm`` do it together.
 
     Args:
@@ -95,7 +93,7 @@ class Compressor:
             self.plan = plan_of(method, **settings)
             texts = self._net.gather_text("plan", json.dumps(self.plan.to_dict()))
             compare_plans([(json.loads(text), {}) for text in texts])
-        self._worker = Worker(self.plan, comm.rank, comm.size, self.ledger)
+        self.worker = Worker(self.plan, comm.rank, comm.size, self.ledger)
         self._waiting: dict[str, Any] | None = None  # what was loaded of tensors that have not come yet
 
     def close(self) -> None:
@@ -126,7 +124,7 @@ class Compressor:
             return self._step({name: np.asarray(array) for name, array in arrays.items()}, op)
 
     def _step(self, arrays: dict[str, Array], op: Op) -> dict[str, Array]:
-        worker, specs = self._worker, _specs(arrays, op)
+        worker, specs = self.worker, _specs(arrays, op)
         units = self.plan.units(specs.values())
         self._take_over(units)
         known = set(worker.units)
@@ -163,7 +161,7 @@ class Compressor:
         flights: list[Flight],
     ) -> Status:
         """Run every unit's exchange to its end, as ``flights``; the ranks' status."""
-        net, worker, scale = self._net, self._worker, self.current_loss_scale()
+        net, worker, scale = self._net, self.worker, self.current_loss_scale()
         steps = sorted((name, step) for name, step in worker.steps.items() if step)
         facts = (sorted(map(str, specs.values())), op, self.plan.source, steps)
         mine = Status(triggered=worker.asks_for_trigger, state=fingerprint(*facts), loss_scale=scale)
@@ -186,11 +184,11 @@ class Compressor:
 
     def _launch(self, unit: Unit, arrays: Mapping[str, Array], scale: float) -> Flight:
         """Run a unit's exchange to its first verb."""
-        work = self._worker.work_dtype(unit)
+        work = self.worker.work_dtype(unit)
         with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
             flats = [arrays[member.name].astype(work, copy=False).ravel() for member in unit.members]
         try:
-            return self._worker.start(unit, self._worker.join(unit, flats, fast), fast, scale)
+            return self.worker.start(unit, self.worker.join(unit, flats, fast), fast, scale)
         except ExchangeError:
             raise
         except Exception as error:
@@ -228,14 +226,14 @@ class Compressor:
         Raises:
             KeyError: no such tensor has gone through.
         """
-        unit, _ = self._worker.find(name)
+        unit, _ = self.worker.find(name)
         shape = next(member.shape for member in unit.members if member.name == name)
-        flat = self._worker.residual(name)
+        flat = self.worker.residual(name)
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as numpy arrays."""
-        saved = self._worker.state_dict()
+        saved = self.worker.state_dict()
         for table in TABLES if self._waiting else ():
             saved[table] = {**self._waiting[table], **saved[table]}  # type: ignore[index]
         return saved
@@ -247,12 +245,12 @@ class Compressor:
             ValueError: it is of another rank or world, or of other shapes; nothing is changed then. Shapes that are
                 not known yet are compared in the first step with them.
         """
-        self._worker.check_origin(saved)
-        known = [unit for unit in self._worker.units.values() if unit.members[0].name in saved["steps"]]
-        fresh = Worker(self.plan, self._worker.rank, self._worker.world, self.ledger)
+        self.worker.check_origin(saved)
+        known = [unit for unit in self.worker.units.values() if unit.members[0].name in saved["steps"]]
+        fresh = Worker(self.plan, self.worker.rank, self.worker.world, self.ledger)
         names = [member.name for unit in known for member in unit.members]
         fresh.load_state_dict(only(saved, names), known, np.concatenate)
-        self._worker = fresh
+        self.worker = fresh
         self._waiting = only(saved, sorted(saved["steps"].keys() - set(names)))
 
     def _take_over(self, units: list[Unit]) -> None:
@@ -263,51 +261,15 @@ class Compressor:
             return
         assert waiting is not None
         names = [member.name for unit in come for member in unit.members]
-        restored = Worker(self.plan, self._worker.rank, self._worker.world)
+        restored = Worker(self.plan, self.worker.rank, self.worker.world)
         restored.load_state_dict(only(waiting, names), come, np.concatenate)
         for table in ("units", "states", "steps", "triggers", "restarts"):
-            getattr(self._worker, table).update(getattr(restored, table))
+            getattr(self.worker, table).update(getattr(restored, table))
         self._waiting = only(waiting, sorted(waiting["steps"].keys() - set(names)))
-
-    def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank."""
-        return checkpoint.save(self.state_dict(), folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
-
-        Raises:
-            FileNotFoundError, ValueError: there is none, or it does not fit.
-        """
-        self.load_state_dict(checkpoint.load(folder, self._worker.rank, self._worker.world))
 
     def describe(self) -> str:
         """Which method each group of tensors gets, and its memory on this rank; known after a tensor's first step."""
-        return describe(self._worker.units.values())
-
-    # -- triggers ----------------------------------------------------------------------------------------
-
-    def observe(self, **metrics: float) -> None:
-        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
-
-        Call it on any rank or on all: what one rank notices, all act on, after the next step.
-        """
-        self._worker.observe(metrics)
-
-    def trigger(self) -> None:
-        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
-        self._worker.asks_for_trigger = True
-
-    def current_loss_scale(self) -> float:
-        """The loss scale that is on now.
-
-        Raises:
-            ValueError: it is no positive finite number.
-        """
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
-        return scale
+        return describe(self.worker.units.values())
 
 
 class _Together:

@@ -7,6 +7,7 @@ numbers of hosts). The codec is timed here, in one process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -134,7 +135,7 @@ def _bench_points(folder: Path, codec: Callable[[Method], Codec]) -> tuple[list[
     bench = Bench.open(folder / "config.yaml")
     file = folder / "launch.json"
     launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    shared = max(1.0, bench.hosts / (launch.get("machine", {}).get("cores") or os.cpu_count() or 1))
+    shared = cost.sharing(bench.hosts, launch.get("machine", {}).get("cores"))
     found: dict[tuple[str, str, str], list[float]] = {}
     for turn in read_turns(folder):
         if "failed" not in turn and turn["rate"] != LOOPBACK:
@@ -144,6 +145,8 @@ def _bench_points(folder: Path, codec: Callable[[Method], Codec]) -> tuple[list[
     contenders = {each.label: each for each in bench.contenders()}
     points, worked = [], {}
     for (rate, set, label), seconds in found.items():
+        if set not in tensors or label not in contenders:
+            continue  # of an earlier attempt
         if (set, label) not in worked:
             contender = contenders[label]
             one: Work | None = None
@@ -153,7 +156,7 @@ def _bench_points(folder: Path, codec: Callable[[Method], Codec]) -> tuple[list[
                 one = cost.work(load(contender.spec["settings"]), tensors[set], bench.hosts, codec)
             worked[set, label] = one
         if done := worked[set, label]:
-            points.append(Point(label, set, Rate.parse(rate).up, shared, statistics.median(seconds), done))
+            points.append(Point(label, set, Rate.parse(rate).slower, shared, statistics.median(seconds), done))
     if not points:
         raise ValueError(f"{folder} holds no exchange over Horovod's ring on emulated hosts")
     return points, {key: launch[key] for key in ("command", "commit", "machine") if key in launch} | {
@@ -251,29 +254,47 @@ def model_from(paths: Iterable[Path], known: Mapping[str, Codec] | None = None) 
 
 
 def held_out(points: Sequence[Point]) -> dict[str, Errors]:
-    """Errors of predictions from fits that had not seen the point: of every fourth exchange in turn, and of all
-    exchanges among the most hosts, predicted from those among fewer. (Collectives of MPI alone are fitted to, too, but
-    it is not they that are to be foretold.)"""
-    ordered = sorted(points, key=lambda p: (p.set, p.label, p.work.world, p.rate))
-    exchanges = [point for point in ordered if point.work.calls]
-    found: list[tuple[float, Errors]] = []
-    for fold in range(FOLDS):
-        held = exchanges[fold::FOLDS]
-        rest = [point for point in ordered if point not in held]
-        if held:
-            constants = cost.fit(rest)
-            found += [(cost.errors(constants, [point]).median, cost.errors(constants, [point])) for point in held]
+    """Errors of predictions from fits that had not seen the point, by what was held out: every fourth exchange in
+    turn; each method in turn; each set in turn; all exchanges among the most hosts, predicted from those among fewer.
+    Where there is too little left to fit to, a split is left out.
+
+    Collectives of MPI alone are fitted to, too, but it is not they that are to be foretold. What was measured twice is
+    held out together."""
+    exchanges = [point for point in points if point.work.calls]
+    keys = sorted({_what(point) for point in exchanges})
+    fold = {key: number % FOLDS for number, key in enumerate(keys)}
+    splits: dict[str, Callable[[Point], Any]] = {
+        "a quarter, in turn": lambda point: fold[_what(point)],
+        "a method, in turn": lambda point: point.label,
+        "a set, in turn": lambda point: point.set,
+    }
     result = {}
-    if found:
-        worst = max(found, key=lambda each: each[0])[1]
-        middle = statistics.median(error for error, _ in found)
-        result["a quarter, in turn"] = Errors(middle, worst.worst, worst.which, len(found))
+    for name, part in splits.items():
+        with contextlib.suppress(ValueError):  # too few
+            result[name] = _in_turn(points, exchanges, part)
     most = max((point.work.world for point in exchanges), default=0)
     held = [point for point in exchanges if point.work.world == most]
-    rest = [point for point in points if point.work.world < most]
-    if held and len({p.work.world for p in exchanges}) > 1:
-        result[f"{most} hosts, from fewer"] = cost.errors(cost.fit(rest), held)
+    with contextlib.suppress(ValueError):
+        result[f"{most} hosts, from fewer"] = cost.errors(cost.fit([p for p in points if p.work.world < most]), held)
     return result
+
+
+def _what(point: Point) -> tuple[Any, ...]:
+    return point.set, point.label, point.work.world, point.rate
+
+
+def _in_turn(points: Sequence[Point], exchanges: Sequence[Point], part: Callable[[Point], Any]) -> Errors:
+    """Each part of the exchanges, foretold from all that is not in it."""
+    found = []
+    parts = dict.fromkeys(map(part, exchanges))
+    if len(parts) < 2:
+        raise ValueError("one part: nothing would be left")
+    for one in parts:
+        held = [point for point in exchanges if part(point) == one]
+        constants = cost.fit([point for point in points if not point.work.calls or part(point) != one])
+        found += [cost.errors(constants, [point]) for point in held]
+    worst = max(found, key=lambda each: each.worst)
+    return Errors(statistics.median(each.median for each in found), worst.worst, worst.which, len(found))
 
 
 # -- prediction ----------------------------------------------------------------------------------------
@@ -290,7 +311,7 @@ class Row:
     on_wire: dict[int, float]
     parts: dict[int, dict[str, float]]
     is_dense: bool = False
-    loses_from: int | None = None  #: the least number of workers from which on dense is as fast
+    loses: list[int] = field(default_factory=list)  #: numbers of workers at which dense is as fast
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -310,7 +331,7 @@ def predict(
     Raises:
         ValueError: a rate is none, or a number of workers is below 2.
     """
-    speeds = {rate: Rate.parse(rate).up for rate in rates}
+    speeds = {rate: Rate.parse(rate).slower for rate in rates}
     if not workers or min(workers) < 2:
         raise ValueError(f"{list(workers)} workers: there must be 2 at least")
     workers = sorted(set(workers))
@@ -331,16 +352,6 @@ def predict(
             row = Row(rate, label, settings[label], seconds, wire, parts, label == DENSE)
             dense = dense or seconds
             if not row.is_dense:
-                row.loses_from = loses_from(seconds, dense)
+                row.loses = [p for p in workers if seconds[p] >= dense[p]]
             rows.append(row)
     return rows
-
-
-def loses_from(seconds: Mapping[int, float], dense: Mapping[int, float]) -> int | None:
-    """The least number of workers from which on all that were asked for lose to dense; None if the most do not."""
-    found = None
-    for workers in sorted(seconds, reverse=True):
-        if seconds[workers] < dense[workers]:
-            break
-        found = workers
-    return found

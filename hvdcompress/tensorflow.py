@@ -27,8 +27,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -44,6 +42,7 @@ from hvdcompress.ledger import Ledger
 from hvdcompress.loopback import cut
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Plan, Unit, plan_of
+from hvdcompress.rankstate import RankState
 from hvdcompress.reshard import only
 from hvdcompress.slots import describe
 from hvdcompress.worker import Worker
@@ -61,7 +60,7 @@ class Ticket:
         self.gradient, self.unit, self.done = gradient, unit, done
 
 
-class Compressor(tf.train.experimental.PythonState):
+class Compressor(RankState, tf.train.experimental.PythonState):
     """One optimizer's compression, for ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
 
     Make it once, outside of the training step: it holds the residuals. A program with several makes them in the
@@ -300,18 +299,6 @@ class Compressor(tf.train.experimental.PythonState):
             known = [u for name, u in self.units.items() if name in self._waiting["steps"]]
             self.worker.load_state_dict(only(self._waiting, [u.spec.name for u in known]), known, np.concatenate)
 
-    def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank."""
-        return checkpoint.save(self.state_dict(), folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
-
-        Raises:
-            FileNotFoundError, ValueError: there is none, or it does not fit.
-        """
-        self.load_state_dict(checkpoint.load(folder, self.worker.rank, self.worker.world))
-
     def serialize(self) -> bytes:
         """For ``tf.train.Checkpoint(compressor=…)``, of which every rank must write its own."""
         return checkpoint.to_bytes(self.state_dict())
@@ -323,30 +310,6 @@ class Compressor(tf.train.experimental.PythonState):
     def describe(self) -> str:
         """Which method each group of tensors gets, and its memory; known after the first trace."""
         return describe(self.units.values())
-
-    # -- triggers --------------------------------------------------------------------------------------
-
-    def observe(self, **metrics: float) -> None:
-        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
-
-        What one rank notices, all act on, tensor by tensor, after the next step.
-        """
-        self.worker.observe(metrics)
-
-    def trigger(self) -> None:
-        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
-        self.worker.asks_for_trigger = True
-
-    def current_loss_scale(self) -> float:
-        """The loss scale that is on now.
-
-        Raises:
-            ValueError: it is no positive finite number.
-        """
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
-        return scale
 
 
 def _work(unit: Unit) -> tf.DType:

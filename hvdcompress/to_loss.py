@@ -27,6 +27,12 @@ def reached(steps: Sequence[float], losses: Sequence[float], target: float) -> f
     return None
 
 
+def _first(row: report.Row, axis: str, target: float) -> float | None:
+    """Where the row's first seed reached the loss."""
+    curve = row.results[0].curve
+    return reached(curve[axis], curve["loss"], target) if curve.get("loss") else None
+
+
 def table(folder: Path, targets: Mapping[str, float]) -> list[str]:
     """A Markdown table's lines for one folder that ``hvdcompress run`` wrote: seconds and steps to each task's loss.
 
@@ -38,12 +44,11 @@ def table(folder: Path, targets: Mapping[str, float]) -> list[str]:
         raise ValueError(f"{folder} has no task {missing[0]!r}; it has: {', '.join(found.tasks())}")
     lines = ["| task, loss | method | time to it | of none's | steps to it |", "|---|---|---:|---:|---:|"]
     for task, target in targets.items():
-        dense: float | None = None
-        for row in found.tasks()[task]:
-            curve = row.results[0].curve
-            seconds = reached(curve["seconds"], curve["loss"], target)
-            steps = reached(curve["step"], curve["loss"], target)
-            dense = seconds if row.method == "none" else dense
+        rows = [row for row in found.tasks()[task] if row.results]
+        times = {row.method: _first(row, "seconds", target) for row in rows}
+        dense = times.get("none")
+        for row in rows:
+            seconds, steps = times[row.method], _first(row, "step", target)
             part = f"{100 * seconds / dense:.0f} %" if seconds and dense else "–"
             words = (
                 (units.seconds_of(seconds), part, f"{steps:.0f}") if seconds and steps else ("not reached", "–", "–")

@@ -19,15 +19,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from math import isclose, isfinite
-from pathlib import Path
+from math import isclose
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdcompress import checkpoint
 from hvdcompress._torch_net import Net
 from hvdcompress._torch_step import Step, ops_for
 from hvdcompress.agreement import PeerError
@@ -35,6 +33,7 @@ from hvdcompress.ledger import Ledger
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Plan, Unit, plan_of
+from hvdcompress.rankstate import RankState
 from hvdcompress.slots import describe
 from hvdcompress.worker import Worker
 
@@ -51,7 +50,7 @@ class Ticket:
         self.gradient, self.name, self.rides = gradient, "", False
 
 
-class Compressor:
+class Compressor(RankState):
     """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
 
     A program with several makes them in the same order on every rank.
@@ -193,48 +192,11 @@ class Compressor:
 
         self.worker.load_state_dict(saved, list(self.units_by_name.values()), copy)
 
-    def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank."""
-        return checkpoint.save(self.state_dict(), folder)
-
-    def load(self, folder: str | Path) -> None:
-        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
-
-        Raises:
-            FileNotFoundError, ValueError: there is none, or it does not fit.
-        """
-        self.load_state_dict(checkpoint.load(folder, self.worker.rank, self.worker.world))
-
     def describe(self) -> str:
         """Which method each group of parameters gets, and the memory that its residuals take on this rank."""
         return describe(self.units_by_name.values())
 
-    # -- triggers --------------------------------------------------------------------------------------
-
-    def observe(self, **metrics: float) -> None:
-        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
-
-        Call it on any rank or on all, at any time: what one rank notices, all act on, after the next step. GradiVeQ
-        learns its basis anew when the learning rate drops; FFT sends more when the loss gets worse.
-        """
-        self.worker.observe(metrics)
-
-    def trigger(self) -> None:
-        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
-        self.worker.asks_for_trigger = True
-
     # -- what a step asks ------------------------------------------------------------------------------
-
-    def current_loss_scale(self) -> float:
-        """The loss scale that is on now.
-
-        Raises:
-            ValueError: it is no positive finite number.
-        """
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
-        return scale
 
     def ride_length(self, unit: Unit, phase: int) -> int | None:
         """The length of the unit's payload if it can be the stock all-reduce itself, else None.

@@ -32,7 +32,7 @@ LONGEST = 4.0  # seconds for one collective; larger ones are left out
 REPEATS = 9
 
 
-def rank_main(rate: float, seconds: float) -> None:
+def rank_main(rate: float, seconds: float, processors: int) -> None:
     """One rank: all sizes; rank 0 prints a line of JSON each."""
     import numpy as np
     from mpi4py import MPI
@@ -68,8 +68,8 @@ def rank_main(rate: float, seconds: float) -> None:
             if comm.rank == 0:
                 passed = cost.messages(verb, [size], p)
                 work = cost.Work(p, size, wire, wire, 0, 0, passed)
-                shared = max(1.0, p / (os.cpu_count() or 1))
-                point = cost.Point(f"MPI {verb} {size} B", "mpi", rate, shared, statistics.median(times), work)
+                label = f"MPI {verb} {size} B"
+                point = cost.Point(label, "mpi", rate, cost.sharing(p, processors), statistics.median(times), work)
                 print(json.dumps(point.to_dict()), flush=True)
 
 
@@ -78,7 +78,8 @@ def measure(count: int, rate: str, seconds: float) -> list[str]:
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     with Hosts(count, rate) as hosts:
         words = [mpirun or "mpirun", "-np", str(count), "-H", hosts.slots, "-bind-to", "none", "-mca", "pml", "ob1"]
-        words += [sys.executable, __file__, "--rank", str(Rate.parse(rate).up), "--seconds", str(seconds)]
+        words += [sys.executable, __file__, "--rank", str(Rate.parse(rate).slower), "--seconds", str(seconds)]
+        words += ["--processors", str(len(os.sched_getaffinity(0)))]  # a host sees but its share of them
         line = hosts.command(hosts.names[0], *words)
         environment = {**os.environ, **launcher.environment(count, hosts)}
         done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
@@ -95,9 +96,10 @@ def main() -> None:
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each size, at most")
     parser.add_argument("--rank", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--processors", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        rank_main(given.rank, given.seconds)
+        rank_main(given.rank, given.seconds, given.processors)
         return
     notes = launcher.notes(["python", *sys.argv], "mpi")
     head = {key: notes[key] for key in ("command", "commit", "machine")}

@@ -16,7 +16,7 @@ from update_readme import ROOT, replaced
 from hvdcompress import _bench_page, _bench_report, plots, report, to_loss, units
 from hvdcompress._bench_report import LEGEND, Result, best_dense, ratio, table
 from hvdcompress.bench import LOOPBACK
-from hvdcompress.hosts import Rate, speed
+from hvdcompress.hosts import Rate
 
 DOCS = ROOT / "docs"
 PLOTS = DOCS / "bench"
@@ -56,10 +56,11 @@ def training(folder: Path, targets: dict[str, float]) -> str:
 def brief(result: Result) -> str:
     """README's table: a line a method, a column a rate."""
     rates = list(dict.fromkeys(row.rate for row in result.rows))
-    heads = ["without a network" if rate == LOOPBACK else speed(Rate.parse(rate).up) for rate in rates]
+    heads = ["without a network" if rate == LOOPBACK else str(Rate.parse(rate)) for rate in rates]
     lines = [f"| seconds (times faster than the best dense) | {' | '.join(heads)} |"]
     lines.append("|---|" + "---:|" * len(rates))
-    groups = {rate: rows for (_, rate), rows in result.groups().items()}
+    first = result.bench.sets[0].label
+    groups = {rate: rows for (set, rate), rows in result.groups().items() if set == first}
     for contender in result.bench.contenders():
         cells = []
         for rate in rates:
@@ -81,7 +82,7 @@ def _said(rows: list[_bench_report.Row]) -> list[str]:
     if best and best.time:
         losers = [row.contender for row in rows if row.speed_up and row.speed_up.middle < 1 and not row.is_dense]
         words.append(f"Best dense: {best.contender}. {'Slower than it: ' + ', '.join(losers) + '.' if losers else ''}")
-    mine = [row for row in rows if row.time and row.contender.split()[-1] not in ("ring", "mpi", "gloo", "ddp")]
+    mine = [row for row in rows if row.time and row.kind == "method"]
     for other in rows:
         if other.contender in ("powersgd ddp", "none ring") and other.time:
             parts = []

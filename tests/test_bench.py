@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from hvdcompress import _bench_report, _bench_run, cli, compare, hosts, shapes
+from hvdcompress import _bench_report, _bench_run, cli, compare, get, hosts, shapes, units
 from hvdcompress.bench import BESIDE, Bench, PlanError, read_turns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,7 +151,7 @@ def turn(contender, round, *seconds, rate="100mbit", **more):
         "round": round,
         "exchanges": [{"seconds": one, **split} for one in seconds],
         "dense": 4000.0,
-        **({} if "ddp" in contender else {"sent": 100.0, "on_wire": 150.0, "calls": 3.0}),
+        **({} if "ddp" in contender else {"sent": 100.0, "on_wire": 4_000_000.0, "calls": 3.0}),
         "interface": [5_000_000.0, 5_000_000.0],
         **more,
     }
@@ -193,8 +193,9 @@ def test_where_the_time_goes(folder):
     rows = {row.contender: row for row in _bench_report.read(folder).rows}
     parts = rows["topk"].parts  # 6.0 s in 5 exchanges; the median is 1.0 s
     assert parts["encode"] == pytest.approx(0.1 * 5 / 6) and parts["decode"] == pytest.approx(0.05 * 5 / 6)
-    assert parts["wire"] == pytest.approx(8 * 5e6 / 1e8), "what the link needs for the bytes"
-    assert parts["wait"] == pytest.approx(0.6 * 5 / 6 - 0.4)
+    wire = 8 * (1 + hosts.HEADERS) * 4e6 / 1e8
+    assert parts["wire"] == pytest.approx(wire), "what the link needs for the bytes and their headers"
+    assert parts["wait"] == pytest.approx(0.6 * 5 / 6 - wire)
     assert sum(parts.values()) == pytest.approx(1.0)
     assert not rows["none ddp"].parts, "DDP does not tell"
 
@@ -204,8 +205,8 @@ def test_tables_and_page(folder):
     files = _bench_report.write(result, folder)
     table = (folder / "table.md").read_text()
     assert "**tiny at 100 Mbit/s: 6 of 95 tensors, 4 672 elements, 0.0187 MB**" in table
-    assert "| none ddp (best dense) | 9.00 s | 8.00 s – 10.0 s | 1.00 |" in table
-    assert "| topk | 1.00 s | 800 ms – 2.00 s | 9.00 (6.67 – 9.00) |" in table
+    assert "| none ddp (best dense) | 9.00 s | 8.00 s – 10.0 s | 2 | 1.00 |" in table
+    assert "| topk | 1.00 s | 800 ms – 2.00 s | 5 | 9.00 (6.67 – 9.00) |" in table
     assert "2 ranks share 2 cores (a chip)" in table and "94 Mbit/s" in table
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rows"][-1]["speed_up"] == {"middle": 9.0, "least": pytest.approx(10 / 1.5), "most": 9.0}
@@ -241,6 +242,29 @@ def test_resuming_with_other_settings_is_refused(folder):
         _bench_run.prepare(folder, other, False, resume=True)
     with pytest.raises(ValueError, match="measured on emulated hosts"):
         _bench_run.prepare(folder, bench, True, resume=True)
+
+
+def test_what_was_measured_earlier_stays_in_the_tables(folder):
+    more = {**SMALL, "hosts": 2, "rates": ["1gbit"], "rounds": 1, "beside": ["none ring"], "methods": ["fft"]}
+    more = Bench.open(more)
+    _bench_run.prepare(folder, more, False, resume=True)
+    both = Bench.open(folder / "config.yaml")
+    assert [entry.label for entry in both.methods] == ["topk", "fft"] and both.beside[-1] == "none ddp"
+    assert {row.contender for row in _bench_report.read(folder).rows} == {"none ring", "none ddp", "fp16 ring", "topk"}
+
+
+def test_dense_steps_that_were_not_measured_are_told(folder):
+    """GradiVeQ: so many dense steps, then so many compressed ones, again and again."""
+    settings = {"method": "gradiveq", "dense_steps": 3, "compressed_steps": 5, "alone": 3, "label": "gradiveq"}
+    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "beside": ["none ddp"], "methods": [settings]})
+    bench.save(folder / "config.yaml")
+    lines = [turn("none ddp", 0, 8.0), turn("gradiveq", 0, 2.0)]
+    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    said = next(note for note in _bench_report.read(folder).notes if note.startswith("gradiveq on tiny, 100 Mbit/s"))
+    dense = sum(get("gradiveq", dense_steps=3, compressed_steps=5).phase_of(age) != 2 for age in range(8))
+    mean = (dense * 8.0 + (8 - dense) * 2.0) / 8
+    assert f"Of 8 steps {dense} are not compressed" in said
+    assert f"its mean is {units.seconds_of(mean)}, {units.number(8 / mean)} times faster" in said
 
 
 # -- real exchanges --------------------------------------------------------------------------------

