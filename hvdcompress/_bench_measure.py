@@ -37,7 +37,7 @@ def measure(
         turns = [turn for turn in bench.turns([rate]) if turn.key not in done]
         if not turns:
             continue
-        hosts = None if loopback else Hosts(bench.hosts, rate)
+        hosts = None if loopback else bench.hosts_at(rate)
         with hosts or contextlib.nullcontext():
             link: dict[str, Any] = {"rate": rate, "link": str(hosts or "shared memory (MPI), loopback TCP")}
             say(f"{link['link']}: starting ranks", None)

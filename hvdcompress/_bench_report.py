@@ -205,7 +205,7 @@ def _warmed_up(bench: Bench, row: Row, rows: Sequence[Row]) -> str:
     mean = (dense * best.time.middle + (cycle - dense) * row.time.middle) / cycle
     return (
         f"{said}. Of {cycle} steps {dense} are not compressed: with those as fast as the best dense all-reduce, its "
-        f"mean is {units.seconds_of(mean)}, {units.number(best.time.middle / mean)} times faster than that."
+        f"mean is {units.seconds_of(mean)}, {units.number(best.time.middle / mean)} times as fast as that."
     )
 
 

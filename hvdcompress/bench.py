@@ -4,7 +4,7 @@ A benchmark is written in YAML (``configs/bench/``)::
 
     name: resnet50              # results go to runs/bench-resnet50/
     hosts: 4                    # emulated ones, with a rank on each
-    rates: [100mbit, 1gbit]     # of their links
+    rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] is another one's, delay: 1ms makes all of them longer
     rounds: 3                   # everything is measured in turns, so many times
     sets:
       - resnet50                # a net in hvdcompress.shapes
@@ -34,7 +34,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from hvdcompress import shapes
 from hvdcompress.experiment import Label, MethodEntry, Real
-from hvdcompress.hosts import Rate, speed
+from hvdcompress.hosts import Hosts, Rate, slow_hosts, speed
 from hvdcompress.plan import PlanError, load
 from hvdcompress.registry import suggest
 from hvdcompress.units import number
@@ -144,6 +144,10 @@ class Bench(BaseModel):
     name: str = Field("bench", pattern=r"^[A-Za-z0-9][\w.-]*$")
     hosts: int = Field(4, ge=2, le=64)
     rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
+    slow: list[str] = []
+    """Hosts with a rate of their own: ``3=10mbit``."""
+    delay: str | None = None
+    """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
     rounds: int = Field(3, ge=1)
     repeats: int = Field(5, ge=1)
     """Exchanges in a turn, at most. The first one counts only if it was the only one."""
@@ -198,6 +202,11 @@ class Bench(BaseModel):
                 Rate.parse(rate)
             except ValueError as error:
                 raise self.error(("rates", at), str(error)) from None
+        for at, words in enumerate(self.slow):
+            try:
+                Hosts(self.hosts, self.rates[0], slow_hosts([words]))
+            except ValueError as error:
+                raise self.error(("slow", at), str(error)) from None
         for at, name in enumerate(self.beside):
             if name not in BESIDE:
                 hint = suggest(name, list(BESIDE))
@@ -252,6 +261,10 @@ class Bench(BaseModel):
             entries = {entry.label: entry for one in (earlier, self) for entry in getattr(one, key)}
             changes[key] = list(entries.values())
         return self.model_copy(update=changes)
+
+    def hosts_at(self, rate: str) -> Hosts:
+        """The emulated hosts with links of that rate, not up yet."""
+        return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay)
 
     def save(self, file: Path) -> None:
         """Write it with every default filled in; :meth:`open` reads it back to the same."""

@@ -246,7 +246,7 @@ class Hosts:
             raise HostsError(done.stderr.strip())
         return [Traffic(*map(int, line.split()[1:])) for line in done.stdout.splitlines()]
 
-    def measure(self, seconds: float = 1.0) -> list[float]:
+    def measure(self, seconds: float = 2.0) -> list[float]:
         """Bits a second of TCP payload that each host gets across while all send to their successors at once.
 
         Where that is less than 0.9 of a rate, this machine's processors are the limit and not the link.
@@ -315,8 +315,9 @@ def _stream(count: int, seconds: float) -> float:
     threading.Thread(target=send, daemon=True).start()
     first = 0.0
     while (now := time.monotonic()) < began + seconds and (got := predecessor.recv_into(buffer)):
-        # The clock starts with the first bytes: hosts do not start at the same moment.
-        received, first = (received + got, first) if first else (0, now)
+        # The clock starts late: hosts do not start at the same moment, and TCP takes a while to find its speed.
+        if now > began + seconds / 4:
+            received, first = (received + got, first) if first else (0, now)
     return 8 * received / max(1e-9, time.monotonic() - first)
 
 

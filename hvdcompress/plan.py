@@ -71,10 +71,12 @@ class Program:
 
     def stage(self, step: int) -> int:
         """The number of the stage that is on at ``step``."""
-        return sum(start <= step for start, _ in self.stages) - 1
+        return sum(start <= step for start, _ in self.stages) - 1 if len(self.stages) > 1 else 0
 
     def since(self, step: int) -> int:
         """The step from which on the method's id has been the one that is on at ``step``."""
+        if len(self.stages) == 1:  # asked of every tensor in every step
+            return 0
         first = step
         for start, method in reversed([stage for stage in self.stages if stage[0] <= step]):
             if method.id != self.at(step).id:
@@ -144,9 +146,9 @@ class Plan:
     def units(self, specs: Iterable[TensorSpec]) -> list[Unit]:
         """The tensors sorted by name and grouped into what is exchanged together.
 
-        Joined are: tensors below ``bucket_elements`` that have the same program, up to that size; and all
-        tensors of a method whose ``scope`` is "global". What then is below ``min_elements``, or of a shape that its
-        method does not suit, goes dense.
+        Joined are: tensors below ``bucket_elements`` that have the same program, up to that size, if the method suits
+        a bucket; if not, those of them that go dense; and all tensors of a method whose ``scope`` is "global". What
+        then is below ``min_elements``, or of a shape that its method does not suit, goes dense.
         """
         units: list[Unit] = []
         open_units: dict[tuple[Program, str], list[TensorSpec]] = {}
@@ -158,7 +160,10 @@ class Plan:
             key = (self.program_of(spec), spec.dtype)
             main = key[0].main
             everything = getattr(main, "scope", "tensor") == "global"
-            joins = main.id != "none" and main.suits(TensorSpec("bucket", (self.bucket_elements,)))
+            joins = main.id != "none"
+            if joins and not everything and not main.suits(TensorSpec("bucket", (self.bucket_elements,))):
+                joins = self._goes_dense(spec, main)
+                key = (DENSE if joins else key[0], spec.dtype)
             if everything or (spec.size < self.bucket_elements and joins):
                 open_units.setdefault(key, []).append(spec)
                 if not everything and sum(s.size for s in open_units[key]) >= self.bucket_elements:
@@ -173,8 +178,10 @@ class Plan:
         spec = members[0]
         if len(members) > 1:
             spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(s.size for s in members),), spec.dtype)
-        dense = spec.size < self.min_elements or not program.main.suits(spec)
-        return Unit(spec, tuple(members), DENSE if dense else program)
+        return Unit(spec, tuple(members), DENSE if self._goes_dense(spec, program.main) else program)
+
+    def _goes_dense(self, spec: TensorSpec, method: Method) -> bool:
+        return spec.size < self.min_elements or not method.suits(spec)
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:

@@ -100,6 +100,7 @@ class Compressor(RankState):
         rank, world = process_set.rank(), process_set.size()
         self.ledger = Ledger(world, rank)
         self.worker = Worker(self.plan, rank, world, self.ledger)
+        self._probe = torch.tensor([1.0 / world, (rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._step: Step | None = None
         self._agreed = False  # the ranks' plans have been compared
@@ -227,8 +228,8 @@ class Compressor(RankState):
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that rides."""
-        p, rank = self.worker.world, self.worker.rank
-        probe = torch.tensor([1.0 / p, (rank + 1.0) / p**2])
+        rank = self.worker.rank
+        probe = self._probe.clone()  # Horovod reduces it in place
         payload = None
         unit = self.units.get(ticket.name)
         if unit and ticket.rides:

@@ -335,23 +335,29 @@ def watch_the_codec() -> None:
     """Charge the codec's seconds: until a tensor's last collective is under way to "encode", then to "decode"."""
     from hvdcompress import worker
 
-    def watched(method: Callable[..., Any], is_decode: Callable[..., bool]) -> Callable[..., Any]:
-        def run(self: Any, *args: Any, **options: Any) -> Any:
-            ledger = (self if isinstance(self, worker.Worker) else self.worker).ledger
-            before, inside = ledger.seconds()["select"], sum((CLOCK.spent["encode"], CLOCK.spent["decode"]))
-            result = method(self, *args, **options)
-            inside = sum((CLOCK.spent["encode"], CLOCK.spent["decode"])) - inside  # `start` calls `advance`
-            what = "decode" if is_decode(self, result) else "encode"
-            CLOCK.spent[what] += ledger.seconds()["select"] - before - inside
+    add_seconds = Ledger.add_seconds
+
+    def charge(self: Ledger, rank: int, what: str, seconds: float) -> None:
+        add_seconds(self, rank, what, seconds)
+        if what == "select":
+            CLOCK.spent["encode"] += seconds
+
+    def late(method: Callable[..., Any], is_decode: Callable[..., bool]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any) -> Any:
+            before = CLOCK.spent["encode"]
+            result = method(self, *args)
+            if is_decode(self):
+                CLOCK.spent["decode"] += CLOCK.spent["encode"] - before
+                CLOCK.spent["encode"] = before
             return result
 
         return run
 
-    worker.Worker.start = watched(worker.Worker.start, lambda _self, _result: False)  # type: ignore[method-assign]
-    worker.Flight.advance = watched(  # type: ignore[method-assign]
-        worker.Flight.advance, lambda flight, _result: flight.reduced is not None
+    Ledger.add_seconds = charge  # type: ignore[method-assign]
+    worker.Flight.advance = late(  # type: ignore[method-assign]
+        worker.Flight.advance, lambda flight: flight.reduced is not None
     )
-    worker.Worker.finish = watched(worker.Worker.finish, lambda _self, _result: True)  # type: ignore[method-assign]
+    worker.Worker.finish = late(worker.Worker.finish, lambda _: True)  # type: ignore[method-assign]
 
 
 def start() -> Rank:

@@ -89,6 +89,8 @@ def test_the_benchmarks_that_come_along(file):
             ["sets: [vgg16]", "methods: [topk]", "beside: [none rings]"],
             "line 3: beside.0: unknown 'none rings'.*none ring",
         ),
+        (["sets: [vgg16]", "methods: [topk]", "slow: [9=1mbit]"], "line 3: slow.0: there is no host9"),
+        (["sets: [vgg16]", "methods: [topk]", "slow: [fast]"], "line 3: slow.0: 'fast': write HOST=RATE"),
         (["sets: [vgg16]", "methods: [topk]", "rounds: 0"], "line 3: rounds: 0"),
         (["sets: [vgg16]", "methods: [topk]", "round: 1"], "line 3: round: unknown key.*did you mean 'rounds'"),
     ],
@@ -264,7 +266,7 @@ def test_dense_steps_that_were_not_measured_are_told(folder):
     dense = sum(get("gradiveq", dense_steps=3, compressed_steps=5).phase_of(age) != 2 for age in range(8))
     mean = (dense * 8.0 + (8 - dense) * 2.0) / 8
     assert f"Of 8 steps {dense} are not compressed" in said
-    assert f"its mean is {units.seconds_of(mean)}, {units.number(8 / mean)} times faster" in said
+    assert f"its mean is {units.seconds_of(mean)}, {units.number(8 / mean)} times as fast" in said
 
 
 # -- real exchanges --------------------------------------------------------------------------------

@@ -494,3 +494,15 @@ def test_any_nonsense_is_a_plan_or_a_plan_error(nonsense: Any) -> None:
 
 def test_version_is_there() -> None:
     assert hvdcompress.__version__
+
+
+def test_what_goes_dense_is_joined_where_the_method_suits_no_bucket():
+    plan = load({"method": "powersgd", "bucket_elements": 5000})
+    shapes = {"a": (64,), "b": (64, 64), "c": (128,), "d": (9000,), "e": (4000,)}
+    specs = [TensorSpec(name, shape) for name, shape in shapes.items()]
+    units = {unit.spec.name: unit for unit in plan.units([*specs, TensorSpec("f", (7,), "float16")])}
+    assert list(units) == ["a+2", "b", "d", "f"], "d is too large, f of another dtype"
+    assert [m.name for m in units["a+2"].members] == ["a", "c", "e"]
+    assert [unit.program.main.id for unit in units.values()] == ["none", "powersgd", "none", "none"]
+    alone = {unit.spec.name for unit in load({"method": "powersgd"}).units(specs)}
+    assert alone == {"a", "b", "c", "d", "e"}, "without buckets each rides on the stock all-reduce"

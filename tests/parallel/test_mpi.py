@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -111,3 +112,11 @@ def test_it_can_be_imported_alone() -> None:
         capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "allreduce" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(150)
+def test_the_example_converges() -> None:
+    done = launch("mpirun-2", HERE.parents[1] / "examples" / "mpi_numpy.py", seconds=120)
+    said = re.search(r"^2 ranks, error ([\d.]+)%, ([\d.]+) times fewer bytes than dense$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and said, done.stdout
+    assert float(said[1]) < 2 and float(said[2]) > 10

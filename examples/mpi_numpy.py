@@ -1,0 +1,25 @@
+"""Linear regression by gradient descent on numpy arrays, its gradients averaged by MPI, compressed:
+
+mpirun -np 4 python -m mpi4py examples/mpi_numpy.py
+"""
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdcompress.mpi import Compressor
+
+comm = MPI.COMM_WORLD
+rng = np.random.default_rng(comm.rank)  # every rank has data of its own
+truth = np.random.default_rng(99).normal(size=1024).astype(np.float32)
+x = rng.normal(size=(2048, 1024)).astype(np.float32)
+y = x @ truth
+
+compressor = Compressor("scalecom", comm, density=0.05, beta=1.0)
+weights = np.zeros_like(truth)
+for _step in range(300):
+    gradient = x.T @ (x @ weights - y) / len(y)
+    weights -= np.float32(0.1) * compressor.allreduce(gradient, name="weights")
+
+if comm.rank == 0:
+    error = np.linalg.norm(weights - truth) / np.linalg.norm(truth)
+    print(f"{comm.size} ranks, error {error:.1%}, {compressor.ledger.rate():.1f} times fewer bytes than dense")
