@@ -28,8 +28,9 @@ in one run, on the same hosts, in turns. Commands are root's, in the virtual env
 `sudo .venv/bin/hvdcompress …`.
 """
 
-TO_LOSS = f"""`hvdcompress run configs/experiments/end_to_end.yaml --hosts 4 --rate RATE`, which launches the line below. Forward and backward pass included; the first moment at which the mean of
-the last {to_loss.WINDOW} logged training losses is at or below the given one. One seed.
+TO_LOSS = f"""`hvdcompress run configs/experiments/end_to_end.yaml --hosts 4 --rate RATE`, which launches the line
+below. Forward and backward pass included; the first moment at which the mean of the last {to_loss.WINDOW} logged
+training losses is at or below the given one. One seed.
 """
 
 

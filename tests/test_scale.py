@@ -297,7 +297,7 @@ def test_the_fit_that_comes_along():
     again = scale.held_out(model.points)
     assert again.keys() == model.held_out.keys()
     for split, found in model.held_out.items():
-        assert again[split]._replace(which="") == pytest.approx(found._replace(which=""), rel=1e-6)
+        assert again[split][:2] == pytest.approx(found[:2], rel=1e-6) and again[split].points == found.points
     assert model.held_out["a quarter, in turn"].median < 0.5
 
 
