@@ -76,7 +76,7 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         low = min((row.speed_up.least for row in rows if row.speed_up), default=1.0)
         axes.set_xlim(0.7 * min(low, 1.0), 2.2 * max((row.speed_up.most for row in rows if row.speed_up), default=1.0))
         axes.axvline(1, color=plots.INK, linewidth=0.8)
-        axes.set_xlabel("times faster than the best dense all-reduce (logarithmic; line: over the rounds)")
+        axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
         return plots._svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
 
 
