@@ -22,25 +22,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hvdcompress import shapes
+from hvdcompress.configfile import NAME, ConfigFile, with_label
 from hvdcompress.experiment import Label, MethodEntry, Real
 from hvdcompress.hosts import Hosts, Rate, slow_hosts, speed
-from hvdcompress.plan import PlanError, load
+from hvdcompress.plan import PlanError
 from hvdcompress.registry import suggest
 from hvdcompress.units import number
-from hvdcompress.yamlfile import Document
 
-__all__ = ["BESIDE", "Bench", "Contender", "Turn", "read_turns"]
+__all__ = ["BESIDE", "Bench", "Contender", "PlanError", "Turn", "read_turns"]
 
 Over = Literal["ring", "mpi", "gloo"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
@@ -110,18 +108,6 @@ class Entry(MethodEntry):
         return self.model_dump(exclude={"label", "train", "over", "warm_up", "alone"})
 
 
-def _short(key: str) -> BeforeValidator:
-    """``resnet50`` is short for ``{net: resnet50, label: resnet50}``."""
-
-    def expand(value: Any) -> Any:
-        value = {key: value} if isinstance(value, str) else value
-        if isinstance(value, Mapping) and "label" not in value and key in value:
-            value = {"label": value[key], **value}
-        return value
-
-    return BeforeValidator(expand)
-
-
 @dataclass(frozen=True)
 class Contender:
     """Something to measure: its label, the group of ranks that does it, and what they must know."""
@@ -136,12 +122,13 @@ class Contender:
         return self.spec["kind"] == "none"
 
 
-class Bench(BaseModel):
+class Bench(ConfigFile):
     """A checked benchmark; see the module's text for the file's form."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    what = "benchmark"
+    entries = {"sets": GradientSet}
 
-    name: str = Field("bench", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    name: str = Field("bench", pattern=NAME)
     hosts: int = Field(4, ge=2, le=64)
     rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
     slow: list[str] = []
@@ -153,36 +140,13 @@ class Bench(BaseModel):
     """Exchanges in a turn, at most. The first one counts only if it was the only one."""
     seconds: Real = Field(2.0, ge=0)
     """A turn ends with the exchange that makes it last so long."""
-    sets: list[Annotated[GradientSet, _short("net")]] = Field(min_length=1)
-    methods: list[Annotated[Entry, _short("method")]] = Field(min_length=1)
+    sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
+    methods: list[Annotated[Entry, with_label("method")]] = Field(min_length=1)
     beside: list[str] = Field(list(BESIDE))
-    _document: Document = PrivateAttr(default_factory=lambda: Document({}))
-
-    @classmethod
-    def open(cls, source: str | Path | Mapping[str, Any]) -> Bench:
-        """Read and check a benchmark's file, or a dict with the same keys.
-
-        Raises:
-            PlanError: (a ``ValueError``) it names the file, the line and the key.
-            FileNotFoundError: there is no such file.
-        """
-        document = Document.open(source)
-        try:
-            bench = cls.model_validate(document.value)
-        except ValidationError as error:
-            raise _explain(error, document) from None
-        if "name" not in document.value and document.file:
-            bench.name = re.sub(r"[^\w.-]+", "-", Path(document.file).stem)
-        bench._document = document
-        bench._check()
-        return bench
 
     def _check(self) -> None:
-        for key, entries in (("sets", self.sets), ("methods", self.methods)):
-            labels = [entry.label for entry in entries]  # type: ignore[attr-defined]
-            for at, label in enumerate(labels):
-                if label in labels[:at] or label in self.beside:
-                    raise self.error((key, at), f"{label!r} is there twice: give one of them a label: of its own")
+        for key in ("sets", "methods"):
+            self._check_labels(key, taken=self.beside)
         for at, one in enumerate(self.sets):
             try:
                 one.tensors()
@@ -191,12 +155,7 @@ class Bench(BaseModel):
         for at, entry in enumerate(self.methods):
             if entry.train:
                 raise self.error(("methods", at, "train"), "nothing is trained here")
-            try:
-                load(entry.settings)
-            except PlanError as error:
-                path, _, message = str(error).partition(": ")
-                parts = tuple(int(part) if part.isdigit() else part for part in path.split("."))
-                raise self.error(("methods", at, *parts), message) from None
+            self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             try:
                 Rate.parse(rate)
@@ -211,10 +170,6 @@ class Bench(BaseModel):
             if name not in BESIDE:
                 hint = suggest(name, list(BESIDE))
                 raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
-
-    def error(self, loc: tuple[str | int, ...], message: str) -> PlanError:
-        """A complaint about the key at ``loc``, with its line."""
-        return Document({}, loc, self._document.lines, self._document.file).error(None, message)
 
     def contenders(self) -> list[Contender]:
         """What is measured, in the order of the tables."""
@@ -247,8 +202,8 @@ class Bench(BaseModel):
             "hosts": hosts or self.hosts,
             "rates": list(rates) or self.rates,
             "rounds": rounds or self.rounds,
-            "methods": _pick(self.methods, methods, "method"),
-            "sets": _pick(self.sets, sets, "set"),
+            "methods": self._pick("methods", methods, "method"),
+            "sets": self._pick("sets", sets, "set"),
         }
         return self.model_copy(update=changes)
 
@@ -266,11 +221,6 @@ class Bench(BaseModel):
         """The emulated hosts with links of that rate, not up yet."""
         return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay)
 
-    def save(self, file: Path) -> None:
-        """Write it with every default filled in; :meth:`open` reads it back to the same."""
-        text = yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
-        file.write_text("# The benchmark as it was run, every default filled in.\n" + text, encoding="utf-8")
-
     def turns(self, rates: Sequence[str]) -> list[Turn]:
         """Every turn, in the order in which they are taken: all contenders once, then again, so that what disturbs
         the machine for a while disturbs them alike. Each round begins with another one."""
@@ -282,31 +232,6 @@ class Bench(BaseModel):
                     first = round * len(order) // self.rounds
                     found += [Turn(rate, one, each, round) for each in order[first:] + order[:first]]
         return found
-
-
-def _pick(entries: Sequence[Any], labels: Sequence[str], kind: str) -> list[Any]:
-    known = [entry.label for entry in entries]
-    for label in labels:
-        if label not in known:
-            raise ValueError(
-                f"the benchmark has no {kind} {label!r}{suggest(label, known)}; it has: {', '.join(known)}"
-            )
-    return [entry for entry in entries if not labels or entry.label in labels]
-
-
-def _explain(error: ValidationError, document: Document) -> PlanError:
-    """Pydantic's first complaint in our words."""
-    first = error.errors()[0]
-    loc, message = tuple(first["loc"]), first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        model = GradientSet if loc[0] == "sets" and len(loc) > 1 else Bench
-        known = list(model.model_fields)
-        message = f"unknown key{suggest(str(loc[-1]), known)}; known: {', '.join(known)}"
-    elif first["type"] == "missing":
-        message = "is missing"
-    elif loc:
-        message = f"{first['input']!r}: {message}"
-    return Document({}, loc, document.lines, document.file).error(None, message)
 
 
 @dataclass(frozen=True)

@@ -22,25 +22,21 @@ Unknown keys, unknown methods and values out of range are errors that name the f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from hvdcompress.configfile import NAME, ConfigFile, with_label
 from hvdcompress.method import Number
 from hvdcompress.plan import Plan, PlanError, load
-from hvdcompress.registry import suggest
-from hvdcompress.yamlfile import Document
 
 __all__ = ["Experiment", "MethodEntry", "PlanError", "Run", "Task"]
 
 # Lax, because YAML 1.1 reads 1e-3 (without a point) as text.
 Real = Annotated[float, Number, Field(strict=False)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w .,=+%()/-]{0,39}$")]
-Loc = tuple[str | int, ...]
 
 
 class Task(BaseModel):
@@ -110,18 +106,6 @@ class MethodEntry(BaseModel):
         return getattr(self.plan.program.main, "density", None)
 
 
-def _with_label(key: str) -> BeforeValidator:
-    """``digits`` is short for ``{task: digits, label: digits}``."""
-
-    def expand(value: Any) -> Any:
-        value = {key: value} if isinstance(value, str) else value
-        if isinstance(value, Mapping) and "label" not in value and key in value:
-            value = {"label": value[key], **value}
-        return value
-
-    return BeforeValidator(expand)
-
-
 @dataclass(frozen=True)
 class Run:
     """One training: a task, a method and a seed."""
@@ -145,62 +129,28 @@ class Run:
         return spec if self.framework == "torch" else {**spec, "framework": self.framework}
 
 
-class Experiment(BaseModel):
+class Experiment(ConfigFile):
     """A checked experiment; see the module's text for the file's form."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    what = "experiment"
+    entries = {"tasks": Task}
 
-    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][\w.-]*$")
+    name: str = Field("experiment", pattern=NAME)
     ranks: int = Field(2, ge=1, le=1024)
     framework: Literal["torch", "tensorflow"] = "torch"
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
-    tasks: list[Annotated[Task, _with_label("task")]] = Field(min_length=1)
-    methods: list[Annotated[MethodEntry, _with_label("method")]] = Field(min_length=1)
-    _document: Document = PrivateAttr(default_factory=lambda: Document({}))
-
-    @classmethod
-    def open(cls, source: str | Path | Mapping[str, Any]) -> Experiment:
-        """Read and check an experiment's file, or a dict with the same keys.
-
-        Raises:
-            PlanError: (a ``ValueError``) it names the file, the line and the key.
-            FileNotFoundError: there is no such file.
-        """
-        document = Document.open(source)
-        try:
-            experiment = cls.model_validate(document.value)
-        except ValidationError as error:
-            raise _explain(error, document) from None
-        if "name" not in document.value and document.file:
-            experiment.name = re.sub(r"[^\w.-]+", "-", Path(document.file).stem)
-        experiment._document = document
-        experiment._check()
-        return experiment
+    tasks: list[Annotated[Task, with_label("task")]] = Field(min_length=1)
+    methods: list[Annotated[MethodEntry, with_label("method")]] = Field(min_length=1)
 
     def _check(self) -> None:
         for number, entry in enumerate(self.methods):
-            try:
-                load(entry.settings)
-            except PlanError as error:
-                raise self._relocate(error, number) from None
-        for kind, labels in (("tasks", [t.label for t in self.tasks]), ("methods", [m.label for m in self.methods])):
-            for number, label in enumerate(labels):
-                if label in labels[:number]:
-                    raise self.error((kind, number), f"{label!r} is there twice: give one of them a label: of its own")
+            self._check_plan(number, entry.settings)
+        for key in ("tasks", "methods"):
+            self._check_labels(key)
         if len(set(self.seeds)) < len(self.seeds):
             raise self.error(("seeds",), f"{self.seeds} holds a seed twice")
         if len({run.id for run in self.runs()}) < len(self.runs()):
             raise self.error(("methods",), "two labels differ only in punctuation: make them more different")
-
-    def _relocate(self, error: PlanError, number: int) -> PlanError:
-        """The same complaint, with the line it has in this file: plans count from their own beginning."""
-        key, _, message = str(error).partition(": ")
-        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
-        return self.error(("methods", number, *path), message)
-
-    def error(self, loc: Loc, message: str) -> PlanError:
-        """A complaint about the key at ``loc``, with its line."""
-        return Document({}, loc, self._document.lines, self._document.file).error(None, message)
 
     def runs(self) -> list[Run]:
         """Every training, task by task, so that the methods to compare come one after the other."""
@@ -223,37 +173,8 @@ class Experiment(BaseModel):
         Raises:
             ValueError: there is no such label.
         """
-        kept_tasks = _pick(self.tasks, tasks, "task")
+        kept_tasks = self._pick("tasks", tasks, "task")
         if steps is not None:
             kept_tasks = [task.model_copy(update={"steps": steps}) for task in kept_tasks]
-        changes = {"tasks": kept_tasks, "methods": _pick(self.methods, methods, "method"), "ranks": ranks or self.ranks}
-        return self.model_copy(update=changes)
-
-    def save(self, file: Path) -> None:
-        """Write it with every default filled in; :meth:`open` reads it back to the same runs."""
-        text = yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
-        file.write_text("# The experiment as it was run, every default filled in.\n" + text, encoding="utf-8")
-
-
-def _pick(entries: Sequence[Any], labels: Iterable[str], kind: str) -> list[Any]:
-    known = {entry.label: entry for entry in entries}
-    for label in labels:
-        if label not in known:
-            hint = suggest(label, list(known))
-            raise ValueError(f"the experiment has no {kind} {label!r}{hint}; it has: {', '.join(known)}")
-    return [entry for entry in entries if not labels or entry.label in labels]
-
-
-def _explain(error: ValidationError, document: Document) -> PlanError:
-    """Pydantic's first complaint in our words: line, key, what is wrong, and what was probably meant."""
-    first = error.errors()[0]
-    loc, message = tuple(first["loc"]), first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        model = Task if loc[0] == "tasks" and len(loc) > 1 else Experiment
-        known = list(model.model_fields)
-        message = f"unknown key{suggest(str(loc[-1]), known)}; known: {', '.join(known)}"
-    elif first["type"] == "missing":
-        message = "is missing"
-    elif loc:
-        message = f"{first['input']!r}: {message}"
-    return Document({}, loc, document.lines, document.file).error(None, message)
+        kept = self._pick("methods", methods, "method")
+        return self.model_copy(update={"tasks": kept_tasks, "methods": kept, "ranks": ranks or self.ranks})
