@@ -21,7 +21,7 @@ ARG PIP_EXTRA_INDEX_URL
 
 COPY . /hvdcompress
 WORKDIR /hvdcompress
-RUN ./launch/setup.sh && rm -rf /root/.cache
+RUN ./launch/setup.sh && rm -rf ~/.cache
 ENV PATH=/hvdcompress/.venv/bin:$PATH
 
 CMD ["./launch/quickstart.sh"]

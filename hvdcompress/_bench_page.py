@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from hvdcompress import plots, units
-from hvdcompress._bench_report import COLUMNS, LEGEND, PARTS, Result, Row, best_dense, heading
+from hvdcompress import page, plots, units
+from hvdcompress._bench_report import COLUMNS, LEGEND, PARTS, Figures, Result, Row, best_dense, heading
 
 SHADES = {"encode": 2, "wire": 1, "wait": 0, "decode": 5, "other": 4}  # of the page's colours
 WHOLE = 6  # of a bar that cannot be split
@@ -30,21 +29,7 @@ def time_split(rows: Sequence[Row], name: str) -> str:
             for what, seconds in parts.items():
                 axes.barh(place, seconds, left=left, color=plots.colour(SHADES.get(what, WHOLE)), height=0.66)
                 left += seconds
-            axes.errorbar(
-                row.time.middle,
-                place,
-                xerr=[[row.time.middle - row.time.least], [row.time.most - row.time.middle]],
-                color=plots.INK,
-                linewidth=1,
-            )
-            axes.annotate(
-                units.seconds_of(row.time.middle),
-                (row.time.most, place),
-                (5, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8.5,
-            )
+            _spread(axes, place, row.time, units.seconds_of(row.time.middle))
         for what, title in (*((what, what) for what in PARTS), ("whole", "not told apart (DDP)")):
             axes.barh([0], [0], color=plots.colour(SHADES.get(what, WHOLE)), label=title)
         _named(axes, rows)
@@ -62,13 +47,9 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
             assert row.speed_up
-            middle, least, most = row.speed_up
-            shade = plots.colour(1 if middle > 1 else 0)
-            axes.barh(place, middle, color=shade, height=0.66)
-            axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
-            axes.annotate(
-                units.rate_of(middle), (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
-            )
+            middle = row.speed_up.middle
+            axes.barh(place, middle, color=plots.colour(1 if middle > 1 else 0), height=0.66)
+            _spread(axes, place, row.speed_up, units.rate_of(middle))
         _named(axes, rows)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
@@ -78,6 +59,13 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         axes.axvline(1, color=plots.INK, linewidth=0.8)
         axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
         return plots._svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
+
+
+def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:
+    """A line from the least to the most, and the words behind it."""
+    middle, least, most = figures
+    axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
+    axes.annotate(text, (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
 def _named(axes: Axes, rows: Sequence[Row]) -> None:
@@ -108,13 +96,10 @@ def _section(result: Result, number: int, key: tuple[str, str], rows: list[Row])
 
 def html(result: Result) -> str:
     """The page: one file that needs nothing else."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdcompress"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     launch = result.launch
     details = [(word, launch[word]) for word in ("command", "commit") if launch.get(word)]
     groups = enumerate(result.groups().items())
-    return environment.get_template("report.html.j2").render(
+    return page.render(
         name=result.name,
         sections=[_section(result, number, key, rows) for number, (key, rows) in groups],
         legend=[{"label": "best dense", "number": 0, "dashes": ""}, {"label": "others", "number": 1, "dashes": ""}],

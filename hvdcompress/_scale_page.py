@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 import matplotlib
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from hvdcompress import plots, units
+from hvdcompress import page, plots, units
 from hvdcompress._scale_report import MISSING, Prediction, notes, time_cells
 from hvdcompress.scale import Row
 
@@ -101,9 +100,6 @@ def pictures(prediction: Prediction) -> dict[str, str]:
 
 def html(prediction: Prediction) -> str:
     """The page: one file that needs nothing else."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdcompress"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     by_rate = prediction.by_rate()
     first = next(iter(by_rate.values()))
     legend = [
@@ -111,7 +107,7 @@ def html(prediction: Prediction) -> str:
         for i, row in enumerate(first)
     ]
     said = notes(prediction)
-    return environment.get_template("report.html.j2").render(
+    return page.render(
         name=f"{prediction.name} at scale",
         sections=[_section(prediction, i, rate, rows) for i, (rate, rows) in enumerate(by_rate.items())],
         legend=legend,

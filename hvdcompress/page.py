@@ -37,11 +37,16 @@ def _section(number: int, rows: list[Row], order: list[str]) -> dict[str, Any]:
     }
 
 
-def html(report: Report) -> str:
-    """The page."""
+def render(**values: Any) -> str:
+    """The page's template, filled in."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hvdcompress"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    return environment.get_template("report.html.j2").render(**values)
+
+
+def html(report: Report) -> str:
+    """The page."""
     order = report.methods()
     if "none" in order:  # its colour is the neutral one
         order.remove("none")
@@ -62,7 +67,7 @@ def html(report: Report) -> str:
         if text
     ]
     sections = [_section(i, rows, order) for i, rows in enumerate(report.tasks().values())]
-    return environment.get_template("report.html.j2").render(
+    return render(
         name=report.name,
         sections=sections,
         legend=legend,
