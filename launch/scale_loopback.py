@@ -25,8 +25,8 @@ import numpy as np
 from hvdcompress import cost, units
 from hvdcompress.loopback import Loopback
 from hvdcompress.plan import plan_of
+from hvdcompress.testing.digits import Weights, load, loss_and_gradient
 
-Weights = dict[str, np.ndarray[Any, Any]]
 SHAPE = (64, 256)  # of the gradient whose bytes are counted
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -84,16 +84,6 @@ def bytes_table(workers: list[int]) -> list[str]:
 # -- training --------------------------------------------------------------------------------------
 
 
-def digits() -> tuple[np.ndarray[Any, Any], ...]:
-    """Training images and labels, held-out images and labels."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    x, y = (data.data / 16 - 0.3).astype(np.float32)[order], data.target[order]
-    return x[300:], y[300:], x[:300], y[:300]
-
-
 def initial(seed: int) -> Weights:
     """A net's weights."""
     rng = np.random.default_rng(seed)
@@ -105,24 +95,9 @@ def initial(seed: int) -> Weights:
     }
 
 
-def loss_and_gradient(w: Weights, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, Weights]:
-    """Cross-entropy and its gradient."""
-    hidden = np.maximum(x @ w["fc1.weight"] + w["fc1.bias"], 0)
-    logits = hidden @ w["fc2.weight"] + w["fc2.bias"]
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    rows = np.arange(len(y))
-    loss = float(-np.log(p[rows, y] + 1e-12).mean())
-    p[rows, y] -= 1
-    p /= len(y)
-    back = (p @ w["fc2.weight"].T) * (hidden > 0)
-    found = {"fc1.weight": x.T @ back, "fc1.bias": back.sum(0), "fc2.weight": hidden.T @ p, "fc2.bias": p.sum(0)}
-    return loss, {name: gradient.astype(np.float32) for name, gradient in found.items()}
-
-
 def train(settings: dict[str, Any], world: int, rate: float, seed: int, steps: int = STEPS) -> dict[str, float]:
     """Training loss and held-out accuracy (percent) of the last weights; bytes a step on the busiest rank's wire."""
-    x, y, held_x, held_y = digits()
+    x, y, held_x, held_y = load()
     net, w = Loopback(plan_of(settings), world, min_elements=100), initial(seed)
     rng = np.random.default_rng(1000 + seed)
     speed = {name: np.zeros_like(value) for name, value in w.items()}

@@ -17,19 +17,14 @@ from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 from hvdcompress.ops import fast
 from hvdcompress.parts import seed
+from hvdcompress.testing.digits import Weights, load, loss_and_gradient
 
 WORLD, STEPS, BATCH, HIDDEN = 4, 300, 32, 24
-Weights = dict[str, np.ndarray[Any, Any]]
 
 
-@cache
 def digits() -> tuple[np.ndarray[Any, Any], ...]:
-    datasets = pytest.importorskip("sklearn.datasets")
-    data = datasets.load_digits()
-    x, y = (data.data / 16 - 0.3).astype(np.float32), data.target
-    order = np.random.default_rng(0).permutation(len(x))
-    x, y = x[order], y[order]
-    return x[300:], y[300:], x[:300], y[:300]
+    pytest.importorskip("sklearn.datasets")
+    return load()
 
 
 def initial() -> Weights:
@@ -40,21 +35,6 @@ def initial() -> Weights:
         "fc2.weight": (rng.normal(size=(HIDDEN, 10)) / 5).astype(np.float32),
         "fc2.bias": np.zeros(10, np.float32),
     }
-
-
-def loss_and_gradient(w: Weights, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, Weights]:
-    hidden = np.maximum(x @ w["fc1.weight"] + w["fc1.bias"], 0)
-    logits = hidden @ w["fc2.weight"] + w["fc2.bias"]
-    p = np.exp(logits - logits.max(axis=1, keepdims=True))
-    p /= p.sum(axis=1, keepdims=True)
-    rows = np.arange(len(y))
-    loss = float(-np.log(p[rows, y] + 1e-12).mean())
-    p[rows, y] -= 1
-    p /= len(y)
-    back = (p @ w["fc2.weight"].T) * (hidden > 0)
-    return loss, {
-        "fc1.weight": x.T @ back, "fc1.bias": back.sum(0), "fc2.weight": hidden.T @ p, "fc2.bias": p.sum(0)
-    }  # fmt: skip
 
 
 def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, float, Loopback]:
