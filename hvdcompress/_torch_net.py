@@ -16,6 +16,8 @@ from hvdcompress.agreement import compare_plans
 from hvdcompress.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
 
+PAUSE = 1e-4  #: seconds between two looks at what has come; Horovod's own are as far apart
+
 
 class Pending:
     """A collective in flight: what Horovod is working on, and how to read its result."""
@@ -74,6 +76,12 @@ class Net:
     def ready(self, pending: Pending) -> bool:
         """Whether :meth:`wait` would return at once."""
         return hvd.poll(pending.handle)
+
+    def pause(self) -> None:
+        """Let Horovod go on for a moment."""
+        began = time.perf_counter()
+        time.sleep(PAUSE)
+        self.ledger.add_seconds(self.rank, "communicate", time.perf_counter() - began)
 
     def wait(self, pending: Pending, native: bool) -> Any:
         """The verb's result, as the method expects it: numpy arrays, or torch tensors if ``native``.

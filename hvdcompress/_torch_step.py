@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvdcompress._torch_net import Net
+from hvdcompress._torch_net import Net, Pending
 from hvdcompress.agreement import PeerError, Status, failure, fingerprint
+from hvdcompress.method import AllReduce
 from hvdcompress.ops import fast
 from hvdcompress.plan import Unit
 from hvdcompress.worker import Flight
@@ -29,7 +32,11 @@ class Step:
         self.left: set[str] = set()  # members not handed back yet
         self.error: Exception | None = None  # this rank's first one
         self.finite = True
-        self.sealed = False  # the first decompress has happened: ranks have agreed, exchanges are done
+        self.sealed = False  # the first decompress has happened: all exchanges are under way
+        self.factor = 1.0  # of a sum over ranks, to be what the optimizer asks for; known when sealed
+        self.done: list[Flight] = []  # exchanges at their end, whose results have not gone out
+
+        self._status: Pending | None = None  # how the step went, on its way
 
     # -- gradients come in ----------------------------------------------------------------------------
 
@@ -57,7 +64,7 @@ class Step:
         dtype = getattr(torch, self.worker.work_dtype(unit))
         flats = [as_flat(members[m.name], dtype, ops) for m in unit.members]
         flight = self.worker.start(unit, self.worker.join(unit, flats, ops), ops, self.compressor.current_loss_scale())
-        flight.extra["flats"] = flats
+        flight.extra["flats"], flight.extra["ops"] = flats, ops
         self.flights[unit.spec.name] = flight
         self.finite = self.finite and flight.finite
         rides = self.compressor.ride_length(unit, flight.me.phase) is not None
@@ -71,11 +78,13 @@ class Step:
         self.waiting.append(flight)
 
     def _advance(self, flight: Flight) -> None:
-        """Give a flight the result it waits for, and submit its next round."""
-        result = self.net.wait(flight.handle, native=isinstance(flight.like, torch.Tensor))
+        """Give a flight the result that is there, and submit its next round."""
+        result = self.net.wait(flight.handle, native=flight.extra["ops"] is not fast)
         flight.handle = None
         if flight.advance(result) is not None:
             self._submit(flight)
+        else:
+            self.done.append(flight)
 
     def pump_ready(self) -> None:
         """Launch next rounds of what is there already, so that they overlap with the rest of the backward pass.
@@ -88,10 +97,10 @@ class Step:
     # -- the ranks agree ------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """At the first decompress: agree on how the step went, *before any wait*, then end every exchange.
+        """At the first decompress: start what is left, and say how the step went on this rank.
 
         Raises:
-            PeerError: a rank failed, or ranks disagree; on every rank.
+            PeerError: the ranks' plans differ; on every rank, in the first step.
         """
         if self.sealed:
             return
@@ -101,53 +110,93 @@ class Step:
         except Exception as error:
             self.error = self.error or error
         self.sealed = True
-        self._agree()
-        self.waiting.clear()
-        flights = sorted(self.flights.values(), key=lambda flight: flight.name)
-        # round by round and in name order on every rank: tensor by tensor, two ranks could wait for each other
-        while flights := [flight for flight in flights if flight.handle is not None]:
-            for flight in flights:
-                self._advance(flight)
-
-    def _agree(self) -> None:
-        """One all-reduce of maxima (``agreement.Status``): did a rank fail, is all finite, does one ask for a trigger,
-        do plan, step and loss scale agree?"""
         self.compressor.compare_plans_once(self.net)
         state = fingerprint(self.worker.plan.fingerprint, sorted(self.worker.steps.items()))
         scale = self.compressor.current_loss_scale() if self.error is None else 1.0
         mine = Status(self.error is not None, not self.finite, self.worker.take_request(), state, scale)
-        status = Status.of(self.net.maximum("status", mine.numbers()))
+        self._status = self.net.submit("status", 0, AllReduce(np.array(mine.numbers(), np.float64), "max"))
+
+    def take_back(self, name: str, rode: torch.Tensor | None, factor: float) -> None:
+        """At each decompress: go on with what has come, this tensor's payload if it ``rode``; waits for nothing."""
+        self.left.discard(name)
+        self.factor = factor
+        try:
+            if rode is not None:
+                flight = self.flights[self.compressor.units[name].spec.name]
+                payload = rode.numpy() if flight.extra["ops"] is fast else rode
+                self._deliver(flight, self.worker.take_ride(flight, payload, factor))
+            self.pump_ready()
+            self._deliver_done()
+        except HorovodInternalError:
+            raise
+        except Exception as error:  # it may come of what another rank failed to send: the status tells
+            self.error = self.error or error
+
+    def end(self) -> None:
+        """At the last decompress: hear how the step went on all ranks, end all exchanges, keep their state or drop it.
+
+        Nothing is waited for before the status is there, and then no tensor in particular: ranks whose gradients
+        come in different order would wait for each other.
+
+        Raises:
+            PeerError: a rank failed, or ranks disagree; on every rank.
+        """
+        assert self._status is not None  # sealed
+        while not self.net.ready(self._status):
+            self._pump_or_pause()
+        self._obey(Status.of(self.net.wait(self._status, native=False).tolist()))
+        while self.waiting:
+            self._pump_or_pause()
+        for flight in self.flights.values():
+            if self.finite:
+                self.worker.commit(flight)
+            else:
+                self.worker.abandon(flight, flight.extra["flats"], flight.extra["ops"])
+                self._store(flight)
+
+    def _obey(self, status: Status) -> None:
+        """What the ranks agreed upon."""
         if status.failed:
             raise failure(self.net.gather_text("error", str(self.error or ""))) from self.error
         if not status.alike:
             raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")
         status.check_loss_scale()
+        if self.error:
+            raise self.error
         self.finite = not status.non_finite
         if status.triggered and self.finite:
             self.worker.trigger()
         elif status.triggered:  # as if the step had not been: the request waits for the next
             self.worker.asks_for_trigger = True
 
+    def _pump_or_pause(self) -> None:
+        """Go on with whatever has come; a short sleep if nothing has."""
+        for number, flight in enumerate(self.waiting):
+            if self.net.ready(flight.handle):
+                del self.waiting[number]
+                self._advance(flight)
+                self._deliver_done()
+                return
+        self.net.pause()
+
     # -- results go out -------------------------------------------------------------------------------
 
-    def hand_back(self, name: str, rode: torch.Tensor | None, factor: float) -> None:
-        """Write the reduced gradient of ``name`` (and of its bucket) into its own memory, and commit its state."""
-        unit = self.compressor.units[name]
-        flight, members = self.flights[unit.spec.name], self.arrived[unit.spec.name]
-        self.left.discard(name)
-        if flight.extra.get("handed_back"):
-            return  # with another member of its bucket
-        flight.extra["handed_back"] = True
-        ops = ops_for(members[name], self.compressor.force_torch)
-        if rode is not None:
-            factor = self.worker.take_ride(flight, rode.numpy() if ops is fast else rode, factor)
-        outs = flight.extra["flats"]
-        if self.finite:
-            self.worker.finish(flight, outs, factor, ops)
-        else:
-            self.worker.abandon(flight, outs, ops)
-        for member, out in zip(unit.members, outs, strict=True):
-            _store(out, members[member.name])
+    def _deliver_done(self) -> None:
+        while self.done:
+            self._deliver(self.done.pop(), self.factor)
+
+    def _deliver(self, flight: Flight, factor: float) -> None:
+        """Write a unit's reduced gradients into their own memory. Its state waits for the status."""
+        self.worker.deliver(flight, flight.extra["flats"], factor, flight.extra["ops"])
+        self._store(flight)
+
+    def _store(self, flight: Flight) -> None:
+        """Bring results into the gradients' memory, where they are not there already."""
+        members = self.arrived[flight.name]
+        for member, out in zip(flight.unit.members, flight.extra["flats"], strict=True):
+            gradient, result = members[member.name], torch.as_tensor(out)
+            if result.data_ptr() != gradient.data_ptr() or result.dtype != gradient.dtype:
+                gradient.detach().copy_(result.view(gradient.shape))
 
 
 def ops_for(tensor: torch.Tensor, force_torch: bool) -> Any:
@@ -163,10 +212,3 @@ def as_flat(tensor: torch.Tensor, dtype: torch.dtype, ops: Any) -> Any:
     """The gradient as a flat array of the working dtype: a view of its memory where that can be."""
     flat = tensor.detach().to(dtype).contiguous().view(-1)
     return flat.numpy() if ops is fast else flat
-
-
-def _store(out: Any, gradient: torch.Tensor) -> None:
-    """Bring a result into the gradient's memory, if it is not there already."""
-    result = torch.as_tensor(out)
-    if result.data_ptr() != gradient.data_ptr() or result.dtype != gradient.dtype:
-        gradient.detach().copy_(result.view(gradient.shape))

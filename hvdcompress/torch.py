@@ -130,7 +130,8 @@ class Compressor(RankState):
         return self._for_stock_allreduce(ticket, step), ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
-        """Finish the step's exchanges; returns the reduced gradient, in the gradient's own memory.
+        """Go on with the step's exchanges, and end them at its last gradient; returns the gradient, in whose own memory
+        the reduced one is by then (Horovod hands out none before it has asked for all).
 
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank, with one message.
@@ -145,14 +146,15 @@ class Compressor(RankState):
         assert step is not None
         try:
             step.seal()
-            factor = self._factor(output[-2:])
+            step.take_back(ctx.name, output[:-2] if ctx.rides else None, self._factor(output[-2:]))
+            if not step.left:
+                step.end()
         except HorovodInternalError:
             self._step = None
             raise
         except PeerError as failure:
             self._failure = failure
             raise
-        step.hand_back(ctx.name, output[:-2] if ctx.rides else None, factor)
         if not step.left:
             self._last_order = step.order
             self.ledger.steps += step.finite

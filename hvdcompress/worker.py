@@ -177,9 +177,26 @@ class Worker:
         return factor
 
     def finish(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
-        """Commit the flight's state, and write factor · total into ``outs``, the flat members of its unit."""
+        """:meth:`deliver` and :meth:`commit`."""
+        self.deliver(flight, outs, factor, ops)
+        self.commit(flight)
+
+    def deliver(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
+        """Write factor · total into ``outs``, the flat members of the flight's unit."""
         assert flight.reduced is not None
         began = time.perf_counter()
+        factor = factor / flight.scale
+        if len(outs) == 1:
+            ops.write(outs[0], flight.reduced.total, factor)
+        else:
+            ops.write(flight.like, flight.reduced.total, factor)  # nobody needs the gradient any more
+            for out, (start, stop) in zip(outs, spans(flight.unit), strict=True):
+                ops.write(out, flight.like[start:stop], 1.0)
+        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
+
+    def commit(self, flight: Flight) -> None:
+        """Keep the flight's new state."""
+        assert flight.reduced is not None
         name, old = flight.name, self.states[flight.name]
         new = {**old, **flight.reduced.state}
         self._spare[name] = {
@@ -189,15 +206,7 @@ class Worker:
         self.steps[name] += 1
         self.restarts[name] = flight.extra["restart"]
         self.asks_for_trigger |= flight.reduced.trigger
-        factor = factor / flight.scale
-        if len(outs) == 1:
-            ops.write(outs[0], flight.reduced.total, factor)
-        else:
-            ops.write(flight.like, flight.reduced.total, factor)  # nobody needs the gradient any more
-            for out, (start, stop) in zip(outs, spans(flight.unit), strict=True):
-                ops.write(out, flight.like[start:stop], 1.0)
         self.ledger.count(self.rank, flight.me.counters)
-        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
 
     def abandon(self, flight: Flight, outs: Sequence[Array], ops: Any) -> None:
         """Leave the state as it was before the step, and fill the gradients with NaN."""

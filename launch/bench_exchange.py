@@ -339,8 +339,7 @@ def watch_the_codec() -> None:
 
     def charge(self: Ledger, rank: int, what: str, seconds: float) -> None:
         add_seconds(self, rank, what, seconds)
-        if what == "select":
-            CLOCK.spent["encode"] += seconds
+        CLOCK.spent["encode" if what == "select" else "blocked"] += seconds
 
     def late(method: Callable[..., Any], is_decode: Callable[..., bool]) -> Callable[..., Any]:
         def run(self: Any, *args: Any) -> Any:
@@ -374,7 +373,6 @@ def start() -> Rank:
 
     hvd.init()
     stock.synchronize = CLOCK.timed("blocked", stock.synchronize)
-    hvd.synchronize = CLOCK.timed("blocked", hvd.synchronize)  # what our driver waits with
     watch_the_codec()
     return Rank(hvd.rank(), lambda: hvd.allreduce(torch.zeros(1), name="meet"))
 
