@@ -31,6 +31,7 @@ RING = {
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
     "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
     "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
+    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1",
 }
 # What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps), and at most a
 # frame without payload for each two with, which acknowledges them.

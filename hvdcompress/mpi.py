@@ -32,7 +32,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -94,6 +94,7 @@ class Compressor(RankState):
             texts = self._net.gather_text("plan", json.dumps(self.plan.to_dict()))
             compare_plans([(json.loads(text), {}) for text in texts])
         self.worker = Worker(self.plan, comm.rank, comm.size, self.ledger)
+        self._tensors = _Tensors((), {}, [], 0.0)  # those of the last step
         self._waiting: dict[str, Any] | None = None  # what was loaded of tensors that have not come yet
 
     def close(self) -> None:
@@ -124,14 +125,13 @@ class Compressor(RankState):
             return self._step({name: np.asarray(array) for name, array in arrays.items()}, op)
 
     def _step(self, arrays: dict[str, Array], op: Op) -> dict[str, Array]:
-        worker, specs = self.worker, _specs(arrays, op)
-        units = self.plan.units(specs.values())
-        self._take_over(units)
+        worker, tensors = self.worker, self._known(arrays, op)
+        self._take_over(tensors.units)
         known = set(worker.units)
         flights: list[Flight] = []
         outs = {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
         try:
-            status = self._exchange(units, arrays, specs, op, flights)
+            status = self._exchange(tensors, arrays, op, flights)
         except BaseException:
             for flight in flights:
                 worker.abandon(flight, [], fast)
@@ -152,27 +152,20 @@ class Compressor(RankState):
             worker.trigger()
         return outs
 
-    def _exchange(
-        self,
-        units: list[Unit],
-        arrays: Mapping[str, Array],
-        specs: Mapping[str, TensorSpec],
-        op: Op,
-        flights: list[Flight],
-    ) -> Status:
+    def _exchange(self, tensors: _Tensors, arrays: Mapping[str, Array], op: Op, flights: list[Flight]) -> Status:
         """Run every unit's exchange to its end, as ``flights``; the ranks' status."""
         net, worker, scale = self._net, self.worker, self.current_loss_scale()
         steps = sorted((name, step) for name, step in worker.steps.items() if step)
-        facts = (sorted(map(str, specs.values())), op, self.plan.source, steps)
-        mine = Status(triggered=worker.asks_for_trigger, state=fingerprint(*facts), loss_scale=scale)
+        state = fingerprint(tensors.fingerprint, op, steps)
+        mine = Status(triggered=worker.asks_for_trigger, state=state, loss_scale=scale)
         begun = self._maximum(mine.numbers())
         status = None
-        for unit in units:
+        for unit in tensors.units:
             flights.append(self._launch(unit, arrays, scale))
-            status = status or self._agreed(begun, specs, op)  # the first was encoded while it was on its way
+            status = status or self._agreed(begun, tensors.specs, op)  # the first was encoded while it was on its way
             self._submit(flights[-1])
             net.progress()
-        status = status or self._agreed(begun, specs, op)
+        status = status or self._agreed(begun, tensors.specs, op)
         while under_way := [flight for flight in flights if flight.handle is not None]:
             for flight in under_way:
                 if net.advance(flight.handle):
@@ -181,6 +174,21 @@ class Compressor(RankState):
         end = self._maximum([float(not all(flight.finite for flight in flights))])
         net.advance(end)
         return replace(status, non_finite=bool(net.result(end)[0]))
+
+    def _known(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
+        """What follows from the arrays' names, shapes and dtypes: mostly the same as in the last step.
+
+        Raises:
+            ValueError, TypeError: an input is wrong.
+        """
+        if op not in ("average", "sum"):
+            raise ValueError(f'op = {op!r} must be "average" or "sum"')
+        given = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
+        if given != self._tensors.given:
+            specs = {name: _spec(name, shape, dtype) for name, shape, dtype in given}
+            facts = fingerprint(sorted(map(str, specs.values())), self.plan.source)
+            self._tensors = _Tensors(given, specs, self.plan.units(specs.values()), facts)
+        return self._tensors
 
     def _launch(self, unit: Unit, arrays: Mapping[str, Array], scale: float) -> Flight:
         """Run a unit's exchange to its first verb."""
@@ -272,6 +280,23 @@ class Compressor(RankState):
         return describe(self.worker.units.values())
 
 
+class _Tensors(NamedTuple):
+    """The tensors of a step."""
+
+    given: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...]
+    specs: dict[str, TensorSpec]
+    units: list[Unit]
+    fingerprint: float  #: of them and of the plan
+
+
+def _spec(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor's name is a string, not {name!r}")
+    if dtype.kind != "f" or dtype.itemsize > 8:
+        raise ValueError(f"{name!r}: {dtype} cannot be reduced; float16, float32 and float64 can")
+    return TensorSpec(name, shape, str(dtype))
+
+
 class _Together:
     """Within it, what one rank raises ends the others' wait: they raise PeerError."""
 
@@ -291,14 +316,3 @@ class _Together:
 
 
 TABLES = ("steps", "restarts", "merge", "state")
-
-
-def _specs(arrays: Mapping[str, Array], op: Op) -> dict[str, TensorSpec]:
-    if op not in ("average", "sum"):
-        raise ValueError(f'op = {op!r} must be "average" or "sum"')
-    for name, array in arrays.items():
-        if not isinstance(name, str):
-            raise TypeError(f"a tensor's name is a string, not {name!r}")
-        if array.dtype.kind != "f" or array.dtype.itemsize > 8:
-            raise ValueError(f"{name!r}: {array.dtype} cannot be reduced; float16, float32 and float64 can")
-    return {name: TensorSpec(name, array.shape, str(array.dtype)) for name, array in arrays.items()}

@@ -153,7 +153,7 @@ class Worker:
         if not finite:
             gradient = ops.zeros(unit.spec.size, dtype, like=gradient)
         # what is kept is kept in unscaled units; what keeps nothing need not be unscaled
-        scale = 1.0 / loss_scale if feedback.slots(method, unit.spec) else 1.0
+        scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, unit.spec) else 1.0
         spare = self._spare.pop(unit.spec.name, {})
         for slot in feedback.names(method):
             if slot not in spare:
