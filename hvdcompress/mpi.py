@@ -187,7 +187,8 @@ class Compressor(RankState):
         if given != self._tensors.given:
             specs = {name: _spec(name, shape, dtype) for name, shape, dtype in given}
             facts = fingerprint(sorted(map(str, specs.values())), self.plan.source)
-            self._tensors = _Tensors(given, specs, self.plan.units(specs.values()), facts)
+            units = sorted(self.plan.units(specs.values()), key=lambda unit: -unit.spec.size)
+            self._tensors = _Tensors(given, specs, units, facts)
         return self._tensors
 
     def _launch(self, unit: Unit, arrays: Mapping[str, Array], scale: float) -> Flight:
