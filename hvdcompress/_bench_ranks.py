@@ -1,7 +1,8 @@
 """The ranks of a benchmark: started in groups, asked for one exchange at a time, and stopped in between.
 
 A group is all ranks over one transport: "ring" and "mpi" (stock Horovod over MPI, with its ring or with the algorithm
-that Open MPI chooses), "gloo" (stock Horovod) and "ddp" (PyTorch's own, over gloo). Every rank runs
+that Open MPI chooses), "gloo" (stock Horovod), "ddp" (PyTorch's own, over gloo) and "mpi4py" (our MPI driver, with
+MPI's ring). Every rank runs
 ``launch/bench_exchange.py``. All groups live on the same hosts at the same time, so that exchanges of one and of
 another can be measured in turns. But only one of them runs: the others' processes are stopped (SIGSTOP), as Horovod
 and MPI are busy even while they wait.
@@ -27,7 +28,7 @@ from typing import Any
 from hvdcompress import launcher
 from hvdcompress.hosts import Hosts
 
-GROUPS = ("ring", "mpi", "gloo", "ddp")
+GROUPS = ("ring", "mpi", "gloo", "ddp", "mpi4py")
 SCRIPT = launcher.ROOT / "launch" / "bench_exchange.py"
 JOINING = 180.0  # seconds: imports of all ranks at once, on few processors
 ANSWERING = 600.0  # seconds for one exchange, or for setting a contender up; and on top of that
@@ -66,12 +67,12 @@ class Group:
         if self.name == "ddp":
             lines = [self._ddp_line(rank, words) for rank in range(self.ranks)]
         else:
-            lines = [self._horovod_line(words)]
+            lines = [self._launch_line(words)]
         # hosts=None: which algorithms MPI takes is the script's business
         for line in lines:
             self._launched.append(launcher.Ranks(line, self.ranks, self.log))
 
-    def _horovod_line(self, words: list[str]) -> list[str]:
+    def _launch_line(self, words: list[str]) -> list[str]:
         if self.hosts is None or self.name == "gloo":
             return launcher.command(self.ranks, "gloo" if self.name == "gloo" else "mpi", *words, hosts=self.hosts)
         mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

@@ -40,7 +40,7 @@ from hvdcompress.units import number
 
 __all__ = ["BESIDE", "Bench", "Contender", "PlanError", "Turn", "read_turns"]
 
-Over = Literal["ring", "mpi", "gloo"]
+Over = Literal["ring", "mpi", "gloo", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
 BESIDE = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
 BESIDE += ("powersgd ddp",)
@@ -95,7 +95,7 @@ class Entry(MethodEntry):
     """A method, as experiments have it, and how it is measured."""
 
     over: Over = "ring"
-    """The transport of its collectives: Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo."""
+    """Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo; or the MPI driver, with MPI's ring."""
     warm_up: int = Field(3, ge=1)
     """Steps before the first that is measured."""
     alone: int = Field(0, ge=0)
