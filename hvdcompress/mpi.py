@@ -11,8 +11,8 @@ MPI's collectives have no names, and cannot be taken back. So
 
 * a step begins with one small all-reduce, which shows whether all ranks have the same tensors, plan, step and loss
   scale; only if not are they written out and compared, so that the error says which;
-* tensors are begun in name order, and then advanced round by round, in name order: the order of collectives is
-  the same on all ranks, and while one tensor is decoded others are on their way;
+* tensors are begun largest first, and then advanced round by round in that order: the order of collectives is
+  the same on all ranks, and while one tensor is encoded or decoded others are on their way;
 * a step ends with another small all-reduce, which says that all ranks have come so far: only then is state kept;
 * a rank that fails in between sounds an alarm, which the others hear wherever they wait (``_mpi_net.py``). All raise
   the same ``PeerError``, no state is changed, and the Compressor can be used again.

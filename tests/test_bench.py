@@ -281,6 +281,7 @@ sets: [{net: resnet32, label: small}]
 methods:
   - {label: gradiveq, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6, warm_up: 1}
   - {label: scalecom, method: scalecom, density: 0.05, bucket_elements: 5000}
+  - {label: over mpi4py, over: mpi4py, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6}
 beside: [none ring, fp16 mpi, none gloo, none ddp, powersgd ddp]
 """
 
@@ -328,7 +329,7 @@ def test_a_benchmark_on_hosts(possible, tmp_path):
     assert run.returncode == 0, output
     assert ours(run.pid) == 0
     rows = {row.contender: row for row in _bench_report.read(tmp_path / "out").rows}
-    assert len(rows) == 7 and not any(row.error for row in rows.values())
+    assert len(rows) == 8 and not any(row.error for row in rows.values())
     dense = rows["none ring"]
     payload = 4 * 464_154
     assert dense.ledger["sent"] == payload and dense.ledger["on_wire"] == payload  # 2(p − 1)/p with 2 ranks
@@ -336,6 +337,7 @@ def test_a_benchmark_on_hosts(possible, tmp_path):
     assert dense.time.least > 0.9 * 8 * payload / 200e6, "not faster than the link"
     assert rows["fp16 mpi"].ledger["sent"] == payload / 2
     assert rows["gradiveq"].ledger["sent"] < 0.2 * payload, "its compressed phase"
+    assert rows["over mpi4py"].ledger["sent"] < 0.2 * payload
     assert rows["scalecom"].ledger["sent"] < 0.2 * payload
     assert (tmp_path / "out" / "table.md").exists()
 
