@@ -17,6 +17,7 @@ from hvdcompress.loopback import cut
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
 
 Array = np.ndarray[Any, Any]
+FUSED = 1 << 15  #: bytes from which an all-reduce goes by itself; smaller ones that follow each other are one
 
 
 class Alarm(Exception):
@@ -45,16 +46,19 @@ class Running:
     request: MPI.Request
     out: Array
     buffers: list[Any]
+    done: bool = False
 
 
 @dataclass(eq=False)
 class Pending:
-    """A verb under way, and, once an all-gather knows them, the lengths of the ranks' payloads."""
+    """A verb on its way: the collective that it is part of, from ``start`` on, or None before that is called; and the
+    lengths of the ranks' payloads, once an all-gather knows them."""
 
     name: str
     verb: Verb
     payload: Array
-    running: Running
+    running: Running | None = None
+    start: int = 0
     lengths: list[int] | None = None
 
 
@@ -70,6 +74,7 @@ class Net:
         self.ledger, self.rank, self.world = ledger, comm.rank, comm.size
         self.calls: list[Call] = []  # of this step
         self._running: list[Running] = []
+        self._open: list[Pending] = []  # all-reduces of one kind that wait for more of it
         self._listen()
 
     def _listen(self) -> None:
@@ -90,7 +95,13 @@ class Net:
     # -- verbs -------------------------------------------------------------------------------------------
 
     def submit(self, name: str, verb: Verb) -> Pending:
-        """Start a verb's collective for tensor ``name``; returns at once."""
+        """Start a verb's collective for tensor ``name``, or let it wait for more (:meth:`flush`); returns at once."""
+        payload: Array
+        if isinstance(verb, AllReduce):
+            payload = np.ascontiguousarray(verb.x)
+            self.ledger.add(self.rank, name, "AllReduce", payload.nbytes)
+            return self._fuse(Pending(name, verb, payload))
+        self.flush()
         if isinstance(verb, Broadcast):  # as the other drivers send it, so that all ledgers agree
             payload = np.zeros(verb.num_bytes // 4, np.int32)
             if self.rank == int(verb.root):
@@ -102,14 +113,31 @@ class Net:
             self.ledger.add(self.rank, "lengths", "AllGather", 8, [8] * self.world)
             length = np.array([len(payload)], np.int64).view(np.uint8)
             return Pending(name, verb, payload, self._call(Call("gather", gets=(8,) * self.world), length))
-        if isinstance(verb, AllReduce):
-            self.ledger.add(self.rank, name, "AllReduce", payload.nbytes)
-            call = Call("reduce", str(payload.dtype), len(payload), verb.op)
-        else:
-            self.ledger.add(self.rank, name, "AllToAll", len(payload), splits=verb.splits)
-            equal = (len(payload) // self.world,) * self.world
-            call = Call("exchange", gives=verb.splits or equal, gets=verb.receives or equal)
+        self.ledger.add(self.rank, name, "AllToAll", len(payload), splits=verb.splits)
+        equal = (len(payload) // self.world,) * self.world
+        call = Call("exchange", gives=verb.splits or equal, gets=verb.receives or equal)
         return Pending(name, verb, payload, self._call(call, payload))
+
+    def _fuse(self, pending: Pending) -> Pending:
+        """Put an all-reduce to those that wait, if it is of their kind. What a call costs is then shared."""
+        if self._open and _kind(pending) != _kind(self._open[0]):
+            self.flush()
+        self._open.append(pending)
+        if sum(each.payload.nbytes for each in self._open) >= FUSED:
+            self.flush()
+        return pending
+
+    def flush(self) -> None:
+        """Start the all-reduces that wait for more of their kind, as one."""
+        if not self._open:
+            return
+        together, self._open = self._open, []
+        joined = together[0].payload if len(together) == 1 else np.concatenate([each.payload for each in together])
+        dtype, op = _kind(together[0])
+        running, start = self._call(Call("reduce", dtype, len(joined), op), joined), 0
+        for each in together:
+            each.running, each.start = running, start
+            start += len(each.payload)
 
     def advance(self, pending: Pending) -> bool:
         """Wait for what is under way; whether the verb is done. If not, it has gone on to its next collective.
@@ -117,6 +145,9 @@ class Net:
         Raises:
             Alarm: a rank has failed.
         """
+        if pending.running is None:
+            self.flush()
+        assert pending.running is not None
         self._wait(pending.running)
         if not isinstance(pending.verb, AllGather) or pending.lengths is not None:
             return True
@@ -127,13 +158,16 @@ class Net:
 
     def result(self, pending: Pending) -> Any:
         """What a verb that is done has brought, as the method expects it."""
+        assert pending.running is not None
         verb, out = pending.verb, pending.running.out
         if isinstance(verb, AllGather):
             assert pending.lengths is not None
             return cut(out, pending.lengths)
         if isinstance(verb, AllToAll):
             return cut(out, verb.receives or [len(out) // self.world] * self.world)
-        return out.view(np.uint8) if isinstance(verb, Broadcast) else out
+        if isinstance(verb, Broadcast):
+            return out.view(np.uint8)
+        return out[pending.start : pending.start + len(pending.payload)]
 
     def progress(self) -> None:
         """Let MPI work on what is under way; without a thread of its own it does so only when it is called."""
@@ -177,11 +211,14 @@ class Net:
         return self._running[-1]
 
     def _wait(self, running: Running) -> None:
+        if running.done:
+            return
         began = time.perf_counter()
         first = MPI.Request.Waitany([running.request, self._alarm])
         self.ledger.add_seconds(self.rank, "communicate", time.perf_counter() - began)
         if first != 0:
             raise Alarm
+        running.done = True
         self._running.remove(running)
 
     # -- failure -----------------------------------------------------------------------------------------
@@ -193,6 +230,7 @@ class Net:
         Collectives cannot be taken back: each rank makes up, with zeros, for those that others have begun, so that none
         waits for ever and the next step finds all in order.
         """
+        self._open.clear()  # nobody has been told of them
         alarms = []
         if error is not None:
             alarms = [self.side.Isend(b"", rank) for rank in range(self.world) if rank != self.rank]
@@ -223,6 +261,12 @@ class Net:
             self._call(call, payload)
         MPI.Request.Waitall([running.request for running in self._running])
         self._running.clear()
+
+
+def _kind(pending: Pending) -> tuple[str, str]:
+    """What all-reduces must have alike to be one: type and operation."""
+    assert isinstance(pending.verb, AllReduce)
+    return str(pending.payload.dtype), pending.verb.op
 
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}

@@ -25,13 +25,11 @@ from typing import Any
 
 SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "hosts.sh"
 FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
-# Open MPI's own choice of algorithm is mostly not the ring, and the ledger's `bytes_on_wire` is a ring's.
 RING = {
     "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
     "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
     "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
     "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
-    "OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1",
 }
 # What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps), and at most a
 # frame without payload for each two with, which acknowledges them.
@@ -83,6 +81,15 @@ class Rate:
     def word(self) -> str:
         """As ``launch/hosts.sh`` takes it."""
         return f"{self.up}bit/{self.down}bit"
+
+
+def ring(ranks: int) -> dict[str, str]:
+    """Environment that makes Open MPI's collectives rings, as the ledger's ``bytes_on_wire`` is a ring's.
+
+    Its own choice is mostly another. Non-blocking all-reduces of two ranks are left alone: they send as many bytes
+    as a ring's, whose two directions do not overlap there.
+    """
+    return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
 
 
 def speed(bits: float) -> str:

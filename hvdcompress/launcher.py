@@ -25,7 +25,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from hvdcompress.experiment import Experiment, Run
-from hvdcompress.hosts import RING, Hosts, speed
+from hvdcompress.hosts import Hosts, ring, speed
 from hvdcompress.registry import suggest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
         added["OMPI_MCA_mpi_yield_when_idle"] = "1"  # Open MPI spins while it waits: hundreds of times slower
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; mpirun refuses root otherwise
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**(RING if hosts else {}), **added}
+    return {**(ring(ranks) if hosts else {}), **added}
 
 
 class Ranks:

@@ -12,7 +12,8 @@ MPI's collectives have no names, and cannot be taken back. So
 * a step begins with one small all-reduce, which shows whether all ranks have the same tensors, plan, step and loss
   scale; only if not are they written out and compared, so that the error says which;
 * tensors are begun largest first, and then advanced round by round in that order: the order of collectives is
-  the same on all ranks, and while one tensor is encoded or decoded others are on their way;
+  the same on all ranks, and while one tensor is encoded or decoded others are on their way; small all-reduces that
+  follow each other are one;
 * a step ends with another small all-reduce, which says that all ranks have come so far: only then is state kept;
 * a rank that fails in between sounds an alarm, which the others hear wherever they wait (``_mpi_net.py``). All raise
   the same ``PeerError``, no state is changed, and the Compressor can be used again.
@@ -94,7 +95,7 @@ class Compressor(RankState):
             texts = self._net.gather_text("plan", json.dumps(self.plan.to_dict()))
             compare_plans([(json.loads(text), {}) for text in texts])
         self.worker = Worker(self.plan, comm.rank, comm.size, self.ledger)
-        self._tensors = _Tensors((), {}, [], 0.0)  # those of the last step
+        self._tensors: _Tensors | None = None  # those of the last step
         self._waiting: dict[str, Any] | None = None  # what was loaded of tensors that have not come yet
 
     def close(self) -> None:
@@ -166,11 +167,13 @@ class Compressor(RankState):
             self._submit(flights[-1])
             net.progress()
         status = status or self._agreed(begun, tensors.specs, op)
+        net.flush()
         while under_way := [flight for flight in flights if flight.handle is not None]:
             for flight in under_way:
                 if net.advance(flight.handle):
                     flight.advance(net.result(flight.handle))
                     self._submit(flight)
+            net.flush()
         end = self._maximum([float(not all(flight.finite for flight in flights))])
         net.advance(end)
         return replace(status, non_finite=bool(net.result(end)[0]))
@@ -179,12 +182,12 @@ class Compressor(RankState):
         """What follows from the arrays' names, shapes and dtypes: mostly the same as in the last step.
 
         Raises:
-            ValueError, TypeError: an input is wrong.
+            ValueError, TypeError: an input is wrong, or ``op``.
         """
         if op not in ("average", "sum"):
             raise ValueError(f'op = {op!r} must be "average" or "sum"')
         given = tuple((name, array.shape, array.dtype) for name, array in arrays.items())
-        if given != self._tensors.given:
+        if self._tensors is None or given != self._tensors.given:
             specs = {name: _spec(name, shape, dtype) for name, shape, dtype in given}
             facts = fingerprint(sorted(map(str, specs.values())), self.plan.source)
             units = sorted(self.plan.units(specs.values()), key=lambda unit: -unit.spec.size)
@@ -208,7 +211,9 @@ class Compressor(RankState):
         flight.handle = None if flight.verb is None else self._net.submit(flight.name, flight.verb)
 
     def _maximum(self, numbers: list[float]) -> Pending:
-        return self._net.submit("status", AllReduce(np.array(numbers, np.float64), "max"))
+        pending = self._net.submit("status", AllReduce(np.array(numbers, np.float64), "max"))
+        self._net.flush()
+        return pending
 
     def _agreed(self, begun: Pending, specs: Mapping[str, TensorSpec], op: Op) -> Status:
         """The status of all ranks.

@@ -25,9 +25,9 @@ from typing import Any
 
 WHERE = sys.argv[2]
 if WHERE in ("ring", "mpi4py"):
-    from hvdcompress.hosts import RING
+    from hvdcompress.hosts import ring
 
-    os.environ.update(RING)  # MPI reads it when it starts
+    os.environ.update(ring(int(os.environ["OMPI_COMM_WORLD_SIZE"])))  # MPI reads it when it starts
 os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "86400"  # we are stopped while others are measured
 
 import torch  # noqa: E402  (Horovod's threads and MPI start with it)

@@ -393,7 +393,7 @@ def truth(possible, tmp_path_factory):
             network.command(
                 "host0", "mpirun", "-H", network.slots, sys.executable, PARALLEL / "hosts_truth.py", folder, *METHODS
             ),
-            env={**os.environ, **hosts.RING, "PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env={**os.environ, **hosts.ring(3), "PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
