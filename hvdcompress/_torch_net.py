@@ -120,11 +120,6 @@ class Net:
         self.ledger.add(self.rank, what, "AllGather", len(data) + 8, [int(n) + 8 for n in sizes])
         return [bytes(piece.tolist()).decode() for piece in _cut(joined, sizes.tolist())]
 
-    def maximum(self, what: str, values: list[float]) -> list[float]:
-        """The elementwise maximum over ranks, float64; waits."""
-        pending = self.submit(what, 0, AllReduce(np.array(values, np.float64), "max"))
-        return self.wait(pending, native=False).tolist()
-
     def compare_plans(self, plan: dict[str, Any], tensors: dict[str, str]) -> None:
         """Make sure that all ranks have the same plan and the same tensors.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
 from hvdcompress._torch_net import Net, Pending
 from hvdcompress.agreement import PeerError, Status, failure, fingerprint
@@ -37,6 +38,7 @@ class Step:
         self.done: list[Flight] = []  # exchanges at their end, whose results have not gone out
 
         self._status: Pending | None = None  # how the step went, on its way
+        self._told = ""  # what this rank says has failed
 
     # -- gradients come in ----------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class Step:
             self.done.append(flight)
 
     def pump_ready(self) -> None:
-        """Launch next rounds of what is there already, so that they overlap with the rest of the backward pass.
+        """Launch next rounds of what is there already, so that they overlap with what is still to come.
 
         Oldest first, and no further than the first that is not there: one poll a gradient, not one a flight.
         """
@@ -104,15 +106,14 @@ class Step:
         """
         if self.sealed:
             return
-        try:
+        with self._errors_wait():
             for name in sorted(self.arrived.keys() - self.flights.keys()):
                 self._launch(self.compressor.units_by_name[name])
-        except Exception as error:
-            self.error = self.error or error
         self.sealed = True
         self.compressor.compare_plans_once(self.net)
         state = fingerprint(self.worker.plan.fingerprint, sorted(self.worker.steps.items()))
         scale = self.compressor.current_loss_scale() if self.error is None else 1.0
+        self._told = str(self.error or "")
         mine = Status(self.error is not None, not self.finite, self.worker.take_request(), state, scale)
         self._status = self.net.submit("status", 0, AllReduce(np.array(mine.numbers(), np.float64), "max"))
 
@@ -120,16 +121,20 @@ class Step:
         """At each decompress: go on with what has come, this tensor's payload if it ``rode``; waits for nothing."""
         self.left.discard(name)
         self.factor = factor
-        try:
+        with self._errors_wait():
             if rode is not None:
                 flight = self.flights[self.compressor.units[name].spec.name]
                 payload = rode.numpy() if flight.extra["ops"] is fast else rode
                 self._deliver(flight, self.worker.take_ride(flight, payload, factor))
             self.pump_ready()
             self._deliver_done()
-        except HorovodInternalError:
-            raise
-        except Exception as error:  # it may come of what another rank failed to send: the status tells
+
+    @contextlib.contextmanager
+    def _errors_wait(self) -> Iterator[None]:
+        """Inside, an error waits for the status: it may come of what another rank failed to send, or sent otherwise."""
+        try:
+            yield
+        except Exception as error:
             self.error = self.error or error
 
     def end(self) -> None:
@@ -143,7 +148,8 @@ class Step:
         """
         assert self._status is not None  # sealed
         while not self.net.ready(self._status):
-            self._pump_or_pause()
+            with self._errors_wait():
+                self._pump_or_pause()
         self._obey(Status.of(self.net.wait(self._status, native=False).tolist()))
         while self.waiting:
             self._pump_or_pause()
@@ -157,7 +163,7 @@ class Step:
     def _obey(self, status: Status) -> None:
         """What the ranks agreed upon."""
         if status.failed:
-            raise failure(self.net.gather_text("error", str(self.error or ""))) from self.error
+            raise failure(self.net.gather_text("error", self._told)) from self.error
         if not status.alike:
             raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")
         status.check_loss_scale()

@@ -8,8 +8,9 @@ collective. So this driver
 * starts its own, named collectives in ``compress`` and returns a tiny placeholder (a probe, which tells
   Average from Sum) for the stock all-reduce; a method that needs just one float32 all-reduce returns its
   payload with the probe appended, and costs no collective of its own;
-* on a step's first ``decompress``, sends a status to all ranks, and on its last reads theirs *before any wait*, so that
-  a rank that failed, or has another plan, is an error on all of them and a hang on none; and then
+* on a step's first ``decompress``, sends a status to all ranks, and on its last reads theirs, before it waits for any
+  collective of its own, so that a rank that failed, or has another plan, is an error on all of them and a hang on
+  none; and then
 * pumps: exchanges are advanced as their results come, until all are done. Waiting for one tensor after the other
   deadlocks as soon as two ranks' hooks fire in different order.
 """

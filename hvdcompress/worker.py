@@ -1,9 +1,9 @@
 """One rank's side of every exchange: state, steps and rollback, with no I/O. Drivers are built on it.
 
 A step of a driver is: :meth:`Worker.start` for each unit (the generator runs to its first verb), carry
-out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, then either
-:meth:`Worker.finish` each flight, which writes the gradients, or :meth:`Worker.abandon` them all. State is committed
-in ``finish``; an abandoned step leaves it as it was, exactly.
+out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, which
+:meth:`Worker.deliver` writes into the gradients; then either :meth:`Worker.commit` each flight's state or
+:meth:`Worker.abandon` them all, which leaves it as it was, exactly. :meth:`Worker.finish` delivers and commits.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Worker:
     def start(self, unit: Unit, gradient: Array, ops: Any, loss_scale: float = 1.0) -> Flight:
         """Begin a unit's exchange and run it to its first verb.
 
-        ``gradient`` [n] is flat, in the working dtype, and read only until ``finish``. A non-finite one takes part
+        ``gradient`` [n] is flat, in the working dtype, and read only until ``deliver``. A non-finite one takes part
         as zeros, so that no method ever sees a NaN, and marks the flight: the step is then to be abandoned.
         """
         step = self.steps.setdefault(unit.spec.name, 0)
@@ -169,7 +169,7 @@ class Worker:
 
     def take_ride(self, flight: Flight, result: Array, factor: float) -> float:
         """Go on with what the stock all-reduce brought, which is ``factor`` times the sum; returns what is left of
-        the factor for :meth:`finish`."""
+        the factor for :meth:`deliver`."""
         if flight.method.linear:
             flight.advance(result)
             return 1.0

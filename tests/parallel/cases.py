@@ -543,6 +543,24 @@ def different_models() -> None:
 
 
 @case
+def ranks_at_different_steps() -> None:
+    """A rank's warm-up is over, the others' is not: their collectives differ, of which Horovod complains first."""
+    params = parameters("ahead")
+    settings = {"density": 0.01, "warmup": {"steps": 2}}
+    ahead = Compressor("topk", params.items(), **settings)
+    opt = optimizer(params, ahead)
+    for step in range(2):
+        reduce_once(opt, params, gradients(params, step, hvd.rank()))
+    fresh = parameters("ahead")
+    comp = Compressor("topk", fresh.items(), **settings)
+    if hvd.rank() == 1:
+        comp.load_state_dict(ahead.state_dict())
+    opt = optimizer(fresh, comp)
+    words = ["ranks disagree on the step"]
+    must_raise(PeerError, words, lambda: reduce_once(opt, fresh, gradients(fresh, 2, hvd.rank())))
+
+
+@case
 def a_rank_that_raises_inside_compress() -> None:
     for step_of_failure in (0, 2):
         params = parameters(f"raises{step_of_failure}")
