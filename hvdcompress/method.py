@@ -79,7 +79,7 @@ class Reduced:
     """What an exchange ends with.
 
     ``total``: the sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks.
-    ``own``: this rank's share of that sum, as the others decoded it; ``None`` where no feedback is kept.
+    ``own``: this rank's share of that sum, as the others decoded it; may be ``None`` unless ``me.keeps``.
     ``state``: new values of the method's own slots (fresh arrays; the old ones are never written).
     ``trigger``: this rank asks for a restart of every method's schedule (see :class:`Turn`).
     """
@@ -107,6 +107,7 @@ class Turn:
     seed: int = 0
     phase: int = 0
     triggers: int = 0
+    keeps: bool = True  #: feedback keeps what is not sent: without it nobody asks for the own share
     seen: Any = None  #: what :meth:`Method.scan` found on its way over memory
     counters: dict[str, Any] = field(default_factory=dict)  #: figures for the ledger, e.g. "kept"
 

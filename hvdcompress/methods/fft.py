@@ -147,7 +147,7 @@ class FFT(Method):
         shares = [self.decode(piece, me, ops) for piece in pieces]
         total = self.invert(shares, FLOAT_MAX, me, ops)
         # a quarter, so that what it leaves behind is finite too
-        own = None if self.feedback == "none" else self.invert([shares[me.rank]], FLOAT_MAX / 4, me, ops)
+        own = self.invert([shares[me.rank]], FLOAT_MAX / 4, me, ops) if me.keeps else None
         return Reduced(total=total, own=own)
 
     def invert(self, shares: Sequence[Sparse], limit: float, me: Turn, ops: Any) -> Array:

@@ -47,6 +47,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -215,8 +216,9 @@ class GradiVeQ(Method):
         centred = shrunk[: len(mean)] - mean * (small / me.world)
         q = ops.matmul_transposed(centred, basis, slices, d)  # Uᵀ(g − μ/p) [slices × d]
         payload = ops.concat([q, shrunk[len(mean) :]])
+        me = replace(me, keeps=me.keeps or bool(self.retrain_error))
         total, own = yield from transform.all_reduce(payload, small, self.values, me, ops)
-        share = expand(own, 1.0 / me.world) if self.feedback != "none" or self.retrain_error else None
+        share = expand(own, 1.0 / me.world) if me.keeps else None
         lost = False
         if self.retrain_error:
             lost = transform.norm(x - share, ops) > self.retrain_error * transform.norm(x, ops)

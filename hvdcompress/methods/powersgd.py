@@ -93,5 +93,5 @@ class PowerSGD(Method):
 
         # no sum of r products exceeds float32: |P̂| ≤ 1
         total = ops.outer_sum(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
-        own = total * (1.0 / me.world)  # M̂, as the authors have it: the ranks' own shares are equal
+        own = total * (1.0 / me.world) if me.keeps else None  # M̂, as the authors have it: ranks' own shares are equal
         return Reduced(total=total, own=own, state={"q": q})

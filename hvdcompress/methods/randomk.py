@@ -67,4 +67,4 @@ class RandomK(Method):
         if self.unbiased and k:
             kept = kept * (n / k)
         total, own = yield from values.all_reduce(kept, self.values, me, ops)
-        return Reduced(total=Sparse(index, total), own=Sparse(index, own))
+        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if me.keeps else None)

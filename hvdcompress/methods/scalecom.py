@@ -96,7 +96,7 @@ class ScaleCom(Method):
         packed = yield Broadcast(lambda: self.pick(x, n, ops), leader, self.num_index_bytes(n))
         index = self.unpack(packed, n, ops)  # [k] int32, ascending
         total, own = yield from values.all_reduce(ops.take(x, index), self.values, me, ops)
-        return Reduced(total=Sparse(index, total), own=Sparse(index, own))
+        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if me.keeps else None)
 
     def pick(self, x: Array, n: int, ops: Any) -> Array:
         """The leader's selection, packed [num_index_bytes] uint8."""

@@ -110,4 +110,4 @@ class TernGrad(Quantizer):
         ternary = ops.dequantize(codes, one, n, BITS, n)  # [n] −1, 0 or 1
         words = yield AllReduce(ops.pack_fields(ternary, width))  # int32
         total = ops.unpack_fields(words, width, n, me.world)  # [n] −p … p
-        return Reduced(total=total * scaler, own=ternary * scaler)
+        return Reduced(total=total * scaler, own=ternary * scaler if me.keeps else None)

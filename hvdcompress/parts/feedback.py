@@ -69,7 +69,7 @@ def exchange(
     scale = method.clip(gradient, scale, me, ops)
     if method.feedback == "none":
         x = gradient if scale == 1.0 else gradient * np.float32(scale)
-        return (yield from method.exchange(x, state, me, ops))
+        return (yield from method.exchange(x, state, replace(me, keeps=False), ops))
     x, residual = spare[RESIDUAL], state[RESIDUAL]
     if method.feedback == "momentum":
         gradient = gradient if scale == 1.0 else gradient * np.float32(scale)

@@ -41,10 +41,8 @@ def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int
     return (world + 1) * codec.num_bytes(-(-count // world))
 
 
-def scatter(
-    x: Array, codec: Codec, me: Turn, ops: Any, stream: int = 0
-) -> Generator[Any, Any, tuple[Array, Array]]:
-    """The sum of ``x`` [n] over ranks by scatter-reduce, and this rank's share of it."""
+def scatter(x: Array, codec: Codec, me: Turn, ops: Any, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
+    """The sum of ``x`` [n] over ranks by scatter-reduce, and this rank's share of it, or None if nobody asks for it."""
     n, shard = len(x), -(-len(x) // me.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(me.world)]
     start, stop = bounds[me.rank]
@@ -58,12 +56,14 @@ def scatter(
         return codec.decode(piece[: codec.num_bytes(count)], count, ops)
 
     mine = [codec.encode(x[a:b], me, ops, stream=first + r) for r, (a, b) in enumerate(bounds)]
-    own = ops.concat([codec.decode(codes, b - a, ops) for codes, (a, b) in zip(mine, bounds, strict=True)])
     pieces = yield AllToAll(ops.concat([filled(codes) for codes in mine]))
     summed = ops.add_all([read(piece, stop - start) for piece in pieces])
     again = codec.encode(summed, me, ops, stream=first + me.world)
     shards = yield AllGather(filled(again))
     total = ops.concat([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
+    if not me.keeps:
+        return total, None
+    own = ops.concat([codec.decode(codes, b - a, ops) for codes, (a, b) in zip(mine, bounds, strict=True)])
     error = total[start:stop] - summed
     return total, ops.concat([own[:start], own[start:stop] + error, own[stop:]])
 

@@ -74,7 +74,7 @@ def shrinkage(length: int, world: int) -> float:
 
 def all_reduce(
     x: Array, shrunk: float, name: Values, me: Turn, ops: Any, stream: int = 0
-) -> Generator[Any, Any, tuple[Array, Array]]:
+) -> Generator[Any, Any, tuple[Array, Any]]:
     """``values.all_reduce`` of numbers that :func:`shrinkage` has made small, in the same units.
 
     fp16 has no range for that: it gets them at their own size, and what is too large for it saturates.
@@ -82,4 +82,4 @@ def all_reduce(
     if name != "fp16":
         return (yield from values.all_reduce(x, name, me, ops, stream))
     total, own = yield from values.all_reduce(ops.scaled(x, 1.0 / shrunk), name, me, ops)
-    return ops.scaled(total, shrunk), ops.scaled(own, shrunk)
+    return ops.scaled(total, shrunk), ops.scaled(own, shrunk) if me.keeps else None

@@ -104,13 +104,11 @@ def reduced_num_bytes(count: int, values: Values, world: int) -> int:
     return route.reduced_num_bytes(count, codec(values), "scatter", world)
 
 
-def all_reduce(
-    x: Array, values: Values, me: Turn, ops: Any, stream: int = 0
-) -> Generator[Any, Any, tuple[Array, Array]]:
+def all_reduce(x: Array, values: Values, me: Turn, ops: Any, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
     """The sum of ``x`` [count] over ranks, and this rank's share of it after rounding: both like ``x``.
 
-    The shares of all ranks add up to the sum, so that feedback loses nothing. ``stream`` tells apart the random
-    numbers of several sums in one exchange.
+    The shares of all ranks add up to the sum, so that feedback loses nothing; None where nobody asks for them.
+    ``stream`` tells apart the random numbers of several sums in one exchange.
     """
     if values == "fp32":
         return (yield AllReduce(x)), x
@@ -118,5 +116,5 @@ def all_reduce(
         payload, saturated = ops.to_fp16(x, 1.0 / me.world, SUMMED_MAX / me.world)
         _count_saturated(me, saturated)
         total = yield AllReduce(payload)
-        return ops.from_fp16(total, me.world), ops.from_fp16(payload, me.world)
+        return ops.from_fp16(total, me.world), ops.from_fp16(payload, me.world) if me.keeps else None
     return (yield from route.scatter(x, codec(values), me, ops, stream))
