@@ -17,6 +17,7 @@ from hvdcompress import units
 from hvdcompress.bench import LOOPBACK, Bench, Contender, read_turns
 from hvdcompress.hosts import HEADERS, Rate
 from hvdcompress.plan import load
+from hvdcompress.report import as_json, write_files
 
 __all__ = ["Figures", "Result", "Row", "read", "show", "write"]
 
@@ -264,16 +265,18 @@ COLUMNS = (
 LEGEND = (
     "none, fp16, powersgd (rank 1): stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
     "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
-    "gloo with more. Seconds: one exchange of all gradients, from the first rank's beginning to the last one's end, "
-    "nothing of it hidden behind a backward pass; the median of so many exchanges (of). A turn's first exchange, "
-    "which still has ranks waking up, counts only where it was the only one. × best dense: the fastest `none`'s "
-    "median over this one's, with the least and the greatest of that ratio in a round; below 1 the method loses to "
-    "dense. Of a rank's main thread: encode = codec until a tensor's last collective is under way; decode = after it; "
-    "wire = of the time blocked in Horovod, what the link needs for the ledger's bytes and their headers; wait = the "
-    "rest of that time: latency, Horovod's cycles, other ranks' codecs; other = PyTorch, Python, and how far ranks "
-    "are apart. DDP does not let its time be told apart. Bytes are one rank's in one exchange, on average over ranks: "
-    "left the host = by the interface's counters, with all headers and negotiation, also between exchanges; ledger = "
-    "if collectives run as rings; payload = handed to the collectives."
+    "gloo with more. Methods are behind stock Horovod over MPI's ring, or where their `over` says: mpi4py is our MPI "
+    "driver on numpy arrays, with MPI's ring, and without PyTorch and Horovod. Seconds: one exchange of all "
+    "gradients, from the first rank's beginning to the last one's end, nothing of it hidden behind a backward pass; "
+    "the median of so many exchanges (of). A turn's first exchange, which still has ranks waking up, counts only "
+    "where it was the only one. × best dense: the fastest `none`'s median over this one's, with the least and the "
+    "greatest of that ratio in a round; below 1 the method loses to dense. Of a rank's main thread: encode = codec "
+    "until a tensor's last collective is under way; decode = after it; wire = of the time blocked in Horovod or MPI, "
+    "what the link needs for the ledger's bytes and their headers; wait = the rest of that time: latency, Horovod's "
+    "cycles, other ranks' codecs; other = PyTorch, Python, calls of MPI, and how far ranks are apart. DDP does not "
+    "let its time be told apart. Bytes are one rank's in one exchange, on average over ranks: left the host = by the "
+    "interface's counters, with all headers and negotiation, also between exchanges; ledger = if collectives run as "
+    "rings; payload = handed to the collectives."
 )
 
 
@@ -325,17 +328,14 @@ def markdown(result: Result) -> str:
 
 def write(result: Result, folder: Path) -> list[Path]:
     """Write ``summary.json``, ``table.md`` and, if the report extra is installed, ``report.html``."""
-    files = [folder / "summary.json", folder / "table.md"]
     rows = [{**asdict(row), "time": row.time and row.time._asdict()} for row in result.rows]
     for row in rows:
         row["speed_up"] = row["speed_up"] and Figures(*row["speed_up"])._asdict()
     summary = {"name": result.name, "launch": result.launch, "notes": result.notes, "rows": rows}
-    files[0].write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    files[1].write_text(markdown(result), encoding="utf-8")
-    try:
+
+    def pages() -> dict[str, str]:
         from hvdcompress import _bench_page
-    except ImportError:
-        return files
-    files.append(folder / "report.html")
-    files[2].write_text(_bench_page.html(result), encoding="utf-8")
-    return files
+
+        return {"report.html": _bench_page.html(result)}
+
+    return write_files(folder, {"summary.json": as_json(summary), "table.md": markdown(result)}, pages)

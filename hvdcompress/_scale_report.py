@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from hvdcompress import units
 from hvdcompress.cost import Constants
 from hvdcompress.hosts import Rate
+from hvdcompress.report import as_json, write_files
 from hvdcompress.scale import Model, Row
 
 MISSING = "–"
@@ -183,23 +183,16 @@ def markdown(prediction: Prediction) -> str:
 def write(prediction: Prediction, folder: Path) -> list[Path]:
     """Write ``scale.json``, ``table.md`` and, if the report extra is installed, ``report.html`` and its plots of
     seconds, each a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "scale.json", folder / "table.md"]
     given: dict[str, Any] = {
         "name": prediction.name,
         "command": prediction.command,
         "notes": notes(prediction),
         "rows": [row.to_dict() for row in prediction.rows],
     }
-    files[0].write_text(json.dumps(given, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    files[1].write_text(markdown(prediction), encoding="utf-8")
-    try:
+
+    def pages() -> dict[str, str]:
         from hvdcompress import _scale_page
-    except ImportError:
-        return files
-    files.append(folder / "report.html")
-    files[2].write_text(_scale_page.html(prediction), encoding="utf-8")
-    for name, svg in _scale_page.pictures(prediction).items():
-        files.append(folder / name)
-        files[-1].write_text(svg, encoding="utf-8")
-    return files
+
+        return {"report.html": _scale_page.html(prediction), **_scale_page.pictures(prediction)}
+
+    return write_files(folder, {"scale.json": as_json(given), "table.md": markdown(prediction)}, pages)

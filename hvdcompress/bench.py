@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from hvdcompress import shapes
 from hvdcompress.configfile import NAME, ConfigFile, with_label
 from hvdcompress.experiment import Label, MethodEntry, Real
-from hvdcompress.hosts import Hosts, Rate, slow_hosts, speed
+from hvdcompress.hosts import Hosts, Rate, slow_hosts
 from hvdcompress.plan import PlanError
 from hvdcompress.registry import suggest
 from hvdcompress.units import number
@@ -249,7 +249,7 @@ class Turn:
         return self.rate, self.set.label, self.contender.label, self.round
 
     def __str__(self) -> str:
-        at = "" if self.rate == LOOPBACK else f" at {speed(Rate.parse(self.rate).up)}"
+        at = "" if self.rate == LOOPBACK else f" at {Rate.parse(self.rate)}"
         return f"{self.contender.label} on {self.set.label}{at}, round {self.round + 1}"
 
 

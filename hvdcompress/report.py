@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -267,21 +268,30 @@ def write(report: Report, folder: Path) -> list[Path]:
     """Write ``summary.json``, ``table.md`` and, if the report extra is installed, ``report.html``."""
     from hvdcompress import tables
 
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / "summary.json", folder / "table.md"]
-    files[0].write_text(json.dumps(_finite(summary(report)), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    files[1].write_text(tables.markdown(report), encoding="utf-8")
-    try:
+    def pages() -> dict[str, str]:
         from hvdcompress import page
-    except ImportError:
-        return files
-    files.append(folder / "report.html")
-    files[2].write_text(page.html(report), encoding="utf-8")
-    return files
+
+        return {"report.html": page.html(report)}
+
+    return write_files(folder, {"summary.json": as_json(summary(report)), "table.md": tables.markdown(report)}, pages)
+
+
+def write_files(folder: Path, texts: dict[str, str], pages: Callable[[], dict[str, str]]) -> list[Path]:
+    """Write texts, by their files' names, and pages, if the report extra is installed; the files."""
+    with contextlib.suppress(ImportError):
+        texts = texts | pages()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def as_json(value: Any) -> str:
+    """Numbers that are not finite become null: JSON has none."""
+    return json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """NaN is no JSON."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
