@@ -96,7 +96,7 @@ def run(
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
     try:
-        with network or contextlib.nullcontext():  # hosts are taken down whatever happens
+        with storage.users_own(folder), network or contextlib.nullcontext():  # hosts are taken down whatever happens
             code = _train(experiment, folder, controller, verbose, network)
     except HostsError as error:
         raise _fail(error) from None
@@ -223,7 +223,9 @@ def bench(
         _bench_run.prepare(folder, asked, loopback, resume)
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
-    raise typer.Exit(_bench_run.run(asked, folder, loopback, _console()))
+    with storage.users_own(folder):
+        code = _bench_run.run(asked, folder, loopback, _console())
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,21 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder} is not the folder of a run (no config.yaml): it is not deleted")
     return folder
+
+
+@contextlib.contextmanager
+def users_own(folder: Path) -> Iterator[None]:
+    """What is written inside belongs, at the end, to the user who called sudo, and not to root."""
+    try:
+        yield
+    finally:
+        if os.geteuid() == 0 and "SUDO_UID" in os.environ:
+            user, group = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
+            written = [folder, *folder.rglob("*")]
+            if folder.parent.stat().st_uid == 0 and folder.parent.parent.stat().st_uid == user:
+                written.append(folder.parent)  # made for it
+            for path in written:
+                os.chown(path, user, group, follow_symlinks=False)
 
 
 def prepare(folder: Path, experiment: Experiment, resume: bool) -> None:

@@ -107,7 +107,6 @@ class OverHorovod(OverTorch):
 
         super().__init__(key, tensors, hvd.rank(), hvd.size())
         self.stock = None if what["kind"] == "method" else what["kind"]
-        self.warm_up = what["warm_up"]
         self.compressor = None
         if self.stock:
             compression = Timed(getattr(hvd.Compression, self.stock))
@@ -158,7 +157,7 @@ class OverDDP(OverTorch):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         super().__init__(key, tensors, dist.get_rank(), dist.get_world_size())
-        self.splits, self.warm_up = False, what["warm_up"]
+        self.splits = False
         self.ledger = Ledger(self.world, self.rank)
         one_bucket = {"bucket_cap_mb": 1 << 16} if what["kind"] == "powersgd" else {}  # it aborts on gloo with two
         module = Net(self.parameters)
@@ -204,7 +203,7 @@ class OverMPI(Contender):
 
         self.compressor = Compressor(what["settings"])
         super().__init__(self.compressor.worker.rank, self.compressor.worker.world)
-        self.warm_up, self.names, self.ledger = what["warm_up"], list(tensors), self.compressor.ledger
+        self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:
             self.compressor.load_state_dict(alone(self.compressor, "", tensors, what["alone"]))

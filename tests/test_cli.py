@@ -123,6 +123,22 @@ def test_an_earlier_run_is_never_touched_unasked(config, tmp_path):
         storage.choose(runs, "other", None, True, False)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
+    folder, home = tmp_path / "runs" / "small", tmp_path.parent
+    for user in ("", "4321"):
+        monkeypatch.setenv("SUDO_UID", user) if user else monkeypatch.delenv("SUDO_UID", raising=False)
+        monkeypatch.setenv("SUDO_GID", "4321")
+        os.chown(tmp_path, 4321 if user else 0, -1)
+        with pytest.raises(KeyboardInterrupt), storage.users_own(folder):
+            (folder / "metrics").mkdir(parents=True, exist_ok=True)
+            (folder / "metrics" / "a.jsonl").touch()
+            raise KeyboardInterrupt
+        owners = {path.stat().st_uid for path in (folder.parent, folder, *folder.rglob("*"))}
+        assert owners == {int(user or 0)}
+    assert home.stat().st_uid == 0
+
+
 def test_resuming_keeps_what_is_finished_and_only_that(config, tmp_path):
     folder = tmp_path / "runs" / "small"
     finished(folder, config)
