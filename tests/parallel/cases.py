@@ -1,167 +1,41 @@
 """Run by every rank, under horovodrun: each case checks one promise of the torch driver.
 
-``python cases.py OUT [CASE…]`` runs the cases and writes ``OUT/<rank>.json``: {case: "ok" | "skip: why" | traceback}.
-One launch runs them all, since starting ranks costs seconds. Cases must not share parameter names, as a case
-that makes ranks fail leaves collectives of those names behind.
+``python cases.py OUT [CASE…]``: see ``harness.py``. Cases must not share parameter names, as a case that makes ranks
+fail leaves collectives of those names behind.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import sys
-import traceback
+import os
 from collections.abc import Callable
-from pathlib import Path
 
+import harness
 import horovod.torch as hvd
 import numpy as np
 import torch
-from harness import heavy_tailed
+from harness import NUMBERS, OUT, Skip, case, heavy_tailed
 from payloads import VARIANTS as PAYLOADS
 from payloads import digests
+from torch_model import (
+    SHAPES,
+    VARIANTS,
+    against_loopback,
+    assert_close,
+    assert_same_on_all_ranks,
+    backward,
+    gradients,
+    optimizer,
+    parameters,
+    reduce_once,
+)
 
 import hvdcompress
 from hvdcompress._torch_net import Net
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Broadcast
-from hvdcompress.torch import Compressor, PeerError
+from hvdcompress.torch import Compressor
 
-CASES: dict[str, Callable[[], None]] = {}
-SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (5,), "d": (1,), "e": (8, 131)}
-
-# (method, hyper-parameters): every method, and options that change its choreography
-VARIANTS = [
-    ("none", {}),
-    ("fp16", {}),
-    ("bf16", {}),
-    ("fp16", {"feedback": "plain"}),
-    ("topk", {"density": 0.02}),
-    ("topk", {"density": 0.5, "values": "fp16"}),
-    ("randomk", {"density": 0.02}),
-    ("randomk", {"density": 0.05, "values": "bf16"}),
-    ("scalecom", {"density": 0.01, "beta": 0.3}),
-    ("scalecom", {"density": 0.02, "select": "exact", "values": "fp16"}),
-    ("scalecom", {"density": 0.02, "values": "bf16"}),
-    ("gaussiank", {"density": 0.02}),
-    ("gaussiank", {"density": 0.02, "refine": "paper", "values": "bf16"}),
-    ("gaussiank", {"density": 0.01, "scope": "global", "min_elements": 1}),
-    ("topk", {"density": 0.05, "bucket_elements": 1200, "min_elements": 1}),
-    ("topk", {"density": 0.05, "warmup": {"steps": 2}, "schedule": {"density": {"steps": {4: 0.01}}}}),
-    ("topk", {"density": 0.05, "values": "qsgd4"}),
-    ("topk", {"density": 0.05, "feedback": "momentum"}),
-    ("randomk", {"density": 0.05, "values": "rangefloat8"}),
-    ("scalecom", {"density": 0.05, "values": "qsgd8"}),
-    ("fft", {}),
-    ("fft", {"feedback": "plain", "order": "filters", "block": 64}),
-    ("qsgd", {}),
-    ("qsgd", {"bits": 8, "norm": "l2", "route": "scatter"}),
-    ("terngrad", {}),
-    ("terngrad", {"clip_factor": 0.0, "route": "scatter"}),
-    ("terngrad", {"route": "gather"}),
-    ("signsgd", {}),
-    ("signsgd", {"route": "scatter"}),
-    ("gtopk", {"density": 0.02}),
-    ("gtopk", {"density": 0.02, "values": "fp16"}),
-    ("dgc", {"density": 0.02}),
-    ("dgc", {"density": 0.02, "clip_norm": 1.0, "select": "exact"}),
-    ("powersgd", {}),
-    ("powersgd", {"matrix_rank": 1, "values": "bf16"}),
-    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain"}),
-    ("gradiveq", {"dense_steps": 2, "compressed_steps": 3, "tensors": "all", "matrix_rank": 1}),
-    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "values": "qsgd8", "dense_values": "qsgd4"}),
-]
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-class Skip(Exception):
-    """This case needs other ranks or another controller."""
-
-
-# -- a model whose gradients we choose -------------------------------------------------------------
-
-
-def parameters(prefix: str, dtype: torch.dtype = torch.float32, shapes: dict = SHAPES) -> dict[str, torch.nn.Parameter]:
-    return {f"{prefix}.{name}": torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
-
-
-def gradients(params: dict[str, torch.nn.Parameter], step: int, rank: int) -> dict[str, np.ndarray]:
-    """Heavy-tailed values that float16 and bfloat16 hold exactly, so that dtypes can be compared."""
-    out = {}
-    for number, (name, parameter) in enumerate(params.items()):
-        rng = np.random.default_rng([step, rank, number])
-        values = rng.standard_t(3, size=tuple(parameter.shape)).astype(np.float32)
-        out[name] = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).clip(-100, 100)
-        out[name][np.abs(out[name]) < 1e-3] = 0
-    return out
-
-
-def backward(params: dict, grads: dict[str, np.ndarray], names: list[str] | None = None) -> None:
-    """A backward pass that gives each parameter exactly these gradients, hooks firing in the order of ``names``."""
-    loss = torch.zeros((), dtype=torch.float64)
-    for name in names or list(params):
-        loss = loss + (params[name].double() * torch.from_numpy(grads[name]).double()).sum()
-    loss.backward()
-
-
-def optimizer(params: dict[str, torch.nn.Parameter], comp: Compressor, **options) -> torch.optim.Optimizer:
-    sgd = torch.optim.SGD(params.values(), lr=1.0)
-    return hvd.DistributedOptimizer(sgd, named_parameters=list(params.items()), compression=comp, **options)
-
-
-def reduce_once(opt, params, grads, names=None) -> dict[str, np.ndarray]:
-    opt.zero_grad(set_to_none=True) if hvd.size() == 1 else [setattr(p, "grad", None) for p in params.values()]
-    backward(params, grads, names)
-    opt.synchronize()
-    return {name: p.grad.detach().float().contiguous().numpy().copy() for name, p in params.items()}
-
-
-def assert_close(got: dict, want: dict, exact: bool, what: str, loose: float = 1.0) -> None:
-    for name in want:
-        if exact:
-            np.testing.assert_array_equal(got[name], want[name], err_msg=f"{what}, {name}")
-        else:  # ranks are summed in another order than loopback's
-            scale = np.abs(want[name]).max() + 1e-30
-            rtol, atol = 2e-6 * loose, 4e-7 * loose * scale
-            np.testing.assert_allclose(got[name], want[name], rtol=rtol, atol=atol, err_msg=f"{what}, {name}")
-
-
-def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:
-    everyone = hvd.allgather_object({name: array.tobytes() for name, array in arrays.items()})
-    for name in arrays:
-        assert len({one[name] for one in everyone}) == 1, f"{what}: ranks differ in {name}"
-
-
-def against_loopback(prefix: str, method: str, settings: dict, op=hvd.Average, steps: int = 6, **options) -> None:
-    """Reduce by Horovod and by loopback, from the same gradients; compare results, residuals and bytes."""
-    world, rank = hvd.size(), hvd.rank()
-    params = parameters(prefix)
-    comp = Compressor(method, params.items(), **settings)
-    opt = optimizer(params, comp, op=op, **options)
-    net = Loopback(method, world=world, **settings)
-    names = list(params) if rank % 2 == 0 else list(params)[::-1]  # hooks fire in opposite orders
-    for step in range(steps):
-        everyone = [gradients(params, step, r) for r in range(world)]
-        got = reduce_once(opt, params, everyone[rank], names)
-        want = net.allreduce_many(everyone, op="sum" if op == hvd.Sum else "average")[rank]
-        # a half-precision sum depends on the order of ranks far more than a float32 one
-        exact = world == 2 or method in ("topk", "gaussiank", "bf16") and settings.get("min_elements") == 1
-        if not (world > 2 and "fp16" in (method, settings.get("values"))):
-            # what the order of a sum changes in its last bit, a matrix product and feedback make more of
-            loose = 1.0 if hvdcompress.get(method).exact else 100.0
-            assert_close(got, want, exact and not options, f"{method} {settings} step {step}", loose)
-        assert_same_on_all_ranks(got, f"{method} {settings} step {step}")
-    for name in params:
-        if world == 2:
-            want = net.residual(name, rank)
-            np.testing.assert_array_equal(comp.residual(name).numpy(), want, err_msg=f"{method} {name}")
-    # beyond loopback's bytes: a probe of 8 bytes for each parameter, and per step a status of 56; plans once
-    extra = steps * (8 * len(params) + 56) + comp.ledger.tensors()["plan"].sent
-    assert comp.ledger.bytes_sent() == net.ledger.bytes_sent(rank) + extra, (method, settings)
+PAIR = hvd.ProcessSet([0, 2])
 
 
 @case
@@ -498,146 +372,6 @@ def a_process_set() -> None:
         assert_close(got, net.allreduce_many(everyone)[0], True, f"step {step}")
 
 
-# -- errors: one message on all ranks, and no hang -----------------------------------------------------
-
-
-def must_raise(kind: type[BaseException], words: list[str], run: Callable[[], object]) -> None:
-    """``run`` raises the same message on every rank, with these words in it."""
-    try:
-        run()
-    except kind as error:
-        message = str(error)
-    else:
-        message = "no error"
-    everyone = hvd.allgather_object(message)
-    assert len(set(everyone)) == 1, f"ranks differ: {everyone}"
-    for word in words:
-        assert word in message, f"{word!r} is not in {message!r}"
-
-
-@case
-def different_hyperparameters() -> None:
-    params = parameters("differ")
-    comp = Compressor("topk", params.items(), density=0.01 if hvd.rank() == 0 else 0.02)
-    opt = optimizer(params, comp)
-    words = ["density", "0.01", "0.02", "rank 1"]
-    must_raise(PeerError, words, lambda: reduce_once(opt, params, gradients(params, 0, 0)))
-
-
-@case
-def different_methods() -> None:
-    for first in ("scalecom", "none"):
-        params = parameters(f"methods.{first}")
-        opt = optimizer(params, Compressor(first if hvd.rank() == 0 else "topk", params.items()))
-        grads = gradients(params, 0, hvd.rank())
-        must_raise(PeerError, ["'method'", "topk", first], lambda o=opt, p=params, g=grads: reduce_once(o, p, g))
-
-
-@case
-def different_models() -> None:
-    shapes = {**SHAPES, "e": (8, 131 + hvd.rank())}
-    params = parameters("shapes", shapes=shapes)
-    comp = Compressor("topk", params.items())
-    opt = optimizer(params, comp)
-    must_raise(PeerError, ["shapes.e", "131", "132"], lambda: reduce_once(opt, params, gradients(params, 0, 0)))
-
-
-@case
-def ranks_at_different_steps() -> None:
-    """A rank's warm-up is over, the others' is not: their collectives differ, of which Horovod complains first."""
-    params = parameters("ahead")
-    settings = {"density": 0.01, "warmup": {"steps": 2}}
-    ahead = Compressor("topk", params.items(), **settings)
-    opt = optimizer(params, ahead)
-    for step in range(2):
-        reduce_once(opt, params, gradients(params, step, hvd.rank()))
-    fresh = parameters("ahead")
-    comp = Compressor("topk", fresh.items(), **settings)
-    if hvd.rank() == 1:
-        comp.load_state_dict(ahead.state_dict())
-    opt = optimizer(fresh, comp)
-    words = ["ranks disagree on the step"]
-    must_raise(PeerError, words, lambda: reduce_once(opt, fresh, gradients(fresh, 2, hvd.rank())))
-
-
-@case
-def a_rank_that_raises_inside_compress() -> None:
-    for step_of_failure in (0, 2):
-        params = parameters(f"raises{step_of_failure}")
-        comp = Compressor("topk", params.items())
-        opt = optimizer(params, comp)
-        for step in range(step_of_failure):
-            reduce_once(opt, params, gradients(params, step, hvd.rank()))
-        if hvd.rank() == 1:
-
-            def fail(*_: object) -> None:
-                raise FloatingPointError("a fault made by the test")
-
-            for unit in comp.units_by_name.values():
-                object.__setattr__(unit.program.main, "encode", fail)
-        try:
-            must_raise(
-                PeerError,
-                ["a fault made by the test", "rank 1", f"raises{step_of_failure}.", "topk", "round 0"],
-                lambda p=params, o=opt, s=step_of_failure: reduce_once(o, p, gradients(p, s, hvd.rank())),
-            )
-        finally:
-            if hvd.rank() == 1:
-                for unit in comp.units_by_name.values():
-                    unit.program.main.__dict__.pop("encode", None)
-
-
-@case
-def a_gradient_that_belongs_to_no_parameter() -> None:
-    params = parameters("stranger")
-    stranger = {"stranger.x": torch.nn.Parameter(torch.zeros(64, 64))}
-    comp = Compressor("topk", params.items())
-    opt = optimizer({**params, **stranger}, comp)
-    grads = gradients({**params, **stranger}, 0, hvd.rank())
-    must_raise(PeerError, ["named_parameters", "(64, 64)"], lambda: reduce_once(opt, {**params, **stranger}, grads))
-
-
-@case
-def sparse_gradients_are_refused() -> None:
-    for as_dense in (False, True):
-        kind = f"sparse{as_dense}"
-        embedding = torch.nn.Embedding(200, 16, sparse=True)
-        named = [(f"{kind}.{n}", p) for n, p in embedding.named_parameters()]
-        comp = Compressor("topk", named)
-        sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
-        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=comp, sparse_as_dense=as_dense)
-
-        def run(opt=opt, embedding=embedding) -> None:
-            embedding(torch.arange(8)).sum().backward()
-            opt.step()
-
-        must_raise((ValueError, PeerError), [f"{kind}.weight", "sparse"], run)  # type: ignore[arg-type]
-
-
-@case
-def other_operations_are_refused() -> None:
-    for number, op in enumerate((hvd.Min, hvd.Max, hvd.Product)):
-        for method in ("none", "topk"):
-            params = parameters(f"op{number}.{method}")
-            opt = optimizer(params, Compressor(method, params.items()), op=op)
-            grads = gradients(params, 0, hvd.rank())
-            must_raise(PeerError, ["Average", "Sum", "refused"], lambda o=opt, p=params, g=grads: reduce_once(o, p, g))
-
-
-@case
-def adasum_is_refused() -> None:
-    if hvd.size() & (hvd.size() - 1) or not hvd.mpi_enabled():
-        raise Skip("Horovod's Adasum needs a power of two ranks, and MPI")
-    params = parameters("adasum")
-    opt = optimizer(params, Compressor("topk", params.items()), op=hvd.Adasum)
-
-    def run() -> None:
-        backward(params, gradients(params, 0, hvd.rank()))
-        opt.step()
-
-    must_raise(PeerError, ["Adasum"], run)
-
-
 @case
 def the_ledger_counts_what_horovod_is_given() -> None:
     """Every tensor that any of Horovod's functions is handed, ours or the stock optimizer's, and nothing else."""
@@ -722,34 +456,13 @@ def bytes_sent_by_scalecom() -> None:
     NUMBERS["scalecom"] = ledger.bytes_sent() - ledger.tensors()["plan"].sent  # the plan's comparison is a set-up cost
 
 
-SECONDS_A_CASE = 60
-OUT = Path(sys.argv[1])
-NUMBERS: dict[str, object] = {}
-PAIR = hvd.ProcessSet([0, 2])
-
-
 def main() -> None:
-    out, chosen = OUT, sys.argv[2:] or list(CASES)
+    import refusal_cases  # noqa: F401  (its cases run last)
+
     torch.set_num_threads(1)
-    hvd.init(process_sets=[PAIR] if _world() > 2 else None)
-    results: dict[str, object] = {}
-    for name in chosen:
-        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)  # a hang is a bug: say where
-        try:
-            CASES[name]()
-            results[name] = "ok"
-        except Skip as skip:
-            results[name] = f"skip: {skip}"
-        except BaseException:
-            results[name] = traceback.format_exc()
-        (out / f"{hvd.rank()}.json").write_text(json.dumps({"results": results, "numbers": NUMBERS}))
-        hvd.barrier()
-
-
-def _world() -> int:
-    import os
-
-    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+    world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+    hvd.init(process_sets=[PAIR] if world > 2 else None)
+    harness.run(hvd.rank(), hvd.barrier)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def heavy_tailed(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> di
     return out
 
 
-def run(hvd: Any) -> None:
-    """Run the chosen cases, one after the other, in step with the other ranks."""
+def run(rank: int, meet: Callable[[], Any]) -> None:
+    """Run the chosen cases, one after the other, in step with the other ranks, whom ``meet`` waits for."""
     results: dict[str, str] = {}
     for name in sys.argv[2:] or list(CASES):
         faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)  # a hang is a bug: say where
@@ -54,6 +54,6 @@ def run(hvd: Any) -> None:
             results[name] = f"skip: {skip}"
         except BaseException:
             results[name] = traceback.format_exc()
-        (OUT / f"{hvd.rank()}.json").write_text(json.dumps({"results": results, "numbers": NUMBERS}))
-        hvd.allgather_object(name)  # wait for the others
+        (OUT / f"{rank}.json").write_text(json.dumps({"results": results, "numbers": NUMBERS}))
+        meet()
     faulthandler.cancel_dump_traceback_later()

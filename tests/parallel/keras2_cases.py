@@ -52,7 +52,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
-    harness.run(horovod.tensorflow)
+    harness.run(horovod.tensorflow.rank(), lambda: horovod.tensorflow.allgather_object(0))
 
 
 if __name__ == "__main__":

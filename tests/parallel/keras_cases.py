@@ -233,7 +233,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
-    harness.run(hvd)
+    harness.run(hvd.rank(), lambda: hvd.allgather_object(0))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
 """Run by every rank, under mpirun or alone: each case checks one promise of the MPI driver or of the ring.
 
-``python mpi_cases.py OUT [CASE…]`` runs cases and writes ``OUT/<rank>.json``: {case: "ok" | "skip: why" | traceback}.
-One launch runs them all, since starting ranks costs seconds.
+``python mpi_cases.py OUT [CASE…]``: see ``harness.py``.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
+from harness import NUMBERS, OUT, Skip, case
 
 import hvdcompress
 from hvdcompress import registry, ring
@@ -25,20 +21,10 @@ from hvdcompress.mpi import MPI, Compressor, PeerError
 from hvdcompress.parts import values
 from hvdcompress.testing import variants
 
-CASES: dict[str, Callable[[], None]] = {}
 COMM = MPI.COMM_WORLD
 RANK, WORLD = COMM.rank, COMM.size
 SHAPES = {"b": (37, 41), "a": (16, 7, 3, 5), "e": (5,), "d": (1,), "c": (8, 131)}
 OVERHEAD = ("plan", "status", "lengths")  # what the ledger has beside the tensors
-
-
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-class Skip(Exception):
-    """This case needs other ranks."""
 
 
 def needs(world: int) -> None:
@@ -548,25 +534,8 @@ def a_ring_of_unequal_vectors_is_an_error_on_every_rank() -> None:
     np.testing.assert_array_equal(ring.ring_allreduce(x, ring.Dense(), COMM).total, WORLD * x)  # nothing is stuck
 
 
-SECONDS_A_CASE = 150
-OUT = Path(sys.argv[1])
-NUMBERS: dict[str, int] = {}
-
-
 def main() -> None:
-    chosen = sys.argv[2:] or list(CASES)
-    results: dict[str, object] = {}
-    for name in chosen:
-        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)  # a hang is a bug: say where
-        try:
-            CASES[name]()
-            results[name] = "ok"
-        except Skip as skip:
-            results[name] = f"skip: {skip}"
-        except BaseException:
-            results[name] = traceback.format_exc()
-        (OUT / f"{RANK}.json").write_text(json.dumps({"results": results, "numbers": NUMBERS}))
-        COMM.barrier()
+    harness.run(RANK, COMM.barrier)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ pytestmark = pytest.mark.parallel
 HERE = Path(__file__).parent
 LAUNCHES = ["mpi-2", "mpi-3", "mpi-4", "gloo-2"]
 CASES = HERE / "cases.py"
+NAMES = [*case_names(CASES), *case_names(HERE / "refusal_cases.py")]
 
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("kind", LAUNCHES)
-@pytest.mark.parametrize("name", case_names(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_case(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     check(kind, name, outcomes(kind, CASES, tmp_path_factory.mktemp(kind)))
 

@@ -636,7 +636,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
     hvd.init(process_sets=[PAIR] if world > 2 else None)
-    harness.run(hvd)
+    harness.run(hvd.rank(), lambda: hvd.allgather_object(0))
 
 
 if __name__ == "__main__":
