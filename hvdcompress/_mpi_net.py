@@ -92,6 +92,11 @@ class Net:
             self._alarm.Cancel()
             self._alarm.Wait()
 
+    def begin(self) -> None:
+        """A step begins: nothing is left of the last one, however it ended."""
+        self.calls.clear()
+        self._open.clear()
+
     # -- verbs -------------------------------------------------------------------------------------------
 
     def submit(self, name: str, verb: Verb) -> Pending:
@@ -101,13 +106,13 @@ class Net:
             payload = np.ascontiguousarray(verb.x)
             self.ledger.add(self.rank, name, "AllReduce", payload.nbytes)
             return self._fuse(Pending(name, verb, payload))
-        self.flush()
         if isinstance(verb, Broadcast):  # as the other drivers send it, so that all ledgers agree
             payload = np.zeros(verb.num_bytes // 4, np.int32)
             if self.rank == int(verb.root):
                 payload = np.ascontiguousarray(verb.make()).view(np.int32)
             self.ledger.add(self.rank, name, "Broadcast", payload.nbytes)
-            return Pending(name, verb, payload, self._call(Call("reduce", "int32", len(payload)), payload))
+            return self._fuse(Pending(name, verb, payload))
+        self.flush()
         payload = np.ascontiguousarray(verb.x)
         if isinstance(verb, AllGather):  # first, their lengths
             self.ledger.add(self.rank, "lengths", "AllGather", 8, [8] * self.world)
@@ -119,8 +124,11 @@ class Net:
         return Pending(name, verb, payload, self._call(call, payload))
 
     def _fuse(self, pending: Pending) -> Pending:
-        """Put an all-reduce to those that wait, if it is of their kind. What a call costs is then shared."""
-        if self._open and _kind(pending) != _kind(self._open[0]):
+        """Put an all-reduce to those that wait, if it is small and of their kind. What a call costs is then shared.
+
+        All of that follows from the verbs, so ranks agree on it.
+        """
+        if self._open and (_kind(pending) != _kind(self._open[0]) or pending.payload.nbytes >= FUSED):
             self.flush()
         self._open.append(pending)
         if sum(each.payload.nbytes for each in self._open) >= FUSED:
@@ -165,9 +173,8 @@ class Net:
             return cut(out, pending.lengths)
         if isinstance(verb, AllToAll):
             return cut(out, verb.receives or [len(out) // self.world] * self.world)
-        if isinstance(verb, Broadcast):
-            return out.view(np.uint8)
-        return out[pending.start : pending.start + len(pending.payload)]
+        out = out[pending.start : pending.start + len(pending.payload)]
+        return out.view(np.uint8) if isinstance(verb, Broadcast) else out
 
     def progress(self) -> None:
         """Let MPI work on what is under way; without a thread of its own it does so only when it is called."""
@@ -265,8 +272,7 @@ class Net:
 
 def _kind(pending: Pending) -> tuple[str, str]:
     """What all-reduces must have alike to be one: type and operation."""
-    assert isinstance(pending.verb, AllReduce)
-    return str(pending.payload.dtype), pending.verb.op
+    return str(pending.payload.dtype), pending.verb.op if isinstance(pending.verb, AllReduce) else "sum"
 
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}

@@ -113,7 +113,7 @@ class Step:
         self.compressor.compare_plans_once(self.net)
         state = fingerprint(self.worker.plan.fingerprint, sorted(self.worker.steps.items()))
         scale = self.compressor.current_loss_scale() if self.error is None else 1.0
-        self._told = str(self.error or "")
+        self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
         mine = Status(self.error is not None, not self.finite, self.worker.take_request(), state, scale)
         self._status = self.net.submit("status", 0, AllReduce(np.array(mine.numbers(), np.float64), "max"))
 

@@ -92,7 +92,8 @@ def run(
         folder = storage.choose(RUNS, experiment.name, out, resume, overwrite)
         if resume:
             launcher.check_link(folder, launcher.link(controller, network))
-        storage.prepare(folder, experiment, resume)
+        with storage.users_own(folder):
+            storage.prepare(folder, experiment, resume)
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
     try:
@@ -220,7 +221,8 @@ def bench(
         if not loopback and (missing := problem()):
             raise HostsError(f"{missing}\nOr measure with --loopback.")
         folder = storage.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
-        _bench_run.prepare(folder, asked, loopback, resume)
+        with storage.users_own(folder):
+            _bench_run.prepare(folder, asked, loopback, resume)
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
     with storage.users_own(folder):

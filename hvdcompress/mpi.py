@@ -310,7 +310,7 @@ class _Together:
         self.net = net
 
     def __enter__(self) -> None:
-        self.net.calls.clear()
+        self.net.begin()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Alarm):

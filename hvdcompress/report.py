@@ -278,12 +278,14 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 def write_files(folder: Path, texts: dict[str, str], pages: Callable[[], dict[str, str]]) -> list[Path]:
     """Write texts, by their files' names, and pages, if the report extra is installed; the files."""
-    with contextlib.suppress(ImportError):
-        texts = texts | pages()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
+    files = []
+    for make in (lambda: texts, pages):  # texts are there even if a page cannot be drawn
+        with contextlib.suppress(ModuleNotFoundError):
+            for name, text in make().items():
+                (folder / name).write_text(text, encoding="utf-8")
+                files.append(folder / name)
+    return files
 
 
 def as_json(value: Any) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,17 +47,27 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
 
 @contextlib.contextmanager
 def users_own(folder: Path) -> Iterator[None]:
-    """What is written inside belongs, at the end, to the user who called sudo, and not to root."""
+    """What root writes inside belongs, at the end, to the user who called sudo; so do folders made on the way there."""
+    made = [parent for parent in folder.absolute().parents if not parent.exists()]
     try:
         yield
     finally:
-        if os.geteuid() == 0 and "SUDO_UID" in os.environ:
-            user, group = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
-            written = [folder, *folder.rglob("*")]
-            if folder.parent.stat().st_uid == 0 and folder.parent.parent.stat().st_uid == user:
-                written.append(folder.parent)  # made for it
-            for path in written:
-                os.chown(path, user, group, follow_symlinks=False)
+        if hasattr(os, "geteuid") and os.geteuid() == 0 and "SUDO_UID" in os.environ:
+            owner = int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1"))
+            # by open folders and innermost first: paths could be made to lead elsewhere by then
+            for _, folders, files, opened in os.fwalk(folder, topdown=False):
+                for name in (*folders, *files):
+                    _give(name, owner, opened)
+            for path in (folder, *made):
+                _give(path, owner)
+
+
+def _give(path: str | Path, owner: tuple[int, int], opened: int | None = None) -> None:
+    """Root's file or folder to its new owner; nothing that has other names, or another owner already."""
+    with contextlib.suppress(OSError):  # gone meanwhile, or on a file system without owners
+        found = os.stat(path, dir_fd=opened, follow_symlinks=False)
+        if found.st_uid == 0 and (stat.S_ISDIR(found.st_mode) or found.st_nlink == 1):
+            os.chown(path, *owner, dir_fd=opened, follow_symlinks=False)
 
 
 def prepare(folder: Path, experiment: Experiment, resume: bool) -> None:

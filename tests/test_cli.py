@@ -125,18 +125,22 @@ def test_an_earlier_run_is_never_touched_unasked(config, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
-    folder, home = tmp_path / "runs" / "small", tmp_path.parent
-    for user in ("", "4321"):
-        monkeypatch.setenv("SUDO_UID", user) if user else monkeypatch.delenv("SUDO_UID", raising=False)
-        monkeypatch.setenv("SUDO_GID", "4321")
-        os.chown(tmp_path, 4321 if user else 0, -1)
+    monkeypatch.setenv("SUDO_GID", "4321")
+    monkeypatch.chdir(tmp_path)
+    shared = tmp_path / "roots"
+    shared.mkdir()
+    (shared / "secret").touch()
+    for user, folder in ((0, Path("runs/first")), (4321, Path("deep/runs/second")), (4321, Path("roots/third"))):
+        monkeypatch.setenv("SUDO_UID", str(user)) if user else monkeypatch.delenv("SUDO_UID", raising=False)
         with pytest.raises(KeyboardInterrupt), storage.users_own(folder):
-            (folder / "metrics").mkdir(parents=True, exist_ok=True)
+            (folder / "metrics").mkdir(parents=True)
             (folder / "metrics" / "a.jsonl").touch()
+            (folder / "out").symlink_to(shared)
+            (folder / "hard").hardlink_to(shared / "secret")
             raise KeyboardInterrupt
-        owners = {path.stat().st_uid for path in (folder.parent, folder, *folder.rglob("*"))}
-        assert owners == {int(user or 0)}
-    assert home.stat().st_uid == 0
+        assert {path.lstat().st_uid for path in (folder, folder / "metrics", folder / "metrics" / "a.jsonl")} == {user}
+    assert Path("deep").stat().st_uid == 4321, "made on the way"
+    assert {path.stat().st_uid for path in (tmp_path, tmp_path / "runs", shared, shared / "secret")} == {0}
 
 
 def test_resuming_keeps_what_is_finished_and_only_that(config, tmp_path):
