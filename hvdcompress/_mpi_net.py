@@ -102,15 +102,14 @@ class Net:
     def submit(self, name: str, verb: Verb) -> Pending:
         """Start a verb's collective for tensor ``name``, or let it wait for more (:meth:`flush`); returns at once."""
         payload: Array
-        if isinstance(verb, AllReduce):
-            payload = np.ascontiguousarray(verb.x)
-            self.ledger.add(self.rank, name, "AllReduce", payload.nbytes)
-            return self._fuse(Pending(name, verb, payload))
-        if isinstance(verb, Broadcast):  # as the other drivers send it, so that all ledgers agree
-            payload = np.zeros(verb.num_bytes // 4, np.int32)
-            if self.rank == int(verb.root):
+        if isinstance(verb, AllReduce | Broadcast):
+            if isinstance(verb, AllReduce):
+                payload = np.ascontiguousarray(verb.x)
+            elif self.rank == int(verb.root):  # as a sum, like the other drivers, so that all ledgers agree
                 payload = np.ascontiguousarray(verb.make()).view(np.int32)
-            self.ledger.add(self.rank, name, "Broadcast", payload.nbytes)
+            else:
+                payload = np.zeros(verb.num_bytes // 4, np.int32)
+            self.ledger.add(self.rank, name, type(verb).__name__, payload.nbytes)
             return self._fuse(Pending(name, verb, payload))
         self.flush()
         payload = np.ascontiguousarray(verb.x)

@@ -158,7 +158,6 @@ class OverDDP(OverTorch):
 
         super().__init__(key, tensors, dist.get_rank(), dist.get_world_size())
         self.splits = False
-        self.ledger = Ledger(self.world, self.rank)
         one_bucket = {"bucket_cap_mb": 1 << 16} if what["kind"] == "powersgd" else {}  # it aborts on gloo with two
         module = Net(self.parameters)
         self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)

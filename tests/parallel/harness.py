@@ -42,6 +42,22 @@ def heavy_tailed(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> di
     return out
 
 
+def must_raise(
+    kind: Any, words: list[str], run: Callable[[], object], gather: Callable[[str], list[str]], same: bool = True
+) -> None:
+    """``run`` raises on every rank, with these words in the message; ``same``: the same message."""
+    try:
+        run()
+    except kind as error:
+        message = str(error)
+    else:
+        message = "no error"
+    everyone = gather(message)
+    assert not same or len(set(everyone)) == 1, f"ranks differ: {everyone}"
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+
+
 def run(rank: int, meet: Callable[[], Any]) -> None:
     """Run the chosen cases, one after the other, in step with the other ranks, whom ``meet`` waits for."""
     results: dict[str, str] = {}

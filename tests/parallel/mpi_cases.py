@@ -319,17 +319,7 @@ def a_trigger_of_one_rank_is_every_ranks() -> None:
 
 
 def must_raise(kind: Any, words: list[str], run: Callable[[], object], same: bool = True) -> None:
-    """``run`` raises on every rank, with these words in the message; ``same``: the same message."""
-    try:
-        run()
-    except kind as error:
-        message = str(error)
-    else:
-        message = "no error"
-    messages = COMM.allgather(message)
-    assert not same or len(set(messages)) == 1, f"ranks differ: {messages}"
-    for word in words:
-        assert word in message, f"{word!r} is not in {message!r}"
+    harness.must_raise(kind, words, run, COMM.allgather, same)
 
 
 @contextmanager

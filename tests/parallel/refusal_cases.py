@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import harness
 import horovod.torch as hvd
 import torch
 from harness import Skip, case
@@ -12,18 +14,8 @@ from torch_model import SHAPES, backward, gradients, optimizer, parameters, redu
 from hvdcompress.torch import Compressor, PeerError
 
 
-def must_raise(kind: type[BaseException], words: list[str], run: Callable[[], object]) -> None:
-    """``run`` raises the same message on every rank, with these words in it."""
-    try:
-        run()
-    except kind as error:
-        message = str(error)
-    else:
-        message = "no error"
-    everyone = hvd.allgather_object(message)
-    assert len(set(everyone)) == 1, f"ranks differ: {everyone}"
-    for word in words:
-        assert word in message, f"{word!r} is not in {message!r}"
+def must_raise(kind: Any, words: list[str], run: Callable[[], object]) -> None:
+    harness.must_raise(kind, words, run, hvd.allgather_object)
 
 
 @case
