@@ -1,6 +1,6 @@
 """The same script for several ranks, with compressed gradients: compare it with keras_plain.py.
 
-    horovodrun -np 2 python examples/keras_compressed.py
+horovodrun -np 2 python examples/keras_compressed.py
 """
 
 import horovod.tensorflow as hvd

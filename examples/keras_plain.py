@@ -1,6 +1,6 @@
 """A Keras 3 script for one process: the digits and a small net.
 
-    python examples/keras_plain.py
+python examples/keras_plain.py
 """
 
 import keras

@@ -1,6 +1,6 @@
 """The same script with compressed gradients: compare it with tensorflow_plain.py.
 
-    horovodrun -np 2 python examples/tensorflow_compressed.py
+horovodrun -np 2 python examples/tensorflow_compressed.py
 """
 
 import horovod.tensorflow as hvd

@@ -1,6 +1,6 @@
 """A Horovod script for TensorFlow, as everybody writes it: the digits, a small net, the stock tape.
 
-    horovodrun -np 2 python examples/tensorflow_plain.py
+horovodrun -np 2 python examples/tensorflow_plain.py
 """
 
 import horovod.tensorflow as hvd

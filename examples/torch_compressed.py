@@ -1,6 +1,6 @@
 """The same script with compressed gradients: compare it with torch_plain.py.
 
-    horovodrun -np 2 python examples/torch_compressed.py
+horovodrun -np 2 python examples/torch_compressed.py
 """
 
 import horovod.torch as hvd

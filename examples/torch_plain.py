@@ -1,6 +1,6 @@
 """A plain Horovod training script: a small network on scikit-learn's digits.
 
-    horovodrun -np 2 python examples/torch_plain.py
+horovodrun -np 2 python examples/torch_plain.py
 """
 
 import horovod.torch as hvd

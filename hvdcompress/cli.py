@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from hvdcompress.hosts import Hosts
+    from hvdcompress.lab.cluster.hosts import Hosts
 
 app = typer.Typer(
     help="Gradient compression for Horovod: train, compare and check.",
@@ -78,9 +78,10 @@ def run(
     ends every rank, and reports what there is. Exit status: 0; 1 if a run failed; 2 for a bad configuration;
     130 after Ctrl-C.
     """
-    from hvdcompress import launcher, storage
-    from hvdcompress.experiment import Experiment
-    from hvdcompress.hosts import HostsError
+    from hvdcompress.lab.cluster import launcher
+    from hvdcompress.lab.cluster.hosts import HostsError
+    from hvdcompress.lab.output import folder as storage
+    from hvdcompress.lab.training.experiment import Experiment
 
     controller = "gloo" if gloo else "mpi"
     try:
@@ -108,7 +109,7 @@ def _network(
     count: int | None, rate: str | None, slow: list[str] | None, delay: str | None, ranks: int | None
 ) -> Hosts | None:
     """The emulated hosts that were asked for, or None; refuses what cannot be had here."""
-    from hvdcompress.hosts import Hosts, HostsError, problem, slow_hosts
+    from hvdcompress.lab.cluster.hosts import Hosts, HostsError, problem, slow_hosts
 
     if count is None:
         if rate or slow or delay:
@@ -125,8 +126,8 @@ def _network(
 
 
 def _train(experiment: Any, folder: Path, controller: str, verbose: bool, hosts: Hosts | None = None) -> int:
-    from hvdcompress import launcher
-    from hvdcompress.display import Watch
+    from hvdcompress.lab.cluster import launcher
+    from hvdcompress.lab.training.watch import Watch
 
     console, runs = _console(), experiment.runs()
     line = launcher.command(
@@ -170,7 +171,8 @@ def _train(experiment: Any, folder: Path, controller: str, verbose: bool, hosts:
 
 
 def _publish(folders: list[Path], out: Path, console: Console) -> None:
-    from hvdcompress import launcher, report, tables
+    from hvdcompress.lab.cluster import launcher
+    from hvdcompress.lab.training import report, tables
 
     found = report.read(folders)
     tables.show(found, console)
@@ -211,9 +213,11 @@ def bench(
     Needs root and iproute2, for emulated hosts. Writes config.yaml, launch.json, results.jsonl, summary.json,
     table.md and report.html. Exit status: 0; 1 if something failed; 2 for a bad configuration; 130 after Ctrl-C.
     """
-    from hvdcompress import _bench_run, launcher, storage
-    from hvdcompress.bench import Bench
-    from hvdcompress.hosts import HostsError, problem
+    from hvdcompress.lab.bench import run as _bench_run
+    from hvdcompress.lab.bench.config import Bench
+    from hvdcompress.lab.cluster import launcher
+    from hvdcompress.lab.cluster.hosts import HostsError, problem
+    from hvdcompress.lab.output import folder as storage
 
     try:
         asked = Bench.open(config).override(hosts, _split(rates), _split(methods), _split(sets), rounds)
@@ -240,9 +244,9 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
 ) -> None:
     """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all."""
-    from hvdcompress import compare as comparison
     from hvdcompress import registry
-    from hvdcompress.experiment import Experiment
+    from hvdcompress.lab import compare as comparison
+    from hvdcompress.lab.training.experiment import Experiment
 
     everything = {"name": "all", "tasks": ["gradients"], "methods": registry.available()}
     try:
@@ -286,7 +290,7 @@ def scale(
     out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
 ) -> None:
     """Foretell an exchange's time and bytes among 2 to 4096 workers, by a cost model fitted to measured exchanges."""
-    from hvdcompress import _scale_run
+    from hvdcompress.lab.scale import run as _scale_run
 
     try:
         _scale_run.run(
@@ -299,7 +303,7 @@ def scale(
 @app.command()
 def methods(id: Annotated[str | None, typer.Argument(help="Say all about this one.")] = None) -> None:
     """List the methods: paper, what travels, hyper-parameters; or say all about one."""
-    from hvdcompress import catalogue
+    from hvdcompress.lab import catalogue
 
     try:
         catalogue.show(id, _console())
@@ -312,9 +316,9 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
 ) -> None:
     """Say what of the installation works, with a 2-rank all-reduce over MPI and over Gloo."""
-    from hvdcompress import checkup
+    from hvdcompress.lab import doctor
 
-    raise typer.Exit(checkup.run(_console(), timeout))
+    raise typer.Exit(doctor.run(_console(), timeout))
 
 
 @app.callback(invoke_without_command=True)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress import wire
-from hvdcompress.ledger import Ledger
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.rank import Flight, Worker
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Method, TensorSpec, Verb
 from hvdcompress.ops import fast
+from hvdcompress.parts import wire
 from hvdcompress.plan import Plan, plan_of
-from hvdcompress.worker import Flight, Worker
 
 Op = Literal["average", "sum"]
 
@@ -49,7 +49,7 @@ class Loopback:
         self.plan = plan_of(method, **settings)
         self.world, self.ops, self.loss_scale = world, ops, loss_scale
         self.ledger = Ledger(world)
-        self.workers = [Worker(self.plan, rank, world, self.ledger) for rank in range(world)]
+        self.ranks = [Worker(self.plan, rank, world, self.ledger) for rank in range(world)]
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
         """One array of each rank in, each rank's result out (new arrays, same shape and dtype).
@@ -62,34 +62,34 @@ class Loopback:
     def allreduce_many(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average") -> list[dict]:
         """Named arrays of each rank, exchanged in one step, joined as the plan says."""
         specs = self._specs(gradients, op)
-        units = self.plan.units(specs.values())
+        buckets = self.plan.buckets(specs.values())
         scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
         crew: list[list[Flight]] = []
-        for unit in units:
+        for bucket in buckets:
             flights = []
-            for worker, given in zip(self.workers, gradients, strict=True):
-                work = worker.work_dtype(unit)
+            for worker, given in zip(self.ranks, gradients, strict=True):
+                work = worker.work_dtype(bucket)
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in unit.members]
-                flights.append(worker.start(unit, worker.join(unit, flat, self.ops), self.ops, scale))
+                    flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
+                flights.append(worker.start(bucket, worker.join(bucket, flat, self.ops), self.ops, scale))
             crew.append(flights)
             while flights[0].verb is not None:
                 verbs = [flight.verb for flight in flights]
-                for flight, result in zip(flights, self._carry_out(unit.spec.name, verbs), strict=True):
+                for flight, result in zip(flights, self._carry_out(bucket.spec.name, verbs), strict=True):
                     flight.advance(result)
         finite = all(flight.finite for flights in crew for flight in flights)
-        triggered = any([worker.take_request() for worker in self.workers])
+        triggered = any([worker.take_request() for worker in self.ranks])
         factor = 1.0 / self.world if op == "average" else 1.0
-        for unit, flights in zip(units, crew, strict=True):
-            for worker, flight, out in zip(self.workers, flights, outs, strict=True):
-                members = [out[m.name].reshape(-1) for m in unit.members]
+        for bucket, flights in zip(buckets, crew, strict=True):
+            for worker, flight, out in zip(self.ranks, flights, outs, strict=True):
+                members = [out[m.name].reshape(-1) for m in bucket.members]
                 if finite:
                     worker.finish(flight, members, factor, self.ops)
                 else:
                     worker.abandon(flight, members, self.ops)
         self.ledger.steps += finite
-        for worker in self.workers if triggered else ():
+        for worker in self.ranks if triggered else ():
             if finite:
                 worker.trigger()
             else:  # as if the step had not been: the request waits for the next
@@ -98,16 +98,16 @@ class Loopback:
 
     def trigger(self) -> None:
         """Restart every method's schedule after the next step."""
-        self.workers[0].asks_for_trigger = True
+        self.ranks[0].asks_for_trigger = True
 
     def observe(self, **metrics: float) -> None:
         """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""
-        for worker in self.workers:
+        for worker in self.ranks:
             worker.observe(metrics)
 
     def residual(self, name: str, rank: int) -> np.ndarray:
         """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept."""
-        worker = self.workers[rank]
+        worker = self.ranks[rank]
         shape = next(member.shape for member in worker.find(name)[0].members if member.name == name)
         residual = worker.residual(name)
         return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape)

@@ -5,11 +5,11 @@ It never sees Horovod, MPI, PyTorch or TensorFlow: it *yields* what it wants com
 the result, and *returns* a :class:`Reduced`. Drivers do the I/O, so the same method file runs under
 the loopback, PyTorch, TensorFlow and MPI drivers unchanged::
 
-    def exchange(self, x, state, me, ops):
-        payload = self.encode(x, state, me, ops)
+    def exchange(self, x, state, ctx, ops):
+        payload = self.encode(x, state, ctx, ops)
         pieces = yield AllGather(payload)              # one payload of each rank, in rank order
-        shares = [self.decode(piece, me, ops) for piece in pieces]
-        return Reduced(total=concat(shares), own=shares[me.rank])
+        shares = [self.decode(piece, ctx, ops) for piece in pieces]
+        return Reduced(total=concat(shares), own=shares[ctx.rank])
 
 Most methods write only ``encode`` and ``decode``. Error feedback is not a method's business: a method
 that inherits the field ``feedback`` is given ``x = gradient + residual`` (``parts/feedback.py``).
@@ -20,9 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 Array = Any  #: a numpy array, or the framework's tensor; always flat (one dimension) inside a method
 
@@ -79,9 +80,9 @@ class Reduced:
     """What an exchange ends with.
 
     ``total``: the sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks.
-    ``own``: this rank's share of that sum, as the others decoded it; may be ``None`` unless ``me.keeps``.
+    ``own``: this rank's share of that sum, as the others decoded it; may be ``None`` unless ``ctx.needs_own``.
     ``state``: new values of the method's own slots (fresh arrays; the old ones are never written).
-    ``trigger``: this rank asks for a restart of every method's schedule (see :class:`Turn`).
+    ``trigger``: this rank asks for a restart of every method's schedule (see :class:`Context`).
     """
 
     total: Array | Sparse
@@ -91,8 +92,8 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Who is asking: one rank, at one step, for one tensor. Methods call it ``me``.
+class Context:
+    """Who is asking: one rank, at one step, for one tensor. Methods call it ``ctx``.
 
     ``step`` counts the tensor's exchanges from 0. ``phase`` is what :meth:`Method.phase_of` said of the steps
     since the method came on, or since the last trigger, of which there were ``triggers``. A trigger is what a rank
@@ -107,8 +108,8 @@ class Turn:
     seed: int = 0
     phase: int = 0
     triggers: int = 0
-    keeps: bool = True  #: feedback keeps what is not sent: without it nobody asks for the own share
-    seen: Any = None  #: what :meth:`Method.scan` found on its way over memory
+    needs_own: bool = True  #: feedback keeps what is not sent: without it nobody asks for the own share
+    scanned: Any = None  #: what :meth:`Method.scan` found on its way over memory
     counters: dict[str, Any] = field(default_factory=dict)  #: figures for the ledger, e.g. "kept"
 
 
@@ -169,7 +170,7 @@ def add_shares(shares: list[Any], ops: Any) -> Array | Sparse:
 
 
 Verb = AllReduce | AllGather | Broadcast | AllToAll
-Exchange = Generator[Verb, Any, Reduced]
+Communication = Generator[Verb, Any, Reduced]
 
 
 # -- hyper-parameter types shared by methods -----------------------------------------------------
@@ -218,7 +219,7 @@ class Method:
     wide: ClassVar[bool] = False  #: works in float64 on float64 gradients, others in float32
     sparse: ClassVar[bool] = False  #: leaves values out; what is sent, is sent whole but for rounding
     fixed: ClassVar[tuple[str, ...]] = ()  #: hyper-parameters that no schedule may change, as state depends on them
-    lopsided: ClassVar[bool] = False  #: some ranks send less than ``num_bytes`` says
+    uneven: ClassVar[bool] = False  #: some ranks send less than ``num_bytes`` says
     linear: ClassVar[bool] = True  #: what rides may be averaged on its way: the result is then the average of results
     exact: ClassVar[bool] = True  #: every array backend sends the same bytes; False where FFT or matrices round
     phases: ClassVar[tuple[str, ...]] = ("compress",)  #: collectives are fixed within a phase
@@ -252,7 +253,7 @@ class Method:
         """Index into ``phases`` of the phase that is on, ``age`` steps after the method came on or was restarted."""
         return 0
 
-    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         """Length of the float32 all-reduce that is all it does in this phase, so that the stock optimizer's own
         all-reduce can carry it; None if it does anything else."""
         return None
@@ -279,7 +280,7 @@ class Method:
         """The number of places that a sparse payload's indices tell apart: the elements, or say frequencies."""
         return spec.size
 
-    def clip(self, gradient: Array, scale: float, me: Turn, ops: Any) -> float:
+    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Any) -> float:
         """The factor to multiply this rank's ``gradient`` with before it meets the residual; ``scale`` undoes
         the loss scale. Override it to clip."""
         return scale
@@ -287,21 +288,31 @@ class Method:
     def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
         """Write ``scale·gradient + residual`` into ``out`` and return what else that pass over memory saw.
 
-        Override it to take, say, moments in the same pass; ``exchange`` finds the answer in ``me.seen``.
+        Override it to take, say, moments in the same pass; ``exchange`` finds the answer in ``ctx.scanned``.
         """
         ops.accumulate(gradient, residual, scale, out)
         return None
 
-    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
         """``x`` [n] float32 -> this rank's payload, uint8 for an all-gather. Never writes ``x``."""
         raise NotImplementedError
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Array | Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Array | Sparse:
         """A payload of any rank -> what it stands for. Raises ``WireError`` on bytes that are no payload."""
         raise NotImplementedError
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         """The choreography. By default: encode, all-gather, decode; entries of different ranks add up."""
-        pieces = yield AllGather(self.encode(x, state, me, ops))
-        shares = [self.decode(piece, me, ops) for piece in pieces]
-        return Reduced(total=add_shares(shares, ops), own=shares[me.rank])
+        pieces = yield AllGather(self.encode(x, state, ctx, ops))
+        shares = [self.decode(piece, ctx, ops) for piece in pieces]
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
+
+
+M = TypeVar("M", bound=type[Method])
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def method(cls: M) -> M:
+    """Class decorator of a method: a frozen, validated dataclass whose id is its module's name."""
+    cls.id = cls.__module__.rpartition(".")[2]
+    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore

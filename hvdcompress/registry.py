@@ -12,21 +12,13 @@ import sys
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.method import Method
+from hvdcompress.method import Method, method
 
-M = TypeVar("M", bound=type[Method])
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def method(cls: M) -> M:
-    """Class decorator of a method: a frozen, validated dataclass whose id is its module's name."""
-    cls.id = cls.__module__.rpartition(".")[2]
-    return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore
+__all__ = ["FieldError", "available", "classes", "docstring", "formula", "get", "method", "suggest"]
 
 
 def _methods_of(module: Any) -> list[type[Method]]:

@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"), ("NUM_INTEROP_THREADS", "1")):
     os.environ.setdefault(f"TF_{setting}", value)
 
-# test_mutations.py runs tests of tests/methods/ again, with the library broken: it imports them by name
-sys.path.insert(0, str(Path(__file__).resolve().parent / "methods"))
+# tests/mutations/ runs other tests again, with the library broken: it imports them by name
+for folder in ("methods", "parts", "engine", "ops", "lab"):
+    sys.path.insert(0, str(Path(__file__).resolve().parent / folder))
 
 # No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.
 settings.register_profile(

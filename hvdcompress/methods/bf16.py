@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcompress.method import Array, Exchange, Method, Reduced, TensorSpec, Turn
-from hvdcompress.parts import values
-from hvdcompress.registry import method
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
+from hvdcompress.parts import codecs
 
 
 @method
@@ -30,8 +29,8 @@ class Bf16(Method):
     sends = "2n + 2n/p bytes: scatter-reduce of 16-bit shards"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return values.reduced_num_bytes(spec.size, "bf16", world)
+        return codecs.reduced_num_bytes(spec.size, "bf16", world)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        total, own = yield from values.all_reduce(x, "bf16", me, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        total, own = yield from codecs.all_reduce(x, "bf16", ctx, ops)
         return Reduced(total=total, own=own)

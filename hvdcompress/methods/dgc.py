@@ -58,9 +58,20 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from hvdcompress.method import Array, Density, FeedbackName, Method, Number, Share, Sparse, TensorSpec, Turn, Values
+from hvdcompress.method import (
+    Array,
+    Context,
+    Density,
+    FeedbackName,
+    Method,
+    Number,
+    Share,
+    Sparse,
+    TensorSpec,
+    Values,
+    method,
+)
 from hvdcompress.parts import pack, seed, select
-from hvdcompress.registry import method
 
 LEAST_SAMPLE = 1024  #: elements; smaller tensors are looked at as a whole
 LEAST_ABOVE = 16  #: sampled elements above the threshold: fewer would seldom tell it to within a third
@@ -103,34 +114,34 @@ class DGC(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=self.select == "exact")
 
-    def clip(self, gradient: Array, scale: float, me: Turn, ops: Any) -> float:
+    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Any) -> float:
         if self.clip_norm is None or not (norm := ops.l2_norm(gradient)):
             return scale
         # rounded to float32, in which all backends' float64 sums agree
-        return float(np.float32(min(scale, self.clip_norm / math.sqrt(me.world) / norm)))
+        return float(np.float32(min(scale, self.clip_norm / math.sqrt(ctx.world) / norm)))
 
-    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
-        n, exact = me.spec.size, self.select == "exact"
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+        n, exact = ctx.spec.size, self.select == "exact"
         if exact:
             index = ops.top_k(x, self.capacity(n))  # [c] int32, ascending
         else:
-            index = select.beyond(x, self.threshold(x, me, ops), self.density, select.refine_bisect, ops)
-        me.counters["kept"] = len(index)
+            index = select.beyond(x, self.threshold(x, ctx, ops), self.density, select.refine_bisect, ops)
+        ctx.counters["kept"] = len(index)
         chosen = select.pad(Sparse(index, ops.take(x, index)), self.capacity(n), ops)
-        return pack.encode(chosen, n, self.values, self.id, me, ops, distinct=exact)
+        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        n = me.spec.size
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+        n = ctx.spec.size
         return pack.decode(payload, self.capacity(n), n, self.values, self.id, ops, distinct=self.select == "exact")
 
     def sample_size(self, n: int) -> int:
         """m, the number of elements of n that are sampled."""
         return min(n, max(LEAST_SAMPLE, math.ceil(n * self.sample), math.ceil(LEAST_ABOVE / self.density)))
 
-    def threshold(self, x: Array, me: Turn, ops: Any) -> np.float32:
+    def threshold(self, x: Array, ctx: Context, ops: Any) -> np.float32:
         """The largest float below the m·density-th largest |x| of the sample."""
         n, m = len(x), self.sample_size(len(x))
         if m < n:
-            places = seed.distinct_indices(seed.shared_key(me), m, n)
+            places = seed.distinct_indices(seed.shared_key(ctx), m, n)
             x = ops.take(x, ops.asarray(places, like=x))
         return select.just_below(ops.kth_magnitude(x, select.kept(self.density, m)))

@@ -53,20 +53,20 @@ from pydantic import AfterValidator, Field
 from hvdcompress.method import (
     AllGather,
     Array,
+    Communication,
+    Context,
     Density,
-    Exchange,
     Method,
     Number,
     Reduced,
     Sparse,
     TensorSpec,
-    Turn,
     Values,
     add_shares,
+    method,
 )
-from hvdcompress.parts import pack, select, transform
-from hvdcompress.parts.values import codec
-from hvdcompress.registry import method
+from hvdcompress.parts import matrices, pack, select
+from hvdcompress.parts.codecs import codec
 
 FLOAT_MAX = 3.4028234663852886e38
 
@@ -124,38 +124,38 @@ class FFT(Method):
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
         return self.recovery > 1 and metric == "loss" and value > low + self.tolerance * abs(low)
 
-    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
-        length = self.length(me.spec.size)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+        length = self.length(ctx.spec.size)
         if self.half:
             half = codec("fp16")
-            x = half.decode(half.encode(x, me, ops), len(x), ops)
-        if self.reorders(me.spec):
-            x = transform.collocated(x, me.spec, ops)
+            x = half.decode(half.encode(x, ctx, ops), len(x), ops)
+        if self.reorders(ctx.spec):
+            x = matrices.collocated(x, ctx.spec, ops)
         spectrum = ops.rfft(x, length)  # [2·B] float32, re and im in turns
-        index = ops.top_k(ops.magnitudes(spectrum), self.num_kept(me.spec, me.triggers))  # [k] int32, ascending
+        index = ops.top_k(ops.magnitudes(spectrum), self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, ascending
         chosen = ops.take(spectrum, ops.pair_places(index))  # [2·k] float32
         chosen = ops.scaled(chosen, length**0.5)  # now of the unitary transform: as large as gradients are
-        return pack.encode(Sparse(index, chosen), self.places(me.spec), self.values, self.id, me, ops, per=2)
+        return pack.encode(Sparse(index, chosen), self.places(ctx.spec), self.values, self.id, ctx, ops, per=2)
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
         """Frequencies [k] and their re and im in turns [2·k]."""
-        k = self.num_kept(me.spec, me.triggers)
-        return pack.decode(payload, k, self.places(me.spec), self.values, self.id, ops, per=2)
+        k = self.num_kept(ctx.spec, ctx.triggers)
+        return pack.decode(payload, k, self.places(ctx.spec), self.values, self.id, ops, per=2)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        pieces = yield AllGather(self.encode(x, state, me, ops))
-        shares = [self.decode(piece, me, ops) for piece in pieces]
-        total = self.invert(shares, FLOAT_MAX, me, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        pieces = yield AllGather(self.encode(x, state, ctx, ops))
+        shares = [self.decode(piece, ctx, ops) for piece in pieces]
+        total = self.invert(shares, FLOAT_MAX, ctx, ops)
         # a quarter, so that what it leaves behind is finite too
-        own = self.invert([shares[me.rank]], FLOAT_MAX / 4, me, ops) if me.keeps else None
+        own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, ops) if ctx.needs_own else None
         return Reduced(total=total, own=own)
 
-    def invert(self, shares: Sequence[Sparse], limit: float, me: Turn, ops: Any) -> Array:
+    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Any) -> Array:
         """The gradient [n] whose spectrum is the sum of the shares."""
-        n, length = me.spec.size, self.length(me.spec.size)
+        n, length = ctx.spec.size, self.length(ctx.spec.size)
         summed = add_shares([Sparse(ops.pair_places(s.index), s.values) for s in shares], ops)
-        spectrum = ops.zeros(2 * self.places(me.spec), "float32", like=summed.values)
+        spectrum = ops.zeros(2 * self.places(ctx.spec), "float32", like=summed.values)
         room = 2.0 ** (8 * len(shares) * length).bit_length()  # not even a sum of all frequencies will overflow
         ops.write(spectrum, summed, 1.0 / room)
         x = ops.scaled(ops.irfft(spectrum, n, length), room / length**0.5, limit)
-        return transform.as_it_lay(x, me.spec, ops) if self.reorders(me.spec) else x
+        return matrices.as_it_lay(x, ctx.spec, ops) if self.reorders(ctx.spec) else x

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcompress.method import Array, Exchange, Method, Reduced, TensorSpec, Turn
-from hvdcompress.parts import values
-from hvdcompress.registry import method
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
+from hvdcompress.parts import codecs
 
 
 @method
@@ -34,8 +33,8 @@ class Fp16(Method):
     sends = "2n bytes, summed"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return values.reduced_num_bytes(spec.size, "fp16", world)
+        return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        total, own = yield from values.all_reduce(x, "fp16", me, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        total, own = yield from codecs.all_reduce(x, "fp16", ctx, ops)
         return Reduced(total=total, own=own)

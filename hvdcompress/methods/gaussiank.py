@@ -39,9 +39,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress.method import Array, Density, FeedbackName, Method, Sparse, TensorSpec, Turn, Values
+from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
 from hvdcompress.parts import pack, select
-from hvdcompress.registry import method
 
 
 @method
@@ -67,15 +66,15 @@ class GaussianK(Method):
     def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
         return ops.accumulate_moments(gradient, residual, scale, out)
 
-    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
-        n = me.spec.size
-        index = self.choose(x, me.seen or ops.moments(x), ops)  # [c] int32, ascending
-        me.counters["kept"] = len(index)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+        n = ctx.spec.size
+        index = self.choose(x, ctx.scanned or ops.moments(x), ops)  # [c] int32, ascending
+        ctx.counters["kept"] = len(index)
         chosen = select.pad(Sparse(index, ops.take(x, index)), select.capacity(self.density, n), ops)
-        return pack.encode(chosen, n, self.values, self.id, me, ops, distinct=False)
+        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=False)
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        n = me.spec.size
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+        n = ctx.spec.size
         return pack.decode(payload, select.capacity(self.density, n), n, self.values, self.id, ops, distinct=False)
 
     def choose(self, x: Array, moments: tuple[float, float], ops: Any) -> Array:

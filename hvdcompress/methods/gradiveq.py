@@ -53,23 +53,22 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from hvdcompress import wire
 from hvdcompress.method import (
     Array,
     Broadcast,
+    Communication,
+    Context,
     Count,
-    Exchange,
     FeedbackName,
     Method,
     Number,
     Reduced,
     Slot,
     TensorSpec,
-    Turn,
     Values,
+    method,
 )
-from hvdcompress.parts import seed, transform, values
-from hvdcompress.registry import method
+from hvdcompress.parts import codecs, matrices, seed, wire
 
 
 @method
@@ -111,7 +110,7 @@ class GradiVeQ(Method):
 
     def slice_of(self, spec: TensorSpec) -> int:
         """Elements of a slice."""
-        return self.slice_elements or transform.slice_for(*transform.filters(spec))
+        return self.slice_elements or matrices.slice_for(*matrices.filters(spec))
 
     def most(self, size: int) -> int:
         """The most components that there can be: Lt centred samples span Lt − 1 dimensions."""
@@ -119,7 +118,7 @@ class GradiVeQ(Method):
 
     def suits(self, spec: TensorSpec) -> bool:
         """A convolution of more than 1×1, or any tensor with ``tensors: all``, of at least one slice."""
-        conv = len(spec.shape) == 4 and transform.filters(spec)[1] > 1
+        conv = len(spec.shape) == 4 and matrices.filters(spec)[1] > 1
         return spec.size > 0 and (conv or self.tensors == "all") and self.slice_of(spec) <= spec.size
 
     def phase_of(self, age: int) -> int:
@@ -146,80 +145,80 @@ class GradiVeQ(Method):
         rank = int(state["rank"][0]) if state else self.most(size)
         return rank * (spec.size // size) + spec.size % size
 
-    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         if self.phases[phase] == "train" and self.dense_values == "fp32":
             return spec.size
         return self.sent(spec, state) if self.phases[phase] == "compress" and self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0, state: dict[str, Array] | None = None) -> int:
         if self.phases[phase] == "compress":
-            return values.reduced_num_bytes(self.sent(spec, state), self.values, world)
-        dense = values.reduced_num_bytes(spec.size, self.dense_values, world)
+            return codecs.reduced_num_bytes(self.sent(spec, state), self.values, world)
+        dense = codecs.reduced_num_bytes(spec.size, self.dense_values, world)
         return dense + self.num_fit_bytes(spec) * (self.phases[phase] == "fit")
 
     def num_fit_bytes(self, spec: TensorSpec) -> int:
         """Bytes of d, and of the combinations of the history that are the components."""
         return 4 + 4 * self.most(self.slice_of(spec)) * self.dense_steps
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        if self.phases[me.phase] == "compress":
-            return (yield from self.compressed(x, state, me, ops))
-        total, own = yield from values.all_reduce(x, self.dense_values, me, ops)
-        new = self.collected(total, state, me, ops)
-        if self.phases[me.phase] == "fit":
-            new |= yield from self.fitted(new["history"], me, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        if self.phases[ctx.phase] == "compress":
+            return (yield from self.compressed(x, state, ctx, ops))
+        total, own = yield from codecs.all_reduce(x, self.dense_values, ctx, ops)
+        new = self.collected(total, state, ctx, ops)
+        if self.phases[ctx.phase] == "fit":
+            new |= yield from self.fitted(new["history"], ctx, ops)
             new["count"] = ops.zeros(1, "float32", like=x)  # the next round begins another mean
         return Reduced(total=total, own=own, state=new)
 
-    def collected(self, total: Array, state: dict[str, Array], me: Turn, ops: Any) -> dict[str, Array]:
+    def collected(self, total: Array, state: dict[str, Array], ctx: Context, ops: Any) -> dict[str, Array]:
         """The sums' first slice joins the history, whose oldest leaves it; all slices join the mean."""
-        size, mean = self.slice_of(me.spec), state["mean"]
-        sums = transform.collocated(total, me.spec, ops)
+        size, mean = self.slice_of(ctx.spec), state["mean"]
+        sums = matrices.collocated(total, ctx.spec, ops)
         # after a trigger in the middle of the training, it begins again
-        count = state["count"] * float(int(state["since"][0]) == me.triggers) + 1.0
+        count = state["count"] * float(int(state["since"][0]) == ctx.triggers) + 1.0
         mean = mean * (1.0 - 1.0 / count) + sums[: len(mean)] * (1.0 / count)  # no sum of Lt gradients: it may overflow
         history = ops.concat([state["history"][size:], sums[:size]])
-        return {"history": history, "mean": mean, "count": count, "since": state["since"] * 0 + me.triggers}
+        return {"history": history, "mean": mean, "count": count, "since": state["since"] * 0 + ctx.triggers}
 
-    def fitted(self, history: Array, me: Turn, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
+    def fitted(self, history: Array, ctx: Context, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
         """d and the basis, from the SVD that one rank makes of the history [Lt × slice]."""
-        size, lt = self.slice_of(me.spec), self.dense_steps
+        size, lt = self.slice_of(ctx.spec), self.dense_steps
         most = self.most(size)
-        root = zlib.crc32(me.spec.name.encode()) % me.world  # tensors that are fitted at once take different ranks
+        root = zlib.crc32(ctx.spec.name.encode()) % ctx.world  # tensors that are fitted at once take different ranks
 
         def make() -> Array:
             rank, weights = ops.principal(history, lt, most if self.matrix_rank else 1, most, self.lam)
             return ops.concat([ops.to_bytes(rank), ops.to_bytes(weights)])
 
-        fit = yield Broadcast(make, root, self.num_fit_bytes(me.spec))
+        fit = yield Broadcast(make, root, self.num_fit_bytes(ctx.spec))
         d = int.from_bytes(ops.head_bytes(fit, 4), "little")
         if not 1 <= d <= most:
             raise wire.WireError(f"{d} components came, there can be 1 to {most}")
         weights = ops.from_bytes(fit[4:], "float32")[: d * lt]
-        drawn = seed.uniform(seed.shared_key(me), d * size) - np.float32(0.5)  # where the history has less than d
+        drawn = seed.uniform(seed.shared_key(ctx), d * size) - np.float32(0.5)  # where the history has less than d
         basis = ops.orthonormalise(ops.combine(weights, history, lt), d, fill=ops.asarray(drawn, like=history))
         unused = ops.zeros((most - d) * size, "float32", like=history)
         return {"basis": ops.concat([basis, unused]), "rank": ops.from_bytes(fit[:4], "int32")}
 
-    def compressed(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        size, mean = self.slice_of(me.spec), state["mean"]
+    def compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        size, mean = self.slice_of(ctx.spec), state["mean"]
         slices, d = len(mean) // size, int(state["rank"][0])
         basis = state["basis"][: d * size]  # Uᵀ [d × slice]
-        small = transform.shrinkage(4 * size, me.world)  # of g − μ/p, at most twice the largest
+        small = matrices.shrinkage(4 * size, ctx.world)  # of g − μ/p, at most twice the largest
 
         def expand(payload: Array, share: float) -> Array:
             filled = ops.matmul(payload[: slices * d], basis, slices, size) + mean * (small * share)  # U·q + μ
             flat = ops.scaled(ops.concat([filled, payload[slices * d :]]), 1.0 / small)
-            return transform.as_it_lay(flat, me.spec, ops)
+            return matrices.as_it_lay(flat, ctx.spec, ops)
 
-        shrunk = transform.collocated(x, me.spec, ops) * small  # [n]
-        centred = shrunk[: len(mean)] - mean * (small / me.world)
+        shrunk = matrices.collocated(x, ctx.spec, ops) * small  # [n]
+        centred = shrunk[: len(mean)] - mean * (small / ctx.world)
         q = ops.matmul_transposed(centred, basis, slices, d)  # Uᵀ(g − μ/p) [slices × d]
         payload = ops.concat([q, shrunk[len(mean) :]])
-        me = replace(me, keeps=me.keeps or bool(self.retrain_error))
-        total, own = yield from transform.all_reduce(payload, small, self.values, me, ops)
-        share = expand(own, 1.0 / me.world) if me.keeps else None
+        ctx = replace(ctx, needs_own=ctx.needs_own or bool(self.retrain_error))
+        total, own = yield from matrices.all_reduce(payload, small, self.values, ctx, ops)
+        share = expand(own, 1.0 / ctx.world) if ctx.needs_own else None
         lost = False
         if self.retrain_error:
-            lost = transform.norm(x - share, ops) > self.retrain_error * transform.norm(x, ops)
+            lost = matrices.norm(x - share, ops) > self.retrain_error * matrices.norm(x, ops)
         return Reduced(total=expand(total, 1.0), own=share, trigger=lost)

@@ -43,18 +43,18 @@ from hvdcompress.method import (
     AllToAll,
     Array,
     Broadcast,
+    Communication,
+    Context,
     Density,
-    Exchange,
     FeedbackName,
     Method,
     Reduced,
     Sparse,
     TensorSpec,
-    Turn,
     Values,
+    method,
 )
 from hvdcompress.parts import pack, select
-from hvdcompress.registry import method
 
 
 @method
@@ -63,7 +63,7 @@ class GTopK(Method):
     sends = "k values + k indices, twice: to a partner in log2(p) rounds, and by a broadcast; constant in p"
     sparse = True
     needs_feedback = True
-    lopsided = True
+    uneven = True
 
     density: Density = 0.01
     """Share of the elements that each rank selects, and that the result has: k / n."""
@@ -78,39 +78,39 @@ class GTopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        n, world, width = me.spec.size, me.world, self.num_payload_bytes(me.spec.size)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
         index = ops.top_k(x, select.kept(self.density, n))  # [k] int32, ascending
         own = mine = Sparse(index, ops.take(x, index))
         distance = 1
         while distance < world:
-            place = me.rank % (2 * distance)
-            gives, takes = place == distance, place == 0 and me.rank + distance < world
-            payload = self.write(mine, me, ops) if gives else ops.zeros(0, "uint8", like=x)
+            place = ctx.rank % (2 * distance)
+            gives, takes = place == distance, place == 0 and ctx.rank + distance < world
+            payload = self.write(mine, ctx, ops) if gives else ops.zeros(0, "uint8", like=x)
             pieces = yield AllToAll(
                 payload,
-                splits=tuple(width if gives and rank == me.rank - distance else 0 for rank in range(world)),
-                receives=tuple(width if takes and rank == me.rank + distance else 0 for rank in range(world)),
+                splits=tuple(width if gives and rank == ctx.rank - distance else 0 for rank in range(world)),
+                receives=tuple(width if takes and rank == ctx.rank + distance else 0 for rank in range(world)),
             )
             if gives:
-                own = self.less_rounding(own, mine, self.decode(payload, me, ops), n, ops)
+                own = self.less_rounding(own, mine, self.decode(payload, ctx, ops), n, ops)
             if takes:
-                both = ops.merge(mine, self.decode(pieces[me.rank + distance], me, ops), n)  # k to 2k entries
+                both = ops.merge(mine, self.decode(pieces[ctx.rank + distance], ctx, ops), n)  # k to 2k entries
                 mine, dropped = strongest(both, len(index), ops)
                 own = ops.merge(own, Sparse(dropped.index, -dropped.values), n)
             distance *= 2
-        payload = self.write(mine, me, ops) if me.rank == 0 else None
-        total = self.decode((yield Broadcast(lambda: payload, 0, width)), me, ops)
-        if me.rank == 0:
+        payload = self.write(mine, ctx, ops) if ctx.rank == 0 else None
+        total = self.decode((yield Broadcast(lambda: payload, 0, width)), ctx, ops)
+        if ctx.rank == 0:
             own = self.less_rounding(own, mine, total, n, ops)
         return Reduced(total=total, own=own)
 
-    def write(self, chosen: Sparse, me: Turn, ops: Any) -> Array:
+    def write(self, chosen: Sparse, ctx: Context, ops: Any) -> Array:
         """k entries -> a payload; a rank writes but one a step, so that its random numbers serve once."""
-        return pack.encode(chosen, me.spec.size, self.values, self.id, me, ops)
+        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        n = me.spec.size
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+        n = ctx.spec.size
         return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)
 
     def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Any) -> Sparse:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcompress.method import AllReduce, Array, Exchange, Method, Reduced, TensorSpec, Turn
-from hvdcompress.registry import method
+from hvdcompress.method import AllReduce, Array, Communication, Context, Method, Reduced, TensorSpec, method
 
 
 @method
@@ -32,12 +31,12 @@ class Dense(Method):
     def wide(self) -> bool:  # type: ignore[override]
         return self.feedback == "none"  # residuals are float32
 
-    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return spec.size
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         total = yield AllReduce(x)
         return Reduced(total=total, own=x)

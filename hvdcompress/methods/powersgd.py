@@ -38,9 +38,20 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.method import Array, Count, Exchange, FeedbackName, Method, Reduced, Slot, TensorSpec, Turn, Values
-from hvdcompress.parts import seed, transform, values
-from hvdcompress.registry import method
+from hvdcompress.method import (
+    Array,
+    Communication,
+    Context,
+    Count,
+    FeedbackName,
+    Method,
+    Reduced,
+    Slot,
+    TensorSpec,
+    Values,
+    method,
+)
+from hvdcompress.parts import codecs, matrices, seed
 
 FLOAT32_MAX = 3.4028235e38
 
@@ -74,24 +85,26 @@ class PowerSGD(Method):
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return sum(
-            values.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
+            codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        r, (rows, columns) = self.matrix_rank, self.matrix(me.spec)
-        drawn = seed.uniform(seed.shared_key(me), r * columns) - np.float32(0.5)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
+        drawn = seed.uniform(seed.shared_key(ctx), r * columns) - np.float32(0.5)
         q = ops.orthonormalise(state["q"], r, fill=ops.asarray(drawn, like=x))  # [r × columns], of the last step
 
-        small = transform.shrinkage(columns, me.world)
+        small = matrices.shrinkage(columns, ctx.world)
         p = ops.matmul_transposed(q * small, x, r, rows)  # Pᵀ = Qᵀ·Mᵀ [r × rows]
-        p, _ = yield from transform.all_reduce(p, small, self.values, me, ops)
+        p, _ = yield from matrices.all_reduce(p, small, self.values, ctx, ops)
         p = ops.orthonormalise(p, r)  # the scale of P is of no account
 
-        small = transform.shrinkage(rows, me.world)
+        small = matrices.shrinkage(rows, ctx.world)
         q = ops.matmul(p * small, x, r, columns)  # Qᵀ = P̂ᵀ·M [r × columns]
-        q, _ = yield from transform.all_reduce(q, small, self.values, me, ops, stream=1)
+        q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, ops, stream=1)
 
         # no sum of r products exceeds float32: |P̂| ≤ 1
         total = ops.outer_sum(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
-        own = total * (1.0 / me.world) if me.keeps else None  # M̂, as the authors have it: ranks' own shares are equal
+        own = (
+            total * (1.0 / ctx.world) if ctx.needs_own else None
+        )  # M̂, as the authors have it: ranks' own shares are equal
         return Reduced(total=total, own=own, state={"q": q})

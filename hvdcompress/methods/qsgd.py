@@ -34,10 +34,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hvdcompress.method import Count, Number
+from hvdcompress.method import Count, Number, method
 from hvdcompress.parts.quantize import StochasticCodec
-from hvdcompress.parts.route import Codec, Quantizer
-from hvdcompress.registry import method
+from hvdcompress.parts.sums import Codec, Quantizer
 
 
 @method

@@ -27,9 +27,20 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from hvdcompress.method import Array, Density, Exchange, FeedbackName, Method, Reduced, Sparse, TensorSpec, Turn, Values
-from hvdcompress.parts import seed, select, values
-from hvdcompress.registry import method
+from hvdcompress.method import (
+    Array,
+    Communication,
+    Context,
+    Density,
+    FeedbackName,
+    Method,
+    Reduced,
+    Sparse,
+    TensorSpec,
+    Values,
+    method,
+)
+from hvdcompress.parts import codecs, seed, select
 
 
 @method
@@ -52,19 +63,19 @@ class RandomK(Method):
             raise ValueError('unbiased: true needs feedback: "none" (what is fed back must not be scaled up as well)')
         return self
 
-    def rides(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return select.kept(self.density, spec.size) if self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return values.reduced_num_bytes(select.kept(self.density, spec.size), self.values, world)
+        return codecs.reduced_num_bytes(select.kept(self.density, spec.size), self.values, world)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        n = me.spec.size
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        n = ctx.spec.size
         k = select.kept(self.density, n)
-        chosen = seed.distinct_indices(seed.shared_key(me), k, n)
+        chosen = seed.distinct_indices(seed.shared_key(ctx), k, n)
         index = ops.asarray(chosen.astype(ops.index_dtype(n)), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32
         if self.unbiased and k:
             kept = kept * (n / k)
-        total, own = yield from values.all_reduce(kept, self.values, me, ops)
-        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if me.keeps else None)
+        total, own = yield from codecs.all_reduce(kept, self.values, ctx, ops)
+        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)

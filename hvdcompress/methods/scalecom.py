@@ -39,19 +39,19 @@ from typing import Any, Literal
 from hvdcompress.method import (
     Array,
     Broadcast,
+    Communication,
+    Context,
     Density,
-    Exchange,
     FeedbackName,
     Method,
     Reduced,
     Share,
     Sparse,
     TensorSpec,
-    Turn,
     Values,
+    method,
 )
-from hvdcompress.parts import pack, select, values
-from hvdcompress.registry import method
+from hvdcompress.parts import codecs, pack, select
 
 
 @method
@@ -88,15 +88,15 @@ class ScaleCom(Method):
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         k = self.num_kept(spec.size)
-        return self.num_index_bytes(spec.size) + values.reduced_num_bytes(k, self.values, world)
+        return self.num_index_bytes(spec.size) + codecs.reduced_num_bytes(k, self.values, world)
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
-        n = me.spec.size
-        leader = me.step % me.world  # cyclic: every rank's large entries get their turn
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        n = ctx.spec.size
+        leader = ctx.step % ctx.world  # cyclic: every rank's large entries get their turn
         packed = yield Broadcast(lambda: self.pick(x, n, ops), leader, self.num_index_bytes(n))
         index = self.unpack(packed, n, ops)  # [k] int32, ascending
-        total, own = yield from values.all_reduce(ops.take(x, index), self.values, me, ops)
-        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if me.keeps else None)
+        total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, ops)
+        return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
     def pick(self, x: Array, n: int, ops: Any) -> Array:
         """The leader's selection, packed [num_index_bytes] uint8."""

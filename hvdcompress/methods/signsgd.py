@@ -31,10 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcompress.method import Array, FeedbackName, Turn
-from hvdcompress.parts.route import Codec, Quantizer
-from hvdcompress.registry import method
-from hvdcompress.wire import WireError
+from hvdcompress.method import Array, Context, FeedbackName, method
+from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.parts.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class SignCodec:
     def num_bytes(self, count: int) -> int:
         return (4 if count else 0) + -(-count // 8)
 
-    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
         scale = ops.bucket_norms(x, len(x), "mean")  # [1], [0] where there is nothing
         return ops.concat([ops.to_bytes(scale), ops.pack_signs(x)])
 

@@ -37,11 +37,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from hvdcompress.method import AllReduce, Array, Exchange, Number, Reduced, TensorSpec, Turn
+from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
-from hvdcompress.parts.route import Codec, Quantizer
-from hvdcompress.registry import method
+from hvdcompress.parts.sums import Codec, Quantizer
 
 WHOLE = 1 << 62  # a bucket that holds any tensor
 BITS = 2  # a sign, and whether it is 0
@@ -69,8 +68,8 @@ class TernaryCodec(StochasticCodec):
     clip_factor: float = 2.5
     code = 6
 
-    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
-        return super().encode(clipped(x, self.clip_factor, ops), me, ops, stream)
+    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+        return super().encode(clipped(x, self.clip_factor, ops), ctx, ops, stream)
 
 
 @method
@@ -99,15 +98,15 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
-    def exchange(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Exchange:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         if self.route != "reduce":
-            return (yield from super().exchange(x, state, me, ops))
-        n, width = len(x), field_width(me.world)
+            return (yield from super().exchange(x, state, ctx, ops))
+        n, width = len(x), field_width(ctx.world)
         x = clipped(x, self.clip_factor, ops)
         scaler = yield AllReduce(ops.bucket_norms(x, n, "max"), op="max")  # [1]
-        codes = ops.quantize(x, scaler, n, BITS, seed.private_key(me))
+        codes = ops.quantize(x, scaler, n, BITS, seed.private_key(ctx))
         one = ops.asarray(np.float32([1.0]), like=x)  # type: ignore[arg-type]
         ternary = ops.dequantize(codes, one, n, BITS, n)  # [n] −1, 0 or 1
         words = yield AllReduce(ops.pack_fields(ternary, width))  # int32
-        total = ops.unpack_fields(words, width, n, me.world)  # [n] −p … p
-        return Reduced(total=total * scaler, own=ternary * scaler if me.keeps else None)
+        total = ops.unpack_fields(words, width, n, ctx.world)  # [n] −p … p
+        return Reduced(total=total * scaler, own=ternary * scaler if ctx.needs_own else None)

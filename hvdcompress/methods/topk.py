@@ -26,9 +26,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcompress.method import Array, Density, FeedbackName, Method, Sparse, TensorSpec, Turn, Values
+from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
 from hvdcompress.parts import pack, select
-from hvdcompress.registry import method
 
 
 @method
@@ -47,10 +46,10 @@ class TopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(select.kept(self.density, spec.size), spec.size, self.values)
 
-    def encode(self, x: Array, state: dict[str, Array], me: Turn, ops: Any) -> Array:
-        index = ops.top_k(x, select.kept(self.density, me.spec.size))  # [k] int32, ascending
-        return pack.encode(Sparse(index, ops.take(x, index)), me.spec.size, self.values, self.id, me, ops)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+        index = ops.top_k(x, select.kept(self.density, ctx.spec.size))  # [k] int32, ascending
+        return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
-    def decode(self, payload: Array, me: Turn, ops: Any) -> Sparse:
-        n = me.spec.size
+    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+        n = ctx.spec.size
         return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)

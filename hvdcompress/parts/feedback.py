@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.method import Array, Exchange, Method, Slot, TensorSpec, Turn
+from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -58,26 +58,26 @@ def exchange(
     scale: float,
     state: dict[str, Array],
     spare: dict[str, Array],
-    me: Turn,
+    ctx: Context,
     ops: Any,
-) -> Exchange:
+) -> Communication:
     """``method.exchange`` on what the feedback makes of ``scale·gradient``, the feedback's slots brought up to date.
 
     ``gradient`` [n] in the working dtype and ``state`` are read only; the arrays [n] of ``spare`` receive the new
     slots. Returns a ``Reduced`` whose ``state`` holds every slot's new value.
     """
-    scale = method.clip(gradient, scale, me, ops)
+    scale = method.clip(gradient, scale, ctx, ops)
     if method.feedback == "none":
         x = gradient if scale == 1.0 else gradient * np.float32(scale)
-        return (yield from method.exchange(x, state, replace(me, keeps=False), ops))
+        return (yield from method.exchange(x, state, replace(ctx, needs_own=False), ops))
     x, residual = spare[RESIDUAL], state[RESIDUAL]
     if method.feedback == "momentum":
         gradient = gradient if scale == 1.0 else gradient * np.float32(scale)
         ops.accumulate(state[VELOCITY], gradient, method.momentum, spare[VELOCITY])
-        seen = method.scan(spare[VELOCITY], residual, 1.0, x, ops)
+        scanned = method.scan(spare[VELOCITY], residual, 1.0, x, ops)
     else:
-        seen = method.scan(gradient, residual, scale, x, ops)
-    reduced = yield from method.exchange(x, state, replace(me, seen=seen), ops)
+        scanned = method.scan(gradient, residual, scale, x, ops)
+    reduced = yield from method.exchange(x, state, replace(ctx, scanned=scanned), ops)
     if reduced.own is None:
         raise TypeError(f"method {method.id!r} returned no own share, which feedback {method.feedback!r} needs")
     if method.feedback == "momentum":

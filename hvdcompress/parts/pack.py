@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress import wire
-from hvdcompress.method import Array, Sparse, Turn, Values
-from hvdcompress.parts.values import codec
+from hvdcompress.method import Array, Context, Sparse, Values
+from hvdcompress.parts import wire
+from hvdcompress.parts.codecs import codec
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
@@ -108,7 +108,14 @@ def _header(method: str, coding: Coding, values: Values, k: int, n: int, distinc
 
 
 def encode(
-    chosen: Sparse, places: int, values: Values, method: str, me: Turn, ops: Any, distinct: bool = True, per: int = 1
+    chosen: Sparse,
+    places: int,
+    values: Values,
+    method: str,
+    ctx: Context,
+    ops: Any,
+    distinct: bool = True,
+    per: int = 1,
 ) -> Array:
     """Ascending ``chosen.index`` [k] < places and ``chosen.values`` [per·k] -> a payload, uint8."""
     k = len(chosen.index)
@@ -118,7 +125,7 @@ def encode(
         [
             ops.asarray(np.frombuffer(header, np.uint8), like=chosen.values),
             encode_index(chosen.index, coding, places, ops),
-            padded(codec(values).encode(chosen.values, me, ops), ops),
+            padded(codec(values).encode(chosen.values, ctx, ops), ops),
         ]
     )
 

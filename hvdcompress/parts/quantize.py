@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdcompress.method import Array, Turn
+from hvdcompress.method import Array, Context
 from hvdcompress.parts import seed
-from hvdcompress.wire import WireError
+from hvdcompress.parts.wire import WireError
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class StochasticCodec:
         """Bytes of the norms."""
         return 4 * -(-count // self.bucket)
 
-    def encode(self, x: Array, me: Turn, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
         """[count] float32 -> [num_bytes] uint8; ``stream`` tells apart what one exchange draws."""
         norms = ops.bucket_norms(x, self.bucket, self.norm)
-        codes = ops.quantize(x, norms, self.bucket, self.bits, seed.private_key(me, stream))
+        codes = ops.quantize(x, norms, self.bucket, self.bits, seed.private_key(ctx, stream))
         return ops.concat([ops.to_bytes(norms), codes])
 
     def decode(self, buffer: Array, count: int, ops: Any) -> Array:

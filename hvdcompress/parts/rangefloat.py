@@ -27,8 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcompress.method import Array, Turn
-from hvdcompress.wire import WireError
+from hvdcompress.method import Array, Context
+from hvdcompress.parts.wire import WireError
 
 HEAD = 8  #: bytes of max and −min
 
@@ -50,7 +50,7 @@ class RangeFloatCodec:
         """Bytes of ``count`` values."""
         return HEAD + -(-count * self.bits // 8)
 
-    def encode(self, x: Array, me: Turn | None, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context | None, ops: Any, stream: int = 0) -> Array:
         """[count] float32 -> [num_bytes] uint8; draws no random numbers."""
         bounds = ops.float_bounds(x)  # [2] float32
         codes = ops.range_codes(x, bounds, self.bits, self.mantissa_bits)  # [count] int32

@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-from hvdcompress.method import Turn
+from hvdcompress.method import Context
 from hvdcompress.ops import _numpy_codes
 from hvdcompress.ops._numpy_codes import mix
 
@@ -28,14 +28,14 @@ def _key(*words: int) -> np.ndarray:
     return key
 
 
-def shared_key(me: Turn) -> np.ndarray:
+def shared_key(ctx: Context) -> np.ndarray:
     """Key [1] uint32 of the stream that all ranks share for this tensor at this step."""
-    return _key(me.seed, me.step, zlib.crc32(me.spec.name.encode()))
+    return _key(ctx.seed, ctx.step, zlib.crc32(ctx.spec.name.encode()))
 
 
-def private_key(me: Turn, stream: int = 0) -> np.ndarray:
+def private_key(ctx: Context, stream: int = 0) -> np.ndarray:
     """Key [1] uint32 of one of this rank's own streams for this tensor at this step."""
-    return _key(me.seed, me.step, zlib.crc32(me.spec.name.encode()), me.rank + 1, stream)
+    return _key(ctx.seed, ctx.step, zlib.crc32(ctx.spec.name.encode()), ctx.rank + 1, stream)
 
 
 def uniform(key: np.ndarray, count: int) -> np.ndarray:

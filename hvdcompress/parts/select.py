@@ -50,9 +50,7 @@ def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -
     return threshold, None
 
 
-def refine_bisect(
-    x: Array, start: np.float32, k: int, capacity: int, ops: Any
-) -> tuple[np.float32, np.float32 | None]:
+def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, np.float32 | None]:
     """A threshold t with 2k/3 ≤ #{|x| > t} ≤ capacity, by bisecting its bit pattern (31 halvings at most).
 
     The patterns of non-negative floats ascend with the floats, so a step halves the *floats* that are left,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdcompress.method import Method
-from hvdcompress.testing.protocol import (
+from hvdcompress.testing.exchange_checks import (
     check_bytes,
     check_choreography,
     check_deterministic,
@@ -27,7 +27,7 @@ from hvdcompress.testing.protocol import (
     check_state,
     check_wire,
 )
-from hvdcompress.testing.results import (
+from hvdcompress.testing.result_checks import (
     check_conservation,
     check_finite,
     check_layout,

@@ -106,7 +106,7 @@ class Trial(Loopback):
 
     def _carry_out(self, name: str, verbs: list[Any]) -> list[Any]:
         first = verbs[0]
-        step = self.workers[0].steps.get(name, 0)
+        step = self.ranks[0].steps.get(name, 0)
         verbs = [_on_host(verb) for verb in verbs]
         if isinstance(first, Broadcast):
             made = verbs[int(first.root) % self.world].make()
@@ -134,13 +134,13 @@ class Trial(Loopback):
 
     def saved(self) -> list[dict[str, Any]]:
         """Every rank's ``state_dict``, with numpy arrays."""
-        return [_numpy_tree(worker.state_dict()) for worker in self.workers]
+        return [_numpy_tree(worker.state_dict()) for worker in self.ranks]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec]) -> None:
         """Load what :meth:`saved` gave, into the tensors of ``specs``."""
-        units = self.plan.units(specs)
-        for worker, one in zip(self.workers, saved, strict=True):
-            worker.load_state_dict(one, units, lambda parts: kept(self.ops, np.concatenate(parts)))
+        buckets = self.plan.buckets(specs)
+        for worker, one in zip(self.ranks, saved, strict=True):
+            worker.load_state_dict(one, buckets, lambda parts: kept(self.ops, np.concatenate(parts)))
 
     def residual(self, name: str, rank: int) -> Array:
         """As the loopback's, and always a fresh numpy array."""

@@ -35,9 +35,7 @@ def test_rounding_equals_integer_arithmetic(values: list[float]) -> None:
 
 
 def test_ties_go_to_even() -> None:
-    x = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00008000, 0x7F7FFFFF], np.uint32).view(
-        np.float32
-    )
+    x = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0xBF808000, 0x00008000, 0x7F7FFFFF], np.uint32).view(np.float32)
     out = Loopback("bf16", world=1, min_elements=1).allreduce([x])[0].view(np.uint32)
     assert [hex(bits) for bits in out] == [
         "0x3f800000",
@@ -51,9 +49,7 @@ def test_ties_go_to_even() -> None:
 
 def test_rounding_equals_torch() -> None:
     torch = pytest.importorskip("torch")
-    x = np.concatenate(
-        [numbers((2000,), 1), numbers((2000,), 2, kind="mixed"), numbers((500,), 3, kind="huge")]
-    )
+    x = np.concatenate([numbers((2000,), 1), numbers((2000,), 2, kind="mixed"), numbers((500,), 3, kind="huge")])
     expected = torch.from_numpy(x).to(torch.bfloat16).to(torch.float32).numpy()
     np.testing.assert_array_equal(Loopback("bf16", world=1).allreduce([x])[0], expected)
 

@@ -175,9 +175,7 @@ def test_sent_and_residual_make_up_the_sum_exactly() -> None:
 def test_bound_on_bell_shaped_data(density: float) -> None:
     """‖u − Top_k(u)‖² ≤ (1 − k/n)²‖u‖², the paper's theorem, with k the number really sent."""
     n = 100_000
-    for key, u in enumerate(
-        (np.random.default_rng(1).normal(size=n), np.random.default_rng(2).laplace(size=n))
-    ):
+    for key, u in enumerate((np.random.default_rng(1).normal(size=n), np.random.default_rng(2).laplace(size=n))):
         u = u.astype(np.float32)
         out = sent_of(u, density).astype(np.float64)
         share = ((u - out) ** 2).sum() / (u.astype(np.float64) ** 2).sum()
@@ -279,9 +277,7 @@ def test_moments_are_taken_in_the_pass_that_adds_the_residual() -> None:
     out = np.empty_like(g)
     mean, std = hvdcompress.get("gaussiank").scan(g, r, 0.5, out, reference)
     np.testing.assert_array_equal(out, g * np.float32(0.5) + r)
-    np.testing.assert_allclose(
-        [mean, std], [out.mean(dtype=np.float64), out.std(ddof=1, dtype=np.float64)], rtol=1e-9
-    )
+    np.testing.assert_allclose([mean, std], [out.mean(dtype=np.float64), out.std(ddof=1, dtype=np.float64)], rtol=1e-9)
 
 
 def test_bytes_have_one_length_whatever_the_data() -> None:

@@ -11,9 +11,9 @@ import pytest
 import hvdcompress
 from hvdcompress import loopback
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec, Turn
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.ops import numpy as reference
-from hvdcompress.parts import transform
+from hvdcompress.parts import matrices
 from hvdcompress.testing import Trial, numbers
 
 SHAPE = (4, 2, 3, 3)  # F, D, H, W: 72 elements
@@ -82,12 +82,12 @@ def gradient(
     rank: int, step: int, shape: tuple[int, ...] = SHAPE, dimensions: int = 2, noise: float = 0.05
 ) -> np.ndarray:
     """A few directions of slices, mixed anew in every slice and step, and noise: with one direction stronger."""
-    block, places = transform.filters(TensorSpec("w", shape))
+    block, places = matrices.filters(TensorSpec("w", shape))
     base = numbers((dimensions, block), 77) * np.float32([[3.0], *[[1.0]] * (dimensions - 1)])
     flat = numbers((places, dimensions), rank, step, 5) @ base
     flat = flat + np.float32(noise) * numbers((places, block), rank, step, 6)
     flat = flat + np.float32(0.5) * numbers((places, block), 78)  # a mean that stays
-    return transform.as_it_lay(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
+    return matrices.as_it_lay(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
 
 
 def run_beside_oracle(
@@ -102,7 +102,7 @@ def run_beside_oracle(
         expected = oracle.step([g.astype(np.float64) for g in gradients])
         found = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max(), err_msg=f"step {step}")
-    assert int(net.workers[0].states["w"]["rank"][0]) == oracle.d
+    assert int(net.ranks[0].states["w"]["rank"][0]) == oracle.d
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> 
 
 def basis(net: Trial) -> tuple[np.ndarray, np.ndarray]:
     """U [slice × d] and μ [slices × slice], in float64."""
-    state, size = net.workers[0].states["w"], net.plan.program.main.slice_of(net.workers[0].units["w"].spec)  # type: ignore[attr-defined]
+    state, size = net.ranks[0].states["w"], net.plan.program.main.slice_of(net.ranks[0].units["w"].spec)  # type: ignore[attr-defined]
     d = int(state["rank"][0])
     return state["basis"].reshape(-1, size)[:d].T.astype(np.float64), state["mean"].reshape(-1, size).astype(np.float64)
 
@@ -138,7 +138,7 @@ def test_the_sum_of_the_compressed_is_the_sum_compressed() -> None:
     """Σ Q(g_n) = Q(Σ g_n): three ranks, or one that has their sum, get the same."""
     given = [gradient(rank, 99) for rank in range(3)]
     together, alone = trained(3), trained(1)
-    alone.workers[0].states["w"] = {**together.workers[0].states["w"]}
+    alone.ranks[0].states["w"] = {**together.ranks[0].states["w"]}
     a = together.allreduce(given, "w", op="sum")[0]
     b = alone.allreduce([sum(given)], "w", op="sum")[0]
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -150,9 +150,9 @@ def test_vectors_in_the_span_come_back_exactly() -> None:
     u, mu = basis(net)
     for step in range(3):
         parts = [numbers((len(mu), u.shape[1]), rank, step) for rank in range(2)]
-        spec = net.workers[0].units["w"].spec
+        spec = net.ranks[0].units["w"].spec
         flat = [(part @ u.T + mu / 2).astype(np.float32).ravel() for part in parts]
-        given = [transform.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
+        given = [matrices.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
         out = net.allreduce(given, "w", op="sum")[0]
         np.testing.assert_allclose(out, given[0] + given[1], atol=1e-5)
 
@@ -163,7 +163,7 @@ def test_the_basis_is_orthonormal_and_the_same_on_all_ranks(settings: dict[str, 
     u, _ = basis(net)
     np.testing.assert_allclose(u.T @ u, np.eye(u.shape[1]), atol=1e-6)
     for slot in ("basis", "rank", "mean", "history"):
-        assert len({worker.states["w"][slot].tobytes() for worker in net.workers}) == 1
+        assert len({worker.states["w"][slot].tobytes() for worker in net.ranks}) == 1
 
 
 def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lam", [0.0, 0.001, 0.01, 0.1, 0.5, 0.99])
 def test_d_is_the_least_that_drops_at_most_lam(lam: float) -> None:
     net = trained(2, dense_steps=12, lam=lam)
-    history = net.workers[0].states["w"]["history"].reshape(12, 24).astype(np.float64)
+    history = net.ranks[0].states["w"]["history"].reshape(12, 24).astype(np.float64)
     energy = np.linalg.svd(history - history.mean(0), compute_uv=False) ** 2
     u, _ = basis(net)
     d, centred = u.shape[1], history - history.mean(0)
@@ -197,29 +197,29 @@ def test_layout_is_the_papers_in_both_frameworks(shape: tuple[int, ...]) -> None
     filters, depth, height, width = shape
     oihw, hwio = TensorSpec("w", shape), TensorSpec("w", (height, width, depth, filters), layout="hwio")
     g = np.arange(oihw.size, dtype=np.float32)
-    vector = transform.collocated(g, oihw, reference)
-    np.testing.assert_array_equal(transform.as_it_lay(vector, oihw, reference), g)
+    vector = matrices.collocated(g, oihw, reference)
+    np.testing.assert_array_equal(matrices.as_it_lay(vector, oihw, reference), g)
     for f, d, h, w in np.ndindex(*shape):
         assert vector[((h * width + w) * depth + d) * filters + f] == g.reshape(shape)[f, d, h, w]
     keras = np.ascontiguousarray(g.reshape(shape).transpose(2, 3, 1, 0)).ravel()  # as Keras would have it
-    np.testing.assert_array_equal(transform.collocated(keras, hwio, reference), vector)
-    np.testing.assert_array_equal(transform.as_it_lay(vector, hwio, reference), keras)
-    assert transform.filters(oihw) == transform.filters(hwio) == (filters * depth, height * width)
+    np.testing.assert_array_equal(matrices.collocated(keras, hwio, reference), vector)
+    np.testing.assert_array_equal(matrices.as_it_lay(vector, hwio, reference), keras)
+    assert matrices.filters(oihw) == matrices.filters(hwio) == (filters * depth, height * width)
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 3, 2), (2, 3, 4, 2, 3)])
 def test_other_shapes_are_laid_out_likewise(shape: tuple[int, ...]) -> None:
     spec, g = TensorSpec("w", shape), np.arange(np.prod(shape), dtype=np.float32)
-    vector = transform.collocated(g, spec, reference)
-    np.testing.assert_array_equal(transform.as_it_lay(vector, spec, reference), g)
+    vector = matrices.collocated(g, spec, reference)
+    np.testing.assert_array_equal(matrices.as_it_lay(vector, spec, reference), g)
     if len(shape) > 1:  # along the outputs first
         np.testing.assert_array_equal(vector[: shape[0]], g.reshape(shape[0], -1)[:, 0])
 
 
 def pump(method: Any, specs: list[TensorSpec], xs: list[np.ndarray], states: list[dict], phase: int, step: int) -> list:
     """One exchange of several ranks, without a driver."""
-    turns = [Turn(rank, len(xs), step, spec, phase=phase) for rank, spec in enumerate(specs)]
-    running = [method.exchange(x, s, me, reference) for x, s, me in zip(xs, states, turns, strict=True)]
+    turns = [Context(rank, len(xs), step, spec, phase=phase) for rank, spec in enumerate(specs)]
+    running = [method.exchange(x, s, ctx, reference) for x, s, ctx in zip(xs, states, turns, strict=True)]
     verbs, done = [next(one) for one in running], []
     while not done:
         results = loopback.RUN[type(verbs[0])](verbs)[0]
@@ -277,7 +277,7 @@ def test_warm_up_comes_before_the_training() -> None:
     net = Loopback("gradiveq", world=2, warmup={"steps": 5}, min_elements=1, **SHORT)
     for _ in range(5):
         net.allreduce([gradient(rank, 0) for rank in range(2)], "w")
-    assert not net.workers[0].states["w"]["history"].any()
+    assert not net.ranks[0].states["w"]["history"].any()
     assert [is_dense(net, key=step) for step in range(8)] == 4 * [True] + 3 * [False] + [True]
 
 
@@ -296,7 +296,7 @@ def test_forced_training(at: int) -> None:
         found.append(is_dense(net, key=step))
         is_dense(fresh, key=step)
         for slot in ("mean", "rank", "count"):
-            a, b = [one.workers[0].states["w"][slot] for one in (net, fresh)]
+            a, b = [one.ranks[0].states["w"][slot] for one in (net, fresh)]
             if step >= 3 or slot == "count":
                 np.testing.assert_allclose(a, b, atol=1e-5)
     assert found == 4 * [True] + 3 * [False] + 2 * [True]
@@ -309,10 +309,10 @@ def test_the_mean_is_that_of_the_last_round() -> None:
     for step in range(11):
         given = [gradient(rank, step) for rank in range(2)]
         net.allreduce(given, "w")
-    spec = net.workers[0].units["w"].spec
-    sums = [transform.collocated(sum(gradient(r, s) for r in range(2)).ravel(), spec, reference) for s in range(7, 11)]
-    np.testing.assert_allclose(net.workers[0].states["w"]["mean"], np.mean(sums, axis=0), atol=1e-5)
-    np.testing.assert_array_equal(net.workers[0].states["w"]["history"].reshape(4, 24), [v[:24] for v in sums])
+    spec = net.ranks[0].units["w"].spec
+    sums = [matrices.collocated(sum(gradient(r, s) for r in range(2)).ravel(), spec, reference) for s in range(7, 11)]
+    np.testing.assert_allclose(net.ranks[0].states["w"]["mean"], np.mean(sums, axis=0), atol=1e-5)
+    np.testing.assert_array_equal(net.ranks[0].states["w"]["history"].reshape(4, 24), [v[:24] for v in sums])
 
 
 def test_a_falling_learning_rate_trains_again() -> None:
@@ -331,10 +331,10 @@ def test_a_falling_learning_rate_trains_again() -> None:
 def test_a_growing_loss_on_one_rank_trains_again(threshold: float, expected: list[bool]) -> None:
     net = trained(2, retrain_error=threshold, slice_elements=8, dense_steps=8)
     net.allreduce([gradient(rank, 50) for rank in range(2)], "w")  # as in the training: small loss
-    assert not net.workers[0].asks_for_trigger
+    assert not net.ranks[0].asks_for_trigger
     given = [gradient(0, 51), numbers(SHAPE, 5)]
     net.allreduce(given, "w")  # noise on rank 1
-    assert [worker.asks_for_trigger for worker in net.workers] == [False, threshold < 1]
+    assert [worker.asks_for_trigger for worker in net.ranks] == [False, threshold < 1]
     assert [is_dense(net, key=step) for step in range(1, 4)] == expected[1:]
 
 
@@ -364,12 +364,12 @@ def test_state_is_shared_and_kept_when_the_world_changes() -> None:
 @pytest.mark.parametrize("size", [24, 20])
 def test_bytes(world: int, size: int) -> None:
     net = trained(world, slice_elements=size, matrix_rank=2)
-    spec, method = net.workers[0].units["w"].spec, net.plan.program.main
+    spec, method = net.ranks[0].units["w"].spec, net.plan.program.main
     before = net.ledger.bytes_sent(0)
     net.allreduce([gradient(rank, 9) for rank in range(world)], "w")
     values = 2 * (72 // size) + 72 % size
     assert net.ledger.bytes_sent(0) - before == 4 * values
-    assert method.num_bytes(spec, world, 2, net.workers[0].states["w"]) == 4 * values
+    assert method.num_bytes(spec, world, 2, net.ranks[0].states["w"]) == 4 * values
     assert [(c.verb, c.lengths[0], c.dtypes[0]) for c in net.log] == [("AllReduce", values, "float32")]
     assert before == 4 * 4 * 72 + 4 + 4 * 2 * 4
 
@@ -383,8 +383,8 @@ def test_it_rides_where_one_float32_all_reduce_is_all() -> None:
         ({"dense_values": "qsgd4"}, (None, None, 6)),
     ):
         method = hvdcompress.get("gradiveq", **SHORT, **settings)
-        assert tuple(method.rides(spec, phase, state) for phase in range(3)) == expected
-    assert hvdcompress.get("gradiveq").rides(spec, 0, {}) == 72
+        assert tuple(method.piggyback(spec, phase, state) for phase in range(3)) == expected
+    assert hvdcompress.get("gradiveq").piggyback(spec, 0, {}) == 72
 
 
 @pytest.mark.parametrize(
@@ -484,21 +484,21 @@ def test_finite_in_finite_out(kind: Any, values: str) -> None:
         given = [numbers(SHAPE, rank, step, kind=kind) for rank in range(3)]
         out = net.allreduce(given, "w", op="sum")[0]
         assert np.isfinite(out).all() and all(np.isfinite(net.residual("w", rank)).all() for rank in range(3))
-        for array in net.workers[0].states["w"].values():
+        for array in net.ranks[0].states["w"].values():
             assert np.isfinite(array).all()
         if kind in ("zero", "constant"):
             np.testing.assert_allclose(out, sum(given), rtol=1e-5 if values == "fp32" else 5e-3)
     if kind in ("zero", "constant"):
-        assert int(net.workers[0].states["w"]["rank"][0]) == 1
+        assert int(net.ranks[0].states["w"]["rank"][0]) == 1
 
 
 def test_a_gradient_at_odds_with_the_basis_stays_finite() -> None:
     """A projection can be larger than any of its elements: it is held at float32's end."""
     net = trained(3, lam=0.5)
     u, _ = basis(net)
-    spec = net.workers[0].units["w"].spec
+    spec = net.ranks[0].units["w"].spec
     ones = np.sign(np.tile(u[:, 0], 3)).astype(np.float32) * np.float32(1e38)
-    given = [transform.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
+    given = [matrices.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
     assert np.isfinite(net.allreduce(given, "w")[0]).all()
 
 
@@ -507,21 +507,21 @@ def test_huge_gradients_in_the_span_come_back() -> None:
     shape = (16, 16, 3, 3)
     net = trained(8, shape, slice_elements=768, matrix_rank=2)
     u, mu = basis(net)
-    spec = net.workers[0].units["w"].spec
+    spec = net.ranks[0].units["w"].spec
     given = np.tile(u[:, 0] / np.abs(u[:, 0]).max() * 2e37, 3).astype(np.float32)
-    given = transform.as_it_lay(given, spec, reference).reshape(shape)
+    given = matrices.as_it_lay(given, spec, reference).reshape(shape)
     np.testing.assert_allclose(net.allreduce([given] * 8, "w")[0], given, atol=1e33)
 
 
 def test_damaged_broadcasts_are_refused() -> None:
     method = hvdcompress.get("gradiveq", **SHORT)
-    me = Turn(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
+    ctx = Context(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
     for d in (0, 4, 2**31 + 5):
-        fitting = method.fitted(numbers((96,), 1), me, reference)  # type: ignore[attr-defined]
+        fitting = method.fitted(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
         verb = next(fitting)
         bad = verb.make().copy()
         bad[:4] = np.frombuffer(int(d).to_bytes(4, "little"), np.uint8)
-        with pytest.raises(hvdcompress.wire.WireError, match="components"):
+        with pytest.raises(hvdcompress.parts.wire.WireError, match="components"):
             fitting.send(bad)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec, Turn
+from hvdcompress.method import Context, TensorSpec
+from hvdcompress.parts.wire import WireError
 from hvdcompress.testing import Collective, Trial, numbers
-from hvdcompress.wire import WireError
 
 Entries = dict[int, float]
 
@@ -217,10 +217,10 @@ def test_a_damaged_payload_is_refused() -> None:
     method = hvdcompress.get("gtopk", density=0.1)
     net = Trial(method, 2)
     net.allreduce([numbers((50,), rank) for rank in range(2)], "w")
-    me = Turn(0, 2, 0, TensorSpec("w", (50,)))
+    ctx = Context(0, 2, 0, TensorSpec("w", (50,)))
     for collective in net.log:
         payload = np.frombuffer(next(filter(None, reversed(collective.sent))), np.uint8)
-        assert len(method.decode(payload.copy(), me, net.ops).index) == 5
+        assert len(method.decode(payload.copy(), ctx, net.ops).index) == 5
         for bad in (payload[:-4], np.r_[payload, payload[:4]], np.r_[payload[:3], ~payload[3:4], payload[4:]]):
             with pytest.raises(WireError):
-                method.decode(np.ascontiguousarray(bad), me, net.ops)
+                method.decode(np.ascontiguousarray(bad), ctx, net.ops)

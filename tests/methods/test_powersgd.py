@@ -7,7 +7,7 @@ import pytest
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec, Turn
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import seed
 from hvdcompress.testing import Trial, numbers
 
@@ -36,8 +36,8 @@ class Oracle:
 
 
 def first_q(name: str, columns: int, rank: int, plan_seed: int = 0) -> np.ndarray:
-    me = Turn(0, 1, 0, TensorSpec(name, (1, columns)), plan_seed)
-    return (seed.uniform(seed.shared_key(me), rank * columns) - 0.5).reshape(rank, columns).T.astype(np.float64)
+    ctx = Context(0, 1, 0, TensorSpec(name, (1, columns)), plan_seed)
+    return (seed.uniform(seed.shared_key(ctx), rank * columns) - 0.5).reshape(rank, columns).T.astype(np.float64)
 
 
 def run_beside_oracle(
@@ -208,7 +208,7 @@ def test_lossy_factors_are_the_same_on_all_ranks_and_nothing_is_lost(values: str
         gradients = [numbers(SHAPE, rank, step) for rank in range(3)]
         given += np.sum(gradients, axis=0)
         sent += net.allreduce(gradients, "w", op="sum")[0]
-        assert len({worker.states["w"]["q"].tobytes() for worker in net.workers}) == 1
+        assert len({worker.states["w"]["q"].tobytes() for worker in net.ranks}) == 1
     kept = np.sum([net.residual("w", rank) for rank in range(3)], axis=0)
     np.testing.assert_allclose(sent + kept, given, atol=1e-4)
 

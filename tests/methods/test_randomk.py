@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec, Turn
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import seed
 from hvdcompress.testing import Trial, numbers
 
 
 def places(n: int, k: int, step: int, key: int = 0, name: str = "w") -> np.ndarray:
-    return seed.distinct_indices(seed.shared_key(Turn(0, 1, step, TensorSpec(name, (n,)), key)), k, n)
+    return seed.distinct_indices(seed.shared_key(Context(0, 1, step, TensorSpec(name, (n,)), key)), k, n)
 
 
 def run_beside_oracle(world: int = 3, n: int = 60, density: float = 0.1, steps: int = 25) -> None:
@@ -128,7 +128,5 @@ def test_unbiased_needs_feedback_none() -> None:
 
 
 def test_with_feedback_nothing_is_scaled() -> None:
-    out = Loopback("randomk", world=2, density=0.5, min_elements=1).allreduce([np.ones(10, np.float32)] * 2)[
-        0
-    ]
+    out = Loopback("randomk", world=2, density=0.5, min_elements=1).allreduce([np.ones(10, np.float32)] * 2)[0]
     assert set(out.tolist()) == {0, 1}

@@ -61,9 +61,7 @@ def run_beside_oracle(
         largest = max(np.abs(g).max() for g in gradients) + max(np.abs(m).max() for m in oracle.memory)
         np.testing.assert_allclose(out, total, rtol=1e-4, atol=1e-5 * largest)
         for rank in range(world):
-            np.testing.assert_allclose(
-                net.residual("w", rank), oracle.memory[rank], rtol=1e-4, atol=1e-5 * largest
-            )
+            np.testing.assert_allclose(net.residual("w", rank), oracle.memory[rank], rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("select", ["chunk", "exact"])
@@ -75,7 +73,7 @@ def test_beside_an_independent_oracle(world: int, n: int, density: float, beta: 
 
 def places(net: Trial) -> np.ndarray:
     """The places that the last step of tensor w sent, from the broadcast's bytes."""
-    method, worker = net.plan.program.main, net.workers[0]
+    method, worker = net.plan.program.main, net.ranks[0]
     sent = next(c for c in reversed(net.log) if c.verb == "Broadcast").sent[0]
     return method.unpack(np.frombuffer(sent, np.uint8), worker.units["w"].spec.size, net.ops)
 
@@ -95,7 +93,7 @@ def test_leader_counter_is_in_the_checkpoint() -> None:
         net.allreduce([numbers((50,), rank, step) for rank in range(3)], "w")
     saved = net.saved()
     assert [one["steps"] for one in saved] == [{"w": 4}] * 3
-    resumed.restore(saved, [net.workers[0].units["w"].spec])
+    resumed.restore(saved, [net.ranks[0].units["w"].spec])
     resumed.allreduce([numbers((50,), rank, 9) for rank in range(3)], "w")
     assert next(c.root for c in resumed.log) == 4 % 3
 
@@ -239,9 +237,7 @@ def test_averaged_contraction() -> None:
         out = net.allreduce(gradients, "w")[0].astype(np.float64)
         y = np.mean(gradients, axis=0, dtype=np.float64)
         exact = set(np.argsort(-np.abs(y), kind="stable")[:k].tolist())
-        d = k - len(
-            exact & set(places(net).tolist())
-        )  # each of d places is missed, and another taken: 2d differ
+        d = k - len(exact & set(places(net).tolist()))  # each of d places is missed, and another taken: 2d differ
         gamma0 = 1 - sum(y[i] ** 2 for i in exact) / (y**2).sum()
         error = ((y - out) ** 2).sum() / (y**2).sum()
         assert error <= d / k + (1 - d / k) * gamma0 + 1e-6

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdcompress
-from hvdcompress import wire
+from hvdcompress.engine.rank import ExchangeError
 from hvdcompress.loopback import Loopback
+from hvdcompress.parts import wire
 from hvdcompress.testing import Trial, numbers
-from hvdcompress.worker import ExchangeError
 
 
 class Oracle:
@@ -39,9 +39,7 @@ def run_beside_oracle(world: int = 3, n: int = 57, density: float = 0.07, steps:
     """The library and the oracle side by side: results to rounding, residuals exactly."""
     net, oracle = Loopback("topk", world=world, density=density, min_elements=1), Oracle(world, n, density)
     for step in range(steps):
-        gradients = [
-            numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world)
-        ]
+        gradients = [numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world)]
         total = oracle.step(gradients)
         out = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5)
@@ -49,9 +47,7 @@ def run_beside_oracle(world: int = 3, n: int = 57, density: float = 0.07, steps:
             np.testing.assert_array_equal(net.residual("w", rank), oracle.memory[rank])
 
 
-@pytest.mark.parametrize(
-    "world,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0), (5, 101, 0.29)]
-)
+@pytest.mark.parametrize("world,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0), (5, 101, 0.29)])
 def test_beside_an_independent_oracle(world: int, n: int, density: float) -> None:
     run_beside_oracle(world, n, density)
 
@@ -82,9 +78,7 @@ def test_among_equal_magnitudes_the_lowest_index_is_sent(values: list[float], te
 
 def test_entries_of_different_ranks_on_one_place_add_up() -> None:
     net = Loopback("topk", world=3, density=0.25, min_elements=1)
-    out = net.allreduce(
-        [np.float32([1, 9, 0, 0]), np.float32([2, 8, 0, 0]), np.float32([0, 0, 0, 7])], op="sum"
-    )
+    out = net.allreduce([np.float32([1, 9, 0, 0]), np.float32([2, 8, 0, 0]), np.float32([0, 0, 0, 7])], op="sum")
     assert out[0].tolist() == [0, 17, 0, 7]
 
 
@@ -101,9 +95,7 @@ def test_gradient_build_up_shows_on_the_wire_only() -> None:
 
 
 @pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2), ("bf16", 2)])
-@pytest.mark.parametrize(
-    "n,density", [(100_000, 0.001), (100_000, 0.01), (4096, 0.3), (4096, 1.0), (10, 0.1)]
-)
+@pytest.mark.parametrize("n,density", [(100_000, 0.001), (100_000, 0.01), (4096, 0.3), (4096, 1.0), (10, 0.1)])
 def test_bytes_by_the_formula(n: int, density: float, values: str, width: int) -> None:
     """24 + the shortest of int32, bitmap and Elias-Fano indices + k values, each rounded up to 4."""
     k = max(1, int(n * density + 1e-9))

@@ -1,0 +1,1 @@
+"""All that measures: emulated clusters, trainings, benchmarks, predictions, reports."""

@@ -1,0 +1,264 @@
+"""How long an exchange of gradients takes: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds.
+
+A benchmark is written in YAML (``configs/bench/``)::
+
+    name: resnet50              # results go to runs/bench-resnet50/
+    hosts: 4                    # emulated ones, with a rank on each
+    rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] is another one's, delay: 1ms makes all of them longer
+    rounds: 3                   # everything is measured in turns, so many times
+    sets:
+      - resnet50                # a net in hvdcompress.lab.nets
+      - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
+      - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
+    methods:
+      - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
+      - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
+    beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
+
+``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hvdcompress.lab import nets
+from hvdcompress.lab.cluster.hosts import Hosts, Rate, slow_hosts
+from hvdcompress.lab.configfile import NAME, ConfigFile, with_label
+from hvdcompress.lab.output.numbers import number
+from hvdcompress.lab.training.experiment import Label, MethodEntry, Real
+from hvdcompress.plan import PlanError
+from hvdcompress.registry import suggest
+
+__all__ = ["BESIDE", "Bench", "Contender", "PlanError", "Turn", "read_turns"]
+
+Over = Literal["ring", "mpi", "gloo", "mpi4py"]
+#: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
+BESIDE = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
+BESIDE += ("powersgd ddp",)
+LOOPBACK = "loopback"  # stands for a rate where there are no emulated hosts
+
+
+class GradientSet(BaseModel):
+    """Gradients of a net's shapes (random numbers), or saved ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    net: str | None = None
+    """A net in :mod:`hvdcompress.lab.nets`."""
+    gradients: str | None = None
+    """A file that ``launch/save_gradients.py`` or ``compare.save`` wrote."""
+    label: Label
+    """What tables call it."""
+    only: list[str] = Field([], max_length=100)
+    """Only tensors whose names match one of these globs; all if there are none."""
+
+    def tensors(self) -> nets.Shapes:
+        """Names and shapes of what is exchanged.
+
+        Raises:
+            ValueError, FileNotFoundError: there is nothing.
+        """
+        if (self.net is None) == (self.gradients is None):
+            raise ValueError("give either net or gradients")
+        if self.net is not None:
+            found = nets.get(self.net)
+        else:
+            from hvdcompress.lab import compare
+
+            assert self.gradients is not None
+            first = compare.load(Path(self.gradients))[0][0]
+            found = {name: tuple(array.shape) for name, array in first.items()}
+        kept = {n: s for n, s in found.items() if not self.only or any(fnmatchcase(n, glob) for glob in self.only)}
+        if not kept:
+            raise ValueError(f"no tensor matches {', '.join(self.only)}; there are {', '.join(list(found)[:5])}, …")
+        return kept
+
+    def __str__(self) -> str:
+        """``resnet50: 161 tensors, 25 557 032 elements, 102 MB``."""
+        kept = self.tensors()
+        whole = f" of {len(nets.get(self.net))}" if self.net and len(kept) < len(nets.get(self.net)) else ""
+        elements = nets.total(kept)
+        words = f"{len(kept)}{whole} tensors, {elements:,} elements, {number(elements * 4e-6)} MB".replace(",", " ")
+        return f"{self.label}: {words.replace('  ', ', ')}"
+
+
+class Entry(MethodEntry):
+    """A method, as experiments have it, and how it is measured."""
+
+    over: Over = "ring"
+    """Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo; or the MPI driver, with MPI's ring."""
+    warm_up: int = Field(3, ge=1)
+    """Steps before the first that is measured."""
+    alone: int = Field(0, ge=0)
+    """Steps before that which each rank makes by itself, on gradients that all have: to reach the phase of a method
+    that is to be measured (gradiveq's dense one takes hundreds of megabytes on the network)."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What goes to ``hvdcompress.load``."""
+        return self.model_dump(exclude={"label", "train", "over", "warm_up", "alone"})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to measure: its label, the group of ranks that does it, and what they must know."""
+
+    label: str
+    where: str
+    spec: dict[str, Any]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a dense all-reduce that nobody compressed: what the others are compared with."""
+        return self.spec["kind"] == "none"
+
+
+class Bench(ConfigFile):
+    """A checked benchmark; see the module's text for the file's form."""
+
+    what = "benchmark"
+    entries = {"sets": GradientSet}
+
+    name: str = Field("bench", pattern=NAME)
+    hosts: int = Field(4, ge=2, le=64)
+    rates: list[str] = Field(["100mbit", "1gbit"], min_length=1)
+    slow: list[str] = []
+    """Hosts with a rate of their own: ``3=10mbit``."""
+    delay: str | None = None
+    """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
+    rounds: int = Field(3, ge=1)
+    repeats: int = Field(5, ge=1)
+    """Exchanges in a turn, at most. The first one counts only if it was the only one."""
+    seconds: Real = Field(2.0, ge=0)
+    """A turn ends with the exchange that makes it last so long."""
+    sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
+    methods: list[Annotated[Entry, with_label("method")]] = Field(min_length=1)
+    beside: list[str] = Field(list(BESIDE))
+
+    def _check(self) -> None:
+        for key in ("sets", "methods"):
+            self._check_labels(key, taken=self.beside)
+        for at, one in enumerate(self.sets):
+            try:
+                one.tensors()
+            except (ValueError, FileNotFoundError) as error:
+                raise self.error(("sets", at), str(error)) from None
+        for at, entry in enumerate(self.methods):
+            if entry.train:
+                raise self.error(("methods", at, "train"), "nothing is trained here")
+            self._check_plan(at, entry.settings)
+        for at, rate in enumerate(self.rates):
+            try:
+                Rate.parse(rate)
+            except ValueError as error:
+                raise self.error(("rates", at), str(error)) from None
+        for at, words in enumerate(self.slow):
+            try:
+                Hosts(self.hosts, self.rates[0], slow_hosts([words]))
+            except ValueError as error:
+                raise self.error(("slow", at), str(error)) from None
+        for at, name in enumerate(self.beside):
+            if name not in BESIDE:
+                hint = suggest(name, list(BESIDE))
+                raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
+
+    def contenders(self) -> list[Contender]:
+        """What is measured, in the order of the tables."""
+        found = []
+        for name in self.beside:
+            kind, where = name.split()
+            rank = {"matrix_rank": 1} if kind == "powersgd" else {}
+            found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if rank else 1, **rank}))
+        for entry in self.methods:
+            spec = {"kind": "method", "settings": entry.settings, "warm_up": entry.warm_up, "alone": entry.alone}
+            found.append(Contender(entry.label, entry.over, spec))
+        return found
+
+    def override(
+        self,
+        hosts: int | None = None,
+        rates: Sequence[str] = (),
+        methods: Sequence[str] = (),
+        sets: Sequence[str] = (),
+        rounds: int | None = None,
+    ) -> Bench:
+        """A copy with the command line's wishes; ``methods`` and ``sets`` are labels to keep.
+
+        Raises:
+            ValueError: there is no such label, or a rate is none.
+        """
+        for rate in rates:
+            Rate.parse(rate)
+        changes = {
+            "hosts": hosts or self.hosts,
+            "rates": list(rates) or self.rates,
+            "rounds": rounds or self.rounds,
+            "methods": self._pick("methods", methods, "method"),
+            "sets": self._pick("sets", sets, "set"),
+        }
+        return self.model_copy(update=changes)
+
+    def joined(self, earlier: Bench) -> Bench:
+        """A copy with what else was measured earlier, so that a part can be measured again, or more be added."""
+        changes: dict[str, Any] = {"rates": list(dict.fromkeys([*earlier.rates, *self.rates]))}
+        changes["beside"] = list(dict.fromkeys([*earlier.beside, *self.beside]))
+        changes["rounds"] = max(earlier.rounds, self.rounds)
+        for key in ("sets", "methods"):
+            entries = {entry.label: entry for one in (earlier, self) for entry in getattr(one, key)}
+            changes[key] = list(entries.values())
+        return self.model_copy(update=changes)
+
+    def hosts_at(self, rate: str) -> Hosts:
+        """The emulated hosts with links of that rate, not up yet."""
+        return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay)
+
+    def turns(self, rates: Sequence[str]) -> list[Turn]:
+        """Every turn, in the order in which they are taken: all contenders once, then again, so that what disturbs
+        the machine for a while disturbs them alike. Each round begins with another one."""
+        found = []
+        for rate in rates:
+            for one in self.sets:
+                for round in range(self.rounds):
+                    order = self.contenders()
+                    first = round * len(order) // self.rounds
+                    found += [Turn(rate, one, each, round) for each in order[first:] + order[:first]]
+        return found
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A few exchanges of one contender, one after the other."""
+
+    rate: str
+    set: GradientSet
+    contender: Contender
+    round: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What it is known by in ``results.jsonl``."""
+        return self.rate, self.set.label, self.contender.label, self.round
+
+    def __str__(self) -> str:
+        at = "" if self.rate == LOOPBACK else f" at {Rate.parse(self.rate)}"
+        return f"{self.contender.label} on {self.set.label}{at}, round {self.round + 1}"
+
+
+def read_turns(folder: Path) -> list[dict[str, Any]]:
+    """The turns in ``results.jsonl``, the last of each key; a line cut off by a kill is left out."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    file = folder / "results.jsonl"
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            turn = json.loads(line)
+            found[turn["rate"], turn["set"], turn["contender"], turn["round"]] = turn
+    return list(found.values())

@@ -1,0 +1,265 @@
+"""What ``launch/bench_exchange.py`` measures: gradients of given shapes, and ways to reduce them.
+
+A method behind the stock ``hvd.DistributedOptimizer``, that optimizer alone, PyTorch's DDP, or the MPI driver on numpy
+arrays. The first three get their gradients from a backward pass whose only work is to hand out what is there.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvdcompress.engine.ledger import Ledger
+
+Gradients = list[torch.Tensor]
+Shapes = dict[str, list[int]]
+
+
+class Clock:
+    """Seconds of this rank's main thread in one exchange, by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.spent = {"encode": 0.0, "decode": 0.0, "blocked": 0.0}
+
+    def timed(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, charged to ``what``."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.spent[what] += time.perf_counter() - began
+
+        return run
+
+
+CLOCK = Clock()
+
+
+class Given(torch.autograd.Function):
+    """A parameter's part in the loss: its gradient is what lies in a box, and is taken out of it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients) -> torch.Tensor:
+        ctx.box = box
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.box.pop(), None  # nobody else holds it, so autograd makes it `.grad` without a copy
+
+
+def loss(parameters: list[torch.nn.Parameter], gradients: Gradients) -> torch.Tensor:
+    """A loss whose backward pass gives the parameters fresh copies of these gradients."""
+    return torch.stack([Given.apply(p, [g.clone()]) for p, g in zip(parameters, gradients, strict=True)]).sum()
+
+
+# -- contenders ------------------------------------------------------------------------------------
+
+
+class Contender(ABC):
+    """A way to reduce the gradients of a set."""
+
+    def __init__(self, rank: int, world: int):
+        self.rank, self.world = rank, world
+        self.ledger = Ledger(world, rank)
+        self.splits = True  #: its time can be told apart
+
+    @abstractmethod
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        """What is not measured; returns what is."""
+
+    @abstractmethod
+    def take(self) -> Gradients:
+        """The reduced gradients, which it then no longer holds: their memory is wanted by the next contender."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Give back what takes memory (hooks and what they hold may live on)."""
+
+
+class OverTorch(Contender):
+    """Parameters of a set's shapes, whose gradients come from a backward pass."""
+
+    def __init__(self, key: str, tensors: Shapes, rank: int, world: int):
+        super().__init__(rank, world)
+        # never read or written, so they take no memory
+        self.named = {f"{key}.{name}": torch.nn.Parameter(torch.empty(shape)) for name, shape in tensors.items()}
+        self.parameters = list(self.named.values())
+
+    def take(self) -> Gradients:
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
+
+class OverHorovod(OverTorch):
+    """The stock optimizer, with one of its own compressions or one of our methods."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+        import horovod.torch as hvd
+
+        super().__init__(key, tensors, hvd.rank(), hvd.size())
+        self.stock = None if what["kind"] == "method" else what["kind"]
+        self.compressor = None
+        if self.stock:
+            compression = Timed(getattr(hvd.Compression, self.stock))
+        else:
+            from hvdcompress.torch import Compressor
+
+            self.compressor = compression = Compressor(what["settings"], self.named.items())
+            self.ledger = compression.ledger
+            if what["alone"]:
+                compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
+        sgd = torch.optim.SGD(self.parameters, lr=0.0)
+        self.optimizer = hvd.DistributedOptimizer(
+            sgd, named_parameters=list(self.named.items()), compression=compression
+        )
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        total = loss(self.parameters, gradients)
+        for name, parameter in self.named.items():
+            if self.stock:
+                self.ledger.add_dense(self.rank, name, 4 * parameter.numel())
+                width = 2 if self.stock == "fp16" else 4
+                self.ledger.add(self.rank, name, "AllReduce", width * parameter.numel())
+
+        def go() -> None:
+            total.backward()
+            self.optimizer.synchronize()
+
+        return go
+
+    def forget(self) -> None:
+        if self.compressor:
+            del self.compressor.worker  # which holds the residuals
+
+
+class Timed:
+    """One of Horovod's own compressions, timed."""
+
+    def __init__(self, compression: Any):
+        self.compress = CLOCK.timed("encode", compression.compress)
+        self.decompress = CLOCK.timed("decode", compression.decompress)
+
+
+class OverDDP(OverTorch):
+    """PyTorch's DistributedDataParallel over gloo, dense or with one of its communication hooks."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size())
+        self.splits = False
+        one_bucket = {"bucket_cap_mb": 1 << 16} if what["kind"] == "powersgd" else {}  # it aborts on gloo with two
+        module = Net(self.parameters)
+        self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
+        self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
+        self.state = None
+        if what["kind"] == "fp16":
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif what["kind"] == "powersgd":
+            self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
+            self.state.iter = 2  # its first two steps are dense: not what is to be measured
+            self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        self.steps = 0
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        if self.steps == 1 and self.state:  # DDP puts its bucket into another order after the first step
+            for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+                kept.clear()
+        self.steps += 1
+        self.ledger.add_dense(self.rank, "all", self.dense)
+        return self.module(gradients).backward  # DDP's backward ends when all is reduced
+
+    def forget(self) -> None:
+        del self.module, self.state  # buckets and PowerSGD's residuals
+
+
+class Net(torch.nn.Module):
+    """What DDP wraps."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        super().__init__()
+        self.all = torch.nn.ParameterList(parameters)
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        return loss(list(self.all), gradients)
+
+
+class OverMPI(Contender):
+    """A method under the MPI driver, on numpy arrays: neither Horovod nor a backward pass."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+        from hvdcompress.mpi import Compressor
+
+        self.compressor = Compressor(what["settings"])
+        super().__init__(self.compressor.worker.rank, self.compressor.worker.world)
+        self.names, self.ledger = list(tensors), self.compressor.ledger
+        self.reduced: dict[str, Any] = {}
+        if what["alone"]:
+            self.compressor.load_state_dict(alone(self.compressor, "", tensors, what["alone"]))
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
+
+        def go() -> None:
+            self.reduced = self.compressor.allreduce_many(arrays)
+
+        return go
+
+    def take(self) -> Gradients:
+        found, self.reduced = self.reduced, {}
+        return [torch.from_numpy(array) for array in found.values()]
+
+    def forget(self) -> None:
+        self.compressor.close()
+
+
+def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
+    """The state after so many steps of a method in which all ranks had the same gradients: without a network.
+
+    For methods of several phases, whose first is not what is to be measured. ``key``: what names begin with.
+    """
+    from hvdcompress.loopback import Loopback
+
+    net = Loopback(compressor.plan, world=1)
+    gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
+    before = f"{key}." if key else ""
+    for step in range(steps):
+        rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
+        net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
+    saved = net.ranks[0].state_dict()
+    return saved | {"world": compressor.worker.world, "rank": compressor.worker.rank}
+
+
+def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state of numpy arrays as the PyTorch driver saves it."""
+    state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+    return saved | {"state": state}
+
+
+# -- gradients --------------------------------------------------------------------------------------
+
+
+def make_gradients(tensors: Shapes, rank: int, noise: float = 1.0) -> Gradients:
+    """Normal numbers: one part that all ranks have, and ``noise`` times as much of each rank's own.
+
+    Layers differ in scale, as in nets.
+    """
+    made = []
+    for number, shape in enumerate(tensors.values()):
+        common = torch.Generator().manual_seed(number)
+        one = torch.randn(shape, generator=common)
+        if noise:
+            own = torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
+            one += noise * torch.randn(shape, generator=own)
+        made.append(one * (1e-2 / max(1, one[0].numel() if one.ndim else 1) ** 0.5))
+    return made

@@ -1,0 +1,255 @@
+"""How fast the array verbs are: the numpy reference against the compiled ones, and what a whole exchange costs.
+
+    python launch/bench_ops.py [--size N]... [--write docs/ops-benchmark.md]
+
+Both backends run in one process, in turns, so that a busy machine slows both; figures are medians of processor time,
+which does not count what other processes take. "GB/s" is the
+traffic that a verb cannot do without (each input read once, each output written once) over the time it took.
+"Copies" is the time of one rank's side of an exchange (Worker.start to Worker.finish, without the network) in
+copies of the gradient, ``numpy.copyto``, timed in between: a number that carries over from machine to machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import hvdcompress
+from hvdcompress.engine.rank import Worker
+from hvdcompress.loopback import RUN
+from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
+from hvdcompress.ops import numba as compiled
+from hvdcompress.ops import numpy as reference
+from hvdcompress.plan import plan_of
+
+SIZES = [65_536, 1_000_000, 16_000_000]
+DENSITY = 0.01
+EARNED = 1.15  # a kernel that is this much faster at neither 1M nor 16M elements is dropped
+
+#: Written, measured as the others are, and dropped; ratios at 1M and 16M elements, from the run that decided it.
+DROPPED = {
+    "accumulate with scale 1": "1.10, 0.99: numpy's add is bound by memory already",
+    "subtract of a dense share with factor 1": "0.95, 0.96: so is its subtract",
+}
+
+
+@dataclass
+class Case:
+    """A verb on prepared arguments, and the bytes that it cannot but move."""
+
+    verb: str
+    what: str
+    num_bytes: int
+    call: Callable[[Any], Any]
+
+
+def cases(n: int) -> list[Case]:
+    """Every compiled verb, on n normally distributed elements at density 0.01."""
+    rng = np.random.default_rng(0)
+    x, residual, out = (rng.normal(size=n).astype(np.float32) for _ in range(3))
+    k, chunk, width = max(n // 100, 1), 100, 7
+    index = reference.top_k(x, k)
+    values = x[index]
+    threshold = np.abs(values).min()
+    half, bits = x.astype(np.float16), reference.to_bf16(x)
+    offset = reference.chunk_argmax(x, chunk)
+    packed = reference.pack_bits(offset, width)
+    bitmap = reference.set_bits(index % (3 * k), 3 * k)  # as dense as Elias-Fano's high parts
+    shares = Sparse(np.concatenate([index, index]), np.concatenate([values, values]))
+    places = np.unique(index % (3 * k))
+    return [
+        Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
+        Case("accumulate_moments", "", 12 * n, lambda o: o.accumulate_moments(x, residual, 1.0, out)),
+        Case("moments", "", 4 * n, lambda o: o.moments(x)),
+        Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
+        Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
+        Case("subtract", "dense, factor 0.1", 12 * n, lambda o: o.subtract(out, residual, 0.1)),
+        Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
+        Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
+        Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
+        Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
+        Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),
+        Case("count_above", "", 4 * n, lambda o: o.count_above(x, threshold)),
+        Case("first_above", "", 4 * n + 4 * k, lambda o: o.first_above(x, threshold, 2 * k)),
+        Case("first_equal", "", 4 * n, lambda o: o.first_equal(x, threshold, k)),
+        Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, n)),
+        Case("to_fp16", "", 6 * n, lambda o: o.to_fp16(x, 0.5)),
+        Case("from_fp16", "", 6 * n, lambda o: o.from_fp16(half, 0.5)),
+        Case("to_bf16", "", 6 * n, lambda o: o.to_bf16(x)),
+        Case("from_bf16", "", 6 * n, lambda o: o.from_bf16(bits)),
+        Case("pack_bits", "7 bits", 5 * k, lambda o: o.pack_bits(offset, width)),
+        Case("unpack_bits", "7 bits", 9 * k, lambda o: o.unpack_bits(packed, width, k)),
+        Case("set_bits", "a third set", 5 * k, lambda o: o.set_bits(places, 3 * k)),
+        Case("find_bits", "a third set", 9 * k, lambda o: o.find_bits(bitmap, 3 * k)),
+    ]
+
+
+def medians(calls: list[Callable[[], Any]], runs: int, repeat: int) -> list[float]:
+    """Seconds of each call; the calls take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(runs + 1):
+        for call, seconds in zip(calls, times, strict=True):
+            began = time.thread_time()
+            for _ in range(repeat):
+                call()
+            seconds.append((time.thread_time() - began) / repeat)
+    return [statistics.median(seconds[1:]) for seconds in times]  # the first ones compile and warm up
+
+
+def time_verbs(n: int, runs: int) -> list[list[str]]:
+    """Rows: verb, elements, milliseconds of both, GB/s of both, ratio."""
+    rows = []
+    for case in track(cases(n), f"verbs, {n:,} elements", transient=True):
+        calls = [lambda case=case, ops=ops: case.call(ops) for ops in (reference, compiled)]
+        slow, fast = medians(calls, runs, max(1, 1_000_000 // n))
+        name = f"{case.verb} ({case.what})" if case.what else case.verb
+        rate = [f"{case.num_bytes / seconds / 1e9:.2f}" for seconds in (slow, fast)]
+        rows.append([name, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}", *rate, f"{slow / fast:.2f}"])
+    return rows
+
+
+class Side:
+    """Two ranks in lockstep, as loopback runs them, of which only what a rank computes is timed."""
+
+    def __init__(self, method: Method, n: int, ops: Any):
+        self.plan, self.ops, self.seconds = plan_of(method), ops, 0.0
+        [self.bucket] = self.plan.buckets([TensorSpec("w", (n,))])
+        self.ranks = [Worker(self.plan, rank, 2) for rank in range(2)]
+        self.outs = [np.zeros(n, np.float32) for _ in self.ranks]
+
+    def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """``call(*arguments)``, its time added to ``seconds``."""
+        began = time.thread_time()
+        result = call(*arguments)
+        self.seconds += time.thread_time() - began
+        return result
+
+    def step(self, gradients: list[Any]) -> float:
+        """One step; returns a rank's seconds (the mean of both: in ScaleCom one of them leads)."""
+        self.seconds = 0.0
+        flights = [self.timed(w.start, self.bucket, g, self.ops) for w, g in zip(self.ranks, gradients, strict=True)]
+        while (verb := flights[0].verb) is not None:
+            verbs: list[Any] = [flight.verb for flight in flights]
+            if isinstance(verb, Broadcast):
+                made = self.timed(verbs[verb.root].make)
+                verbs = [Broadcast(lambda made=made: made, verb.root, verb.num_bytes)] * 2
+            for flight, result in zip(flights, RUN[type(verb)](verbs)[0], strict=True):
+                self.timed(flight.advance, result)
+        for worker, flight, out in zip(self.ranks, flights, self.outs, strict=True):
+            self.timed(worker.finish, flight, [out], 0.5, self.ops)
+        return self.seconds / 2
+
+
+def time_methods(n: int, runs: int) -> list[list[str]]:
+    """Rows: method, elements, milliseconds of a rank under both backends, copies of the gradient."""
+    rng = np.random.default_rng(1)
+    gradients = [rng.normal(size=n).astype(np.float32) for _ in range(2)]
+    copy = np.zeros_like(gradients[0])
+    rows = []
+    for method in track(hvdcompress.available(), f"methods, {n:,} elements", transient=True):
+        calls = [Side(_at_density(method), n, ops) for ops in (reference, compiled)]
+        times: list[list[float]] = [[], [], []]
+        for _ in range(runs + 1):
+            for side, seconds in zip(calls, times, strict=False):
+                seconds.append(side.step(gradients))
+            times[2].append(medians([lambda: np.copyto(copy, gradients[0])], 3, 1)[0])
+        slow, fast, once = (statistics.median(seconds[1:]) for seconds in times)
+        rows.append([method, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}"])
+        rows[-1] += [f"{once * 1e3:.3f}", f"{slow / once:.1f}", f"{fast / once:.1f}"]
+    return rows
+
+
+def _at_density(method: str) -> Any:
+    try:
+        return hvdcompress.get(method, density=DENSITY)
+    except ValueError:  # it has no density
+        return hvdcompress.get(method)
+
+
+def machine() -> str:
+    """Processor and versions."""
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    return f"{cpu}; Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}; one thread"
+
+
+VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB/s", "ratio"]
+METHOD_HEAD = ["method", "elements", "numpy ms", "numba ms", "one copy ms", "numpy copies", "numba copies"]
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> str:
+    """The Markdown page; says of itself that it is generated."""
+    options = "" if sizes == SIZES else "".join(f"--size {n} " for n in sizes)
+    weak = [f"{row[0]} at {row[1]}: {row[-1]}" for row in verbs[-len(verbs) // len(sizes) :] if float(row[-1]) < EARNED]
+    dropped = "\n".join(f"- {verb} ({why})" for verb, why in DROPPED.items())
+    return f"""# What the compiled verbs are worth
+
+Generated by `python launch/bench_ops.py {options}--write docs/ops-benchmark.md`; do not edit.
+Machine: {machine()}.
+
+## Verbs
+
+Both backends run in one process, in turns; figures are medians of processor time. *GB/s* is the traffic that a verb
+cannot do without (each input read once, each output written once) over the time it took; *ratio* is numpy's time over
+numba's. Density {DENSITY}. A kernel that reaches a ratio of {EARNED} at neither 1M nor 16M elements is dropped, and the
+numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
+
+{dropped}
+
+Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
+
+{_markdown(VERB_HEAD, verbs)}
+
+## Methods
+
+One rank of two, `Worker.start` to `Worker.finish`, density {DENSITY}, without the network: in copies of the gradient,
+that is, the time of `numpy.copyto` of as many float32 on the same machine at the same time. A copy that fits into the
+processor's cache is several times faster than one that does not, so small tensors cost more copies, not more time.
+
+{_markdown(METHOD_HEAD, methods)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
+    parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")
+    parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
+    arguments = parser.parse_args()
+    sizes, console = arguments.size or SIZES, Console()
+    verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
+    methods = [row for n in sizes for row in time_methods(n, arguments.runs)]
+    for head, rows in ((VERB_HEAD, verbs), (METHOD_HEAD, methods)):
+        table = Table(*head)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if arguments.write:
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(page(verbs, methods, sizes), encoding="utf-8")
+        console.print(f"written: {arguments.write}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""A benchmark's page: the report's style, with bars of where the time goes and of how much is gained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from hvdcompress.lab.bench.report import COLUMNS, LEGEND, PARTS, Figures, Result, Row, best_dense, heading
+from hvdcompress.lab.output import numbers, page, plots
+
+SHADES = {"encode": 2, "wire": 1, "wait": 0, "decode": 5, "other": 4}  # of the page's colours
+WHOLE = 6  # of a bar that cannot be split
+
+
+def time_split(rows: Sequence[Row], name: str) -> str:
+    """Stacked bars, a line a method: where the time of an exchange goes."""
+    rows = [row for row in rows if row.time]
+    with matplotlib.rc_context(plots.STYLE):
+        figure = plots._figure(1.35 + 0.3 * len(rows))
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            assert row.time
+            left = 0.0
+            parts = {what: row.parts[what] for what in PARTS if what in row.parts} or {"whole": row.time.middle}
+            for what, seconds in parts.items():
+                axes.barh(place, seconds, left=left, color=plots.colour(SHADES.get(what, WHOLE)), height=0.66)
+                left += seconds
+            _spread(axes, place, row.time, numbers.seconds_of(row.time.middle))
+        for what, title in (*((what, what) for what in PARTS), ("whole", "not told apart (DDP)")):
+            axes.barh([0], [0], color=plots.colour(SHADES.get(what, WHOLE)), label=title)
+        _named(axes, rows)
+        axes.set_xlim(0, 1.16 * max((row.time.most for row in rows if row.time), default=1.0))
+        axes.set_xlabel("seconds an exchange (bar: median; line: least to most)")
+        figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8.5)
+        return plots._svg(figure, name, "Where the time of an exchange goes, a bar a method")
+
+
+def speed_up(rows: Sequence[Row], name: str) -> str:
+    """Bars, a line a method: how many times faster than the best dense all-reduce."""
+    rows = [row for row in rows if row.speed_up]
+    with matplotlib.rc_context(plots.STYLE):
+        figure = plots._figure(0.95 + 0.3 * len(rows))
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            assert row.speed_up
+            middle = row.speed_up.middle
+            axes.barh(place, middle, color=plots.colour(1 if middle > 1 else 0), height=0.66)
+            _spread(axes, place, row.speed_up, numbers.rate_of(middle))
+        _named(axes, rows)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        low = min((row.speed_up.least for row in rows if row.speed_up), default=1.0)
+        axes.set_xlim(0.7 * min(low, 1.0), 2.2 * max((row.speed_up.most for row in rows if row.speed_up), default=1.0))
+        axes.axvline(1, color=plots.INK, linewidth=0.8)
+        axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
+        return plots._svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
+
+
+def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:
+    """A line from the least to the most, and the words behind it."""
+    middle, least, most = figures
+    axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
+    axes.annotate(text, (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+
+
+def _named(axes: Axes, rows: Sequence[Row]) -> None:
+    axes.set_yticks(range(len(rows)), [row.contender for row in rows], color=plots.INK, fontsize=8.5)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+
+
+def _section(result: Result, number: int, key: tuple[str, str], rows: list[Row]) -> dict[str, Any]:
+    best = best_dense(rows)
+    return {
+        "heading": heading(result, *key),
+        "plots": [
+            ("Where the time goes", time_split(rows, f"b{number}a")),
+            ("What is gained", speed_up(rows, f"b{number}b")),
+        ],
+        "rows": [
+            {
+                "number": 0 if row is best else 1,
+                "failed": bool(row.error),
+                "cells": [(column.key, column.cell(row)) for column in COLUMNS],
+            }
+            for row in rows
+        ],
+    }
+
+
+def html(result: Result) -> str:
+    """The page: one file that needs nothing else."""
+    launch = result.launch
+    details = [(word, launch[word]) for word in ("command", "commit") if launch.get(word)]
+    groups = enumerate(result.groups().items())
+    return page.render(
+        name=result.name,
+        sections=[_section(result, number, key, rows) for number, (key, rows) in groups],
+        legend=[{"label": "best dense", "number": 0, "dashes": ""}, {"label": "others", "number": 1, "dashes": ""}],
+        columns=COLUMNS,
+        key=LEGEND,
+        notes=result.notes,
+        details=details,
+    )

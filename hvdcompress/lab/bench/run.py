@@ -1,0 +1,138 @@
+"""``hvdcompress bench``: from a checked benchmark to its files, with progress on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from hvdcompress.lab.bench import report as _bench_report
+from hvdcompress.lab.bench.config import Bench, read_turns
+from hvdcompress.lab.bench.measure import measure
+from hvdcompress.lab.cluster import launcher
+from hvdcompress.lab.cluster.hosts import HostsError
+from hvdcompress.lab.output import numbers
+
+
+def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
+    """Make the folder ready: empty, or with the turns of an earlier attempt.
+
+    Raises:
+        ValueError: they were taken with other settings or over another link.
+    """
+    if not resume and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "config.yaml"
+    if resume and config.exists():
+        before, now = Bench.open(config).model_dump(), bench.model_dump()
+        entries = {entry["label"]: entry for kind in ("sets", "methods") for entry in before[kind]}
+        changed = [key for key in ("hosts", "slow", "delay", "repeats", "seconds") if before[key] != now[key]]
+        changed += [e["label"] for kind in ("sets", "methods") for e in now[kind] if entries.get(e["label"], e) != e]
+        if changed:
+            raise ValueError(
+                f"{folder} was measured with another {', '.join(changed)}: resume with the same, or leave out --resume"
+            )
+        if any((turn["rate"] == "loopback") != loopback for turn in read_turns(folder)):
+            raise ValueError(f"{folder} was measured {'on emulated hosts' if loopback else 'with --loopback'}")
+        bench.joined(Bench.open(config)).save(config)
+        return
+    bench.save(config)
+
+
+@contextlib.contextmanager
+def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
+    """Inside, no other benchmark runs on this machine: two of them would measure each other."""
+    path = Path(tempfile.gettempdir()) / "hvdcompress-bench.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("a"))
+        except OSError:  # another user's: nothing to be done
+            yield
+            return
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                wait()
+                time.sleep(1)
+        yield
+
+
+def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
+    """Measure what is missing, and write table and page; returns the exit status."""
+    line = ["hvdcompress", *sys.argv[1:]]
+    notes = launcher.notes(line, "mpi")
+    notes.pop("link")
+    file = folder / "launch.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    total = bench.rounds * len(bench.sets) * len(bench.contenders()) * (1 if loopback else len(bench.rates))
+    console.print(f"[bold]{escape(bench.name)}[/]: {total} turns → {launcher.shown(folder)}", highlight=False)
+    rates = ["loopback"] if loopback else bench.rates
+    wanted = {turn.key for turn in bench.turns(rates)}
+    taken = {(t["rate"], t["set"], t["contender"], t["round"]) for t in read_turns(folder) if "failed" not in t}
+    code, links, done = 0, list(before.get("links", [])), len(wanted & taken)
+    began = time.monotonic()
+    earlier = before.get("earlier", [])
+    if before:
+        earlier.append({key: before[key] for key in ("command", "commit", "dirty", "machine") if key in before})
+
+    def note(link: dict[str, Any]) -> None:
+        links.append(link)
+        said = {**notes, "links": links, **({"earlier": earlier} if earlier else {})}
+        file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+    with console.status("starting …") as status:
+
+        def say(text: str, result: dict[str, Any] | None) -> None:
+            nonlocal done
+            if result is None:
+                status.update(f"{done} of {total}, {numbers.clock(time.monotonic() - began)}: {escape(text)} …")
+                return
+            done += 1
+            if "failed" in result:
+                words = f"[red]failed: {escape(result['failed'])}[/]"
+            else:
+                words = ", ".join(numbers.seconds_of(one["seconds"]) for one in result["exchanges"])
+            console.print(f"[dim]{escape(text)}:[/] {words}", highlight=False, soft_wrap=True)
+
+        try:
+            with launcher.stoppable(), _alone_here(lambda: status.update("waiting for another benchmark to end …")):
+                measure(bench, folder, loopback, say, note)
+        except (HostsError, launcher.LaunchError) as error:
+            code = 1
+            console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        except launcher.Stopped as stopped:
+            code = stopped.code
+            console.print("[yellow]stopped: ranks and hosts are gone[/]; --resume goes on")
+    publish(folder, console)
+    failed = sum("failed" in turn for turn in read_turns(folder))
+    if failed and not code:
+        code = 1
+        log = launcher.shown(folder / "log.txt")
+        console.print(f"[red]{failed} of {total} turns failed[/]; the log: {log}. --resume tries them again.")
+    return code
+
+
+def publish(folder: Path, console: Console) -> None:
+    """Show the tables, and write the files.
+
+    Raises:
+        ValueError: the folder holds no benchmark.
+    """
+    result = _bench_report.read(folder)
+    _bench_report.show(result, console)
+    with contextlib.suppress(KeyboardInterrupt):
+        files = _bench_report.write(result, folder)
+        console.print(f"written: {', '.join(launcher.shown(file) for file in files)}", highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Emulated hosts, and launching ranks onto them."""

@@ -1,0 +1,1 @@
+"""Numbers, tables, pages, plots and folders of results."""

@@ -1,0 +1,1 @@
+"""What an exchange costs among many workers: model, fit, prediction; the ring written out."""

@@ -1,0 +1,286 @@
+"""What an exchange of gradients costs among any number of workers: an α-β-γ model, and its fit to measured exchanges.
+
+One exchange asks for collectives (:func:`work`), and each costs something of five kinds::
+
+    seconds = α · messages that wait for each other            2(p − 1) an all-reduce, p − 1 an all-gather or all-to-all
+            + β · 8 · bytes on the link / rate                 as rings carry them; β = 1 is a link without headers
+            + δ · bytes                                        what the processors spend on them, whatever the link
+            + ν · collectives + κ · rounds                     Horovod's negotiation: of each tensor, and of each cycle
+            + γ · seconds of the codec                         as timed in one process: :class:`Codec`
+
+(Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, what
+processors do takes p/processors as long. Collectives run as rings, as in ``ledger.py``: an all-reduce by a tree would
+cost fewer messages, and dense ones among thousands of workers less than is said here. Nothing overlaps in the model;
+where it does on a machine, the fitted γ is below 1.
+
+Which collectives a method asks for, and how long they are, is found out by ``rehearsal.imagine``: nothing here
+knows any method.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from hvdcompress.engine import rehearsal
+from hvdcompress.engine.agreement import Status
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.rehearsal import Asked, Rounds
+from hvdcompress.method import Method, TensorSpec
+from hvdcompress.plan import Bucket, Plan
+
+__all__ = ["Codec", "Constants", "Errors", "Point", "Work", "errors", "fit", "stock", "work"]
+
+FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
+PROBE = 8  # bytes beside each tensor's all-reduce, by which the PyTorch driver tells Average from Sum
+
+
+# -- what is asked for ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one exchange asks for, on the rank that has most of it.
+
+    ``sent``, ``on_wire``: as in the ledger. ``line``: bytes that pass one after the other, as a rank that only
+    receives in a round keeps the others waiting. ``calls``: collectives, before they are fused; ``rounds``: how many
+    must follow each other; ``messages``: how many of their messages must. ``codec``: seconds.
+    """
+
+    world: int
+    sent: float
+    on_wire: float
+    line: float
+    calls: int
+    rounds: int
+    messages: int
+    codec: float = 0.0
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Seconds of one rank's codec: of each tensor, element, gathered payload, and byte of gathered payloads."""
+
+    tensor: float = 0.0
+    element: float = 0.0
+    piece: float = 0.0
+    byte: float = 0.0
+
+    def seconds(self, elements: int, pieces: int, num_bytes: float) -> float:
+        """For one tensor."""
+        return self.tensor + self.element * elements + self.piece * pieces + self.byte * num_bytes
+
+
+def on_wire(asked: Asked, world: int) -> float:
+    """Bytes that a rank transmits for a collective, by the ledger's formulas."""
+    ledger = Ledger(world)
+    ledger.add(0, "", asked.verb, asked.num_bytes, splits=None if asked.keeps is None else (asked.keeps,))
+    return ledger.tensors(0)[""].on_wire
+
+
+def gathered(rounds: Rounds, world: int) -> tuple[int, float]:
+    """Payloads, and their bytes, that rank 0 reads one by one: those of all-gathers and all-to-alls."""
+    pieces, num_bytes = 0, 0.0
+    for asked, *_ in rounds:
+        if asked.verb == "AllGather":
+            pieces, num_bytes = pieces + world, num_bytes + world * asked.num_bytes
+        elif asked.verb == "AllToAll":
+            even = asked.keeps is None
+            pieces += world if even else asked.pieces
+            num_bytes += asked.num_bytes if even else asked.gets
+    return pieces, num_bytes
+
+
+def messages(verb: str, lengths: Sequence[int], world: int, partners: int | None = None) -> int:
+    """Messages that wait for each other when collectives of one kind begin together, and Horovod fuses what it can.
+
+    ``partners``: with how many others a rank has to do in each all-to-all, where that is not all of them.
+    """
+    if verb == "AllToAll":
+        return len(lengths) * (world - 1 if partners is None else partners)
+    times = world if verb == "AllGather" else 1
+    fused = min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED)))
+    return fused * (world - 1) * (1 if verb == "AllGather" else 2)
+
+
+def work(
+    plan: Plan,
+    tensors: Mapping[str, tuple[int, ...]],
+    world: int,
+    codec: Callable[[Method], Codec] | None = None,
+    driver: bool = True,
+) -> Work:
+    """What an exchange of tensors (names and shapes) under a plan asks for, in its last stage and phase.
+
+    ``driver``: with what the PyTorch driver adds, a placeholder for each tensor and a status.
+    """
+    sent, wire, line, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
+    together: dict[tuple[int, str, str, int | None], list[int]] = {}
+
+    def add(number: int, each: Sequence[Asked]) -> None:
+        nonlocal line, calls
+        calls += 1
+        for place in (0, 1):
+            one = each[min(place, len(each) - 1)]
+            sent[place] += one.num_bytes
+            wire[place] += on_wire(one, world)
+        line += max(max(on_wire(one, world), one.gets) for one in each)
+        kind = "AllReduce" if each[0].verb == "Broadcast" else each[0].verb
+        uneven = kind == "AllToAll" and each[0].keeps is not None
+        partners = max(1, *(one.pieces for one in each)) if uneven else None
+        together.setdefault((number, kind, each[0].dtype, partners), []).append(max(one.num_bytes for one in each))
+
+    for bucket in plan.buckets(TensorSpec(name, shape) for name, shape in tensors.items()):
+        method, asked, rides = _asked(bucket, world)
+        for number, each in enumerate(asked):
+            add(number, each)
+        rounds = max(rounds, len(asked))
+        if codec:
+            seconds += codec(method).seconds(bucket.spec.size, *gathered(asked, world))
+        if driver:
+            for _ in bucket.members:
+                add(0, [Asked("AllReduce", "sum", "float32", PROBE)])
+            calls -= rides  # it is one with the placeholder's
+    if driver:
+        add(-1, [Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))])
+        rounds += 1
+    passed = sum(messages(kind, lengths, world, partners) for (_, kind, _, partners), lengths in together.items())
+    return Work(world, max(sent), max(wire), line, calls, rounds, passed, seconds)
+
+
+def _asked(bucket: Bucket, world: int) -> tuple[Method, Rounds, bool]:
+    method = bucket.program.main
+    phase = rehearsal.last_phase(method)
+    rides = len(bucket.members) == 1 and rehearsal.piggyback(method, phase, bucket.spec)
+    return method, rehearsal.imagine(method, phase, world, bucket.spec), rides
+
+
+def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:
+    """What stock Horovod asks for, dense in float32."""
+    num_bytes = 4 * sum(prod(shape) for shape in tensors.values())
+    wire = on_wire(Asked("AllReduce", "sum", "float32", num_bytes), world)
+    passed = messages("AllReduce", [4 * prod(shape) for shape in tensors.values()], world)
+    return Work(world, num_bytes, wire, wire, len(tensors), 1, passed)
+
+
+# -- what it costs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The model's; see the module's text. All in seconds, but for ``link`` (β) and ``codec`` (γ), which are factors."""
+
+    message: float = 0.0
+    link: float = 0.0
+    byte: float = 0.0
+    call: float = 0.0
+    round: float = 0.0
+    codec: float = 0.0
+
+    def parts(self, work: Work, rate: float, shared: float = 1.0) -> dict[str, float]:
+        """Seconds of an exchange over links of ``rate`` bits a second, by what they are spent on.
+
+        ``shared``: ranks that share a processor.
+        """
+        given = zip(fields(self), astuple(self), _features(work, rate, shared), strict=True)
+        return {field.name: constant * feature for field, constant, feature in given}
+
+    def seconds(self, work: Work, rate: float, shared: float = 1.0) -> float:
+        """Their sum."""
+        return sum(self.parts(work, rate, shared).values())
+
+
+def _features(work: Work, rate: float, shared: float) -> list[float]:
+    """What each of the :class:`Constants` is multiplied by."""
+    return [
+        work.messages,
+        8 * work.line / rate,
+        shared * work.line,
+        shared * work.calls,
+        work.rounds,
+        shared * work.codec,
+    ]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured exchange: what it was, what it asked for, over which links, and how long it took (a median)."""
+
+    label: str
+    set: str
+    rate: float  #: bits a second
+    shared: float  #: ranks that share a processor, at least 1
+    seconds: float
+    work: Work
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Point:
+        """What :meth:`to_dict` made.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return cls(**{**given, "work": Work(**given["work"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"this is no measured exchange: {error}") from None
+
+
+def sharing(ranks: int, processors: int | None = None) -> float:
+    """How many of so many ranks share the busiest of this machine's processors (or of ``processors``); 1 at least.
+
+    Emulated hosts keep to one each, and the last to end ends an exchange.
+    """
+    return float(ceil(ranks / (processors or len(os.sched_getaffinity(0)))))
+
+
+def fit(points: Sequence[Point]) -> Constants:
+    """The constants, none of them negative, with the least squares of *relative* errors.
+
+    Raises:
+        ValueError: there are fewer points than constants.
+    """
+    if len(points) < len(fields(Constants)):
+        raise ValueError(f"{len(points)} measured exchanges are too few for {len(fields(Constants))} constants")
+    rows = np.array([_features(point.work, point.rate, point.shared) for point in points])
+    rows /= np.array([[point.seconds] for point in points])
+    scale = np.maximum(rows.max(axis=0), 1e-300)  # of seconds and of bytes: far apart
+    found, _ = nnls(rows / scale, np.ones(len(points)), maxiter=10_000)
+    return Constants(*(found / scale).tolist())
+
+
+class Errors(NamedTuple):
+    """|predicted − measured| ÷ measured over some points; ``which`` is the worst one."""
+
+    median: float
+    worst: float
+    which: str
+    points: int
+
+
+def errors(constants: Constants, points: Iterable[Point]) -> Errors:
+    """How far off the model is.
+
+    Raises:
+        ValueError: there are no points.
+    """
+    found = [
+        (abs(constants.seconds(point.work, point.rate, point.shared) / point.seconds - 1), str(point.label), point)
+        for point in points
+    ]
+    if not found:
+        raise ValueError("no measured exchange was held out")
+    worst, label, point = max(found, key=lambda each: each[:2])
+    where = f"{label} on {point.set}, {point.work.world} hosts, {point.rate / 1e6:g} Mbit/s"
+    return Errors(statistics.median(each[0] for each in found), worst, where, len(found))

@@ -1,0 +1,76 @@
+"""How errors grow around a ring whose segments are decoded, added to and encoded again, and by other routes.
+
+``python -m hvdcompress.lab.scale.ring_errors`` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdcompress import registry
+from hvdcompress.lab.scale.ring import Recoded, segments, simulate
+from hvdcompress.method import Context, TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.parts import codecs
+from hvdcompress.parts.sums import Codec, Quantizer
+
+
+class Growth(NamedTuple):
+    """‖sum − exact sum‖ / ‖exact sum‖ of one codec on ``world`` ranks, by three routes (see ``parts/route.py``)."""
+
+    codec: str
+    world: int
+    gather: float
+    scatter: float
+    ring: float
+
+
+def error_growth(codecs: Mapping[str, Codec], worlds: Iterable[int], n: int = 65536, seed: int = 0) -> list[Growth]:
+    """The errors of each codec in each world, on n values a rank from a normal distribution."""
+    rows, worlds = [], list(worlds)
+    for name, codec in codecs.items():
+        for world in worlds:
+            rng = np.random.default_rng([seed, world])
+            xs = [rng.standard_normal(n, np.float32) for _ in range(world)]
+            exact = np.sum(xs, axis=0, dtype=np.float64)
+            turns = [Context(rank, world, 0, TensorSpec("ring", (n,)), seed) for rank in range(world)]
+            once = [codec.decode(codec.encode(x, ctx, fast), n, fast) for x, ctx in zip(xs, turns, strict=True)]
+            gathered = fast.add_all(once)
+            twice = [
+                codec.decode(codec.encode(gathered[a:b], ctx, fast, stream=world), b - a, fast)
+                for ctx, (a, b) in zip(turns, segments(n, world), strict=True)
+                if b > a
+            ]
+            rung = simulate(xs, [Recoded(codec, ctx) for ctx in turns])[0].total
+            sums = (gathered, np.concatenate(twice), rung)
+            errors = [float(np.linalg.norm(total - exact) / np.linalg.norm(exact)) for total in sums]
+            rows.append(Growth(name, world, *errors))
+    return rows
+
+
+def known_codecs() -> dict[str, Codec]:
+    """Codecs of values by their names, and of the methods that are a quantizer."""
+    names = ("fp16", "bf16", "rangefloat12", "rangefloat8", "qsgd8", "qsgd4")
+    methods = ((id, registry.get(id)) for id in registry.available())
+    others = {id: one.codec for id, one in methods if isinstance(one, Quantizer)}
+    return {**{name: codecs.codec(name) for name in names}, **others}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of errors."""
+    about = "How errors grow around a ring."
+    parser = argparse.ArgumentParser(prog="python -m hvdcompress.lab.scale.ring_errors", description=about)
+    parser.add_argument("--worlds", default="2,4,8,16,32", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--elements", type=int, default=65536, help="of each rank's vector (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    print(f"{'codec':14}{'ranks':>6}{'gather':>10}{'scatter':>10}{'ring':>10}")
+    for row in error_growth(known_codecs(), map(int, given.worlds.split(",")), given.elements):
+        print(f"{row.codec:14}{row.world:6}{row.gather:10.2%}{row.scatter:10.2%}{row.ring:10.2%}")
+
+
+if __name__ == "__main__":
+    main()

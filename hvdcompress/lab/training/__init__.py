@@ -1,0 +1,1 @@
+"""Experiments: small trainings that compare methods."""

@@ -1,0 +1,92 @@
+"""Train every run of an experiment that has no result yet. Every rank runs this script:
+
+    horovodrun -np 2 --mpi python launch/train_torch.py runs/quickstart
+
+``hvdcompress run`` builds that line and watches the events that rank 0 appends to
+``runs/<name>/metrics/<run>.jsonl``: start, step ..., finished or failed. A run whose file ends with one
+of the last two is not trained again, so the same line takes up where a killed one stopped.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import training
+from tasks import TASKS, Batch, Bytes, Images
+from training import Clock
+
+import hvdcompress
+from hvdcompress.lab.training.experiment import Run
+
+torch.set_num_threads(1)  # a rank a core: threads of several ranks would fight for the same ones
+import horovod  # noqa: E402
+import horovod.torch as hvd  # noqa: E402  (after the line above; it starts threads)
+
+from hvdcompress.torch import Compressor  # noqa: E402
+
+
+def tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as torch tensors."""
+    return torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
+
+
+class Trainer:
+    """The net, the stock Horovod optimizer around SGD, and the compression inside it."""
+
+    def __init__(self, run: Run, data: Images | Bytes):
+        import models
+
+        torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
+        self.clip = run.task.clip_norm
+        self.model = getattr(models, TASKS[run.task.task].model)(data)
+        names, weights = list(self.model.named_parameters()), self.model.parameters()
+        self.compressor = Compressor(hvdcompress.load({"seed": run.seed, **run.method.settings}), names)
+        sgd = torch.optim.SGD(weights, lr=0.0, momentum=run.task.momentum, weight_decay=run.task.weight_decay)
+        self.optimizer = hvd.DistributedOptimizer(sgd, named_parameters=names, compression=self.compressor)
+        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """All parameters by name."""
+        return {name: parameter.detach().numpy() for name, parameter in self.model.named_parameters()}
+
+    def step(self, batch: Batch, rate: float, clock: Clock) -> float:
+        """Forward, backward, exchange, update; returns this rank's loss."""
+
+        def codec() -> float:
+            return self.compressor.ledger.seconds()["select"]
+
+        x, y = tensors(batch)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        began, codec_began = time.perf_counter(), codec()
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        before, codec_before = time.perf_counter(), codec()
+        self.optimizer.synchronize()
+        after, codec_after = time.perf_counter(), codec()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        clock.total += time.perf_counter() - began
+        clock.select += codec_after - codec_began
+        clock.communicate += (after - before) - (codec_after - codec_before)
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """Sums over a batch: negative log-likelihood, correct."""
+        x, y = tensors(batch)
+        self.model.eval()
+        logits = self.model(x).flatten(0, -2)
+        self.model.train()
+        nll = F.cross_entropy(logits, y.flatten(), reduction="sum")
+        return float(nll), float((logits.argmax(1) == y.flatten()).sum())
+
+
+if __name__ == "__main__":
+    training.main(__doc__, hvd, Trainer, torch, horovod)

@@ -1,0 +1,110 @@
+"""Reading plans: from YAML, a dict, a method or its id, to a Plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvdcompress.method import Method
+from hvdcompress.plan import schedule
+from hvdcompress.plan.document import Document
+from hvdcompress.plan.plan import Match, Plan, Program, Rule
+from hvdcompress.registry import FieldError, classes, get, suggest
+
+PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed")
+WHOLE = {"min_elements": 1024, "bucket_elements": 0, "seed": 0}  # whole numbers and their defaults
+RULE_KEYS = ("method", "warmup", "schedule")
+MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
+
+
+def load(source: str | Path | Mapping[str, Any]) -> Plan:
+    """The plan in a YAML file, or in a dict with the same keys.
+
+    Raises:
+        PlanError: (a ``ValueError``) the message names the key, what is wrong with it and, for a file, the line.
+        FileNotFoundError: there is no such file.
+    """
+    return _read(Document.open(source))
+
+
+def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
+    """What drivers take: a method id with hyper-parameters, a Method, a Plan or a plan's dict; ``settings`` override.
+
+    Raises:
+        ValueError: as :func:`load`; or settings were given that contradict a Plan.
+    """
+    if isinstance(method, Plan):
+        return load({**method.to_dict(), **settings}) if settings else method
+    if isinstance(method, Method):
+        if classes().get(method.id) is not type(method):
+            return _unregistered(method, settings)
+        method = {"method": method.id, **method.hyperparameters()}
+    return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
+
+
+def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
+    """A plan of one method that no registry knows, such as one under development."""
+    doc = Document({**settings})
+    doc.known_keys(tuple(WHOLE))
+    whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
+    return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
+
+
+def _read(doc: Document) -> Plan:
+    if "method" not in doc.value:
+        raise doc.error("method", "is missing: a plan names its default method")
+    steps_per_epoch = doc.whole("steps_per_epoch", None, least=1)
+    default_body = doc.without(*PLAN_KEYS)
+    program, default = _program(default_body, {}, steps_per_epoch)
+    filled = {**default, **get(default["method"], **_settings(default)).hyperparameters()}
+    rules = []
+    for body in doc.items("rules"):
+        if "match" not in body.value:
+            raise body.error("match", "is missing: a rule says which tensors it is for")
+        match = body.child("match")
+        match.known_keys(MATCH_KEYS)
+        sizes = {key: match.whole(key, None, least=0) for key in MATCH_KEYS[1:]}
+        own, inherited = body.without("match"), {} if "method" in body.value else default
+        rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
+    whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
+    return Plan(program=program, rules=tuple(rules), source=source, **whole)
+
+
+def _settings(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in RULE_KEYS}
+
+
+def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | None) -> tuple[Program, dict[str, Any]]:
+    """The program that a plan's or a rule's keys describe, and its keys, for rules to inherit."""
+    given = {**inherited, **body.value}
+    method = _method(body, given["method"], _settings(given))
+    stages = {0: method}
+    for start, change in schedule.changes(body, given.get("schedule"), method, steps_per_epoch).items():
+        earlier = stages[max(s for s in stages if s <= start)]
+        stages[start] = replace(earlier, **change)
+    if given.get("warmup") is not None:
+        until = schedule.duration(body.child("warmup", given["warmup"]), steps_per_epoch)
+        after = stages[max(s for s in stages if s <= until)]
+        stages = {s: m for s, m in stages.items() if s > until}
+        if until > 0:
+            stages[0] = get("none")
+        stages[until] = after
+    return Program(tuple(sorted(stages.items(), key=lambda stage: stage[0]))), given
+
+
+def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
+    for key in settings:
+        if not isinstance(key, str):
+            raise body.error(key, "unknown key: hyper-parameters have names")
+    try:
+        return get(id, **settings)
+    except FieldError as error:
+        key = error.field if error.field in body.value else "method"
+        hint = suggest(error.field, [*PLAN_KEYS, *RULE_KEYS])
+        also = f"{hint.replace('did you mean', 'or the plan key')}" if error.field in settings else ""
+        raise body.error(key, f"{error}{also}") from None

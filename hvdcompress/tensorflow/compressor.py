@@ -1,0 +1,335 @@
+"""The TensorFlow driver: any method behind the unmodified ``hvd.DistributedGradientTape(compression=…)``.
+
+Also behind ``horovod.tensorflow.keras.DistributedOptimizer`` of Keras 2 (``tf_keras``); Keras 3 has its own
+optimizer in ``hvdcompress/keras.py``.
+
+Horovod calls ``compress`` and ``decompress`` while a graph is traced, for each gradient inside a graph of its own,
+and again in each retrace. So this driver
+
+* knows a tensor by its ordinal in the outermost graph (or by ``names=``);
+* lays out each exchange as a chain: a segment of Python, a Horovod collective, a segment, …, one chain for each
+  choreography that the tensor's plan has (``choreography.py``), joined by a ``tf.switch_case`` if there are several;
+* runs the segments (``_tensorflow_segments.py``) in the numpy core, which is handed the tensors' memory as it lies:
+  a codec is one graph node, so that tracing stays cheap, and was faster than TensorFlow's own operations
+  (``docs/tensorflow.md`` has the figures); and
+* lets a probe travel with each tensor through the stock all-reduce, which tells Average from Sum, and carries the
+  flags of an error, of a number that is not finite, and of a trigger.
+
+State is kept by this object, not by variables in the graph, which would be copied in and out in every step; it goes
+into ``tf.train.Checkpoint`` all the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import mpi_ops
+
+from hvdcompress.engine import checkpoint
+from hvdcompress.engine.agreement import PeerError, compare_plans
+from hvdcompress.engine.compressor import RankState
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.rank import Worker
+from hvdcompress.engine.rehearsal import Round, rehearse
+from hvdcompress.engine.reshard import only
+from hvdcompress.engine.state import describe
+from hvdcompress.loopback import cut
+from hvdcompress.method import Method, TensorSpec
+from hvdcompress.plan import Bucket, Plan, plan_of
+from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
+
+__all__ = ["Compressor", "PeerError"]
+
+# Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
+_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+
+
+class Ticket:
+    """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange."""
+
+    def __init__(self, gradient: tf.Tensor, bucket: Bucket, done: tf.Tensor | None):
+        self.gradient, self.bucket, self.done = gradient, bucket, done
+
+
+class Compressor(RankState, tf.train.experimental.PythonState):
+    """One optimizer's compression, for ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
+
+    Make it once, outside of the training step: it holds the residuals. A program with several makes them in the
+    same order on every rank.
+
+    Args:
+        method: a method id with hyper-parameters, a Method, a Plan, or a plan's dict.
+        names: the tensors' names in the order of their gradients, for rules and for :meth:`residual`; without
+            them a tensor's name is its ordinal, "0", "1", ….
+        process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
+        loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
+
+    Raises:
+        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, which graphs cannot.
+    """
+
+    def __init__(
+        self,
+        method: str | Method | Plan | Mapping[str, Any],
+        *,
+        names: Sequence[str] | None = None,
+        process_set: Any = hvd.global_process_set,
+        loss_scale: float | Callable[[], float] = 1.0,
+        **settings: Any,
+    ):
+        if not hvd.is_initialized():
+            raise ValueError("call hvd.init() before making a Compressor")
+        self.plan = plan_of(method, **settings)
+        if self.plan.bucket_elements:
+            raise ValueError("bucket_elements must be 0: in TensorFlow each gradient has a graph of its own")
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"two tensors have one name: {sorted({n for n in names if list(names).count(n) > 1})}")
+        self.names = None if names is None else list(names)
+        self.process_set, self.loss_scale = process_set, loss_scale
+        set_id = process_set.process_set_id
+        self.prefix = f"hvdcompress.tf.{set_id}.{next(_numbers[set_id])}"
+        rank, world = process_set.rank(), process_set.size()
+        self.ledger = Ledger(world, rank)
+        self.worker = Worker(self.plan, rank, world, self.ledger)
+        self.buckets: dict[str, Bucket] = {}
+        self._segments = Segments(self.worker, self.current_loss_scale)
+        # names of what was traced, by outermost graph
+        self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._eager = itertools.count()
+        self._turns: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
+        self._name: str | None = None
+        self._agreed = False
+        self._waiting: Mapping[str, Any] | None = None  # a state that was loaded before the tensors were known
+
+    # -- Horovod's interface -------------------------------------------------------------------------
+
+    @tf.autograph.experimental.do_not_convert  # it would rewrite, slowly, what needs no rewriting
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Ticket]:
+        """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket."""
+        bucket = self._bucket(tensor)
+        self._compare_plans_once()
+        flat = tf.reshape(tensor, [-1])
+        work = _work(bucket)
+        flat = flat if flat.dtype == work else tf.cast(flat, work)
+        rides = self._rides(bucket)
+        turn = tf.raw_ops.ReadVariableOp(resource=self._turns[bucket.spec.name], dtype=tf.int64)
+        probe = _segment(lambda gradient, _: self._segments.begin(bucket, gradient, rides), [flat, turn], tf.float32)
+        probe.set_shape([PROBE + (rides or 0)])
+        return probe, Ticket(tensor, bucket, probe if rides is not None else self._exchange(bucket, probe))
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
+        """The end of a gradient's exchange: the reduced gradient."""
+        if ctx is None:
+            return output
+        bucket, gradient = ctx.bucket, ctx.gradient
+        out = _segment(lambda probe, done: self._segments.finish(bucket, probe), [output, ctx.done], _work(bucket))
+        with tf.control_dependencies([out]):
+            tf.raw_ops.AssignAddVariableOp(resource=self._turns[bucket.spec.name], value=tf.constant(1, tf.int64))
+        return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
+
+    # -- the graph -------------------------------------------------------------------------------------
+
+    def _exchange(self, bucket: Bucket, begun: tf.Tensor) -> tf.Tensor:
+        """The chain of segments and collectives that follows ``begun``; its end is known by a scalar."""
+        world = self.worker.world
+        plans = {
+            (stage, phase): rehearse(method, phase, world, bucket.spec)
+            for stage, (_, method) in enumerate(bucket.program.stages)
+            for phase in range(len(method.phases))
+        }
+        chains = list(dict.fromkeys(plans.values()))
+        if len(chains) == 1:
+            return self._chain(bucket, begun, chains[0])
+        which = _segment(lambda _: np.int32(chains.index(plans[self._segments.phase(bucket)])), [begun], tf.int32)
+        which.set_shape([])
+        return tf.switch_case(which, [lambda chain=chain: self._chain(bucket, begun, chain) for chain in chains])
+
+    def _chain(self, bucket: Bucket, last: tf.Tensor, rounds: Sequence[Round]) -> tf.Tensor:
+        for number, planned in enumerate(rounds):
+            last = self._round(bucket, last, number, planned)
+        return last
+
+    def _round(self, bucket: Bucket, last: tf.Tensor, number: int, planned: Round) -> tf.Tensor:
+        segments = self._segments
+        # Horovod keeps of a name what follows its last slash
+        name = f"{self.prefix}.{bucket.spec.name.replace('/', '.')}.{number}.{planned.verb}"
+        dtypes = [tf.int32 if planned.verb == "Broadcast" else tf.as_dtype(planned.dtype)]
+        dtypes += [tf.int32] if planned.verb == "AllToAll" else []
+        payload = _segment(lambda _: segments.send(bucket, number, planned), [last], dtypes)
+        for part in payload:
+            part.set_shape([None])
+        if planned.verb == "AllGather":
+            result = mpi_ops.allgather(payload[0], name, ignore_name_scope=True, process_set=self.process_set)
+        elif planned.verb == "AllToAll":
+            result = mpi_ops.alltoall(*payload, name, ignore_name_scope=True, process_set=self.process_set)[0]
+        else:
+            op = hvd.Max if planned.op == "max" else hvd.Sum
+            result = mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
+        return _segment(lambda result: segments.receive(bucket, result), [result], tf.int32)
+
+    def _bucket(self, tensor: tf.Tensor) -> Bucket:
+        """The bucket of the gradient that is being traced, by its ordinal in the outermost graph."""
+        if tensor.shape.num_elements() is None:
+            raise ValueError(f"a gradient of unknown shape {tensor.shape} cannot be compressed: give it a static shape")
+        name = self._note_name()
+        spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype.name, "hwio")
+        known = self.buckets.get(name)
+        if known is None:
+            (known,) = self.plan.buckets([spec])
+            if getattr(known.program.main, "scope", "tensor") == "global":
+                raise ValueError(
+                    f"{known.program.main.id} with scope: global joins all tensors, which cannot be in TensorFlow, "
+                    "where each gradient has a graph of its own; use scope: tensor"
+                )
+            self.buckets[name] = known
+            with tf.init_scope(), tf.device("CPU:0"):
+                # no tf.Variable, which a function may only make in its first trace
+                turn = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
+                tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
+                self._turns[name] = turn
+            self._take_over(known)
+        if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(
+                f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
+                f"{spec.shape} and {spec.dtype} now: one Compressor serves one list of variables, always in one order"
+            )
+        return known
+
+    def _note_name(self) -> str:
+        """The name of the gradient that is being traced, noted with those of the same outermost graph."""
+        graph, outermost = tf.compat.v1.get_default_graph(), None
+        while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
+            outermost, graph = graph, graph.outer_graph
+        traced = [] if outermost is None else self._traced.setdefault(outermost, [])
+        name = self._name
+        if name is None:
+            ordinal = next(self._eager) if outermost is None else len(traced)
+            if self.names is not None and ordinal >= len(self.names):
+                raise ValueError(
+                    f"there are more gradients than the {len(self.names)} names that the Compressor was given"
+                )
+            name = str(ordinal) if self.names is None else self.names[ordinal]
+        traced.append(name)
+        self._segments.together[name] = traced
+        return name
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Within it, a gradient's name is ``name``, not its ordinal: for optimizers that know their variables."""
+        self._name = name
+        try:
+            yield
+        finally:
+            self._name = None
+
+    def _rides(self, bucket: Bucket) -> int | None:
+        """The length of a payload that is the stock all-reduce itself; never where a tensor has several stages."""
+        (_, method), *more = bucket.program.stages
+        if more or len(method.phases) > 1 or self.worker.work_dtype(bucket) != "float32" or _work(bucket) != tf.float32:
+            return None
+        return method.piggyback(bucket.spec, 0, {})
+
+    def _compare_plans_once(self) -> None:
+        """While the first graph is traced: make sure that all ranks have the same plan.
+
+        Raises:
+            PeerError: they do not; it names the first key that differs.
+        """
+        if self._agreed:
+            return
+        with tf.init_scope():
+            mine = np.frombuffer(json.dumps([self.plan.to_dict(), self.names]).encode(), np.uint8)
+            texts = self._gather(mine)
+        compare_plans([(plan, {"names": str(names)}) for plan, names in map(json.loads, texts)])
+        self._agreed = True
+
+    def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
+        """Every rank's bytes, in rank order; eagerly."""
+        name = f"{self.prefix}.plan"
+        sizes = hvd.allgather(tf.constant([len(data)]), name=f"{name}.size", process_set=self.process_set).numpy()
+        joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
+        self.ledger.add(self.worker.rank, "plan", "AllGather", len(data) + 4, [int(size) + 4 for size in sizes])
+        return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def residual(self, name: str) -> np.ndarray[Any, Any]:
+        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept."""
+        if name not in self.buckets:
+            raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(self.buckets) or 'none'}")
+        shape = self.buckets[name].spec.shape
+        flat = self.worker.residual(name) if name in self.worker.names() else None
+        return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as numpy arrays."""
+        return self.worker.state_dict()
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+
+        Raises:
+            ValueError: it is of another rank or world, or, as soon as the tensors are known, of other tensors;
+                nothing is changed then.
+        """
+        if set(saved["steps"]) <= set(self.buckets):
+            self.worker.load_state_dict(saved, list(self.buckets.values()), np.concatenate)
+            self._waiting = None
+        elif self.buckets:
+            unknown = sorted(set(saved["steps"]) - set(self.buckets))
+            raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
+        else:
+            self.worker.check_origin(saved)
+            self._waiting = saved
+
+    def _take_over(self, bucket: Bucket) -> None:
+        """Give a tensor that has just become known its part of a state that was loaded earlier."""
+        if self._waiting is not None and bucket.spec.name in self._waiting["steps"]:
+            known = [u for name, u in self.buckets.items() if name in self._waiting["steps"]]
+            self.worker.load_state_dict(only(self._waiting, [u.spec.name for u in known]), known, np.concatenate)
+
+    def serialize(self) -> bytes:
+        """For ``tf.train.Checkpoint(compressor=…)``, of which every rank must write its own."""
+        return checkpoint.to_bytes(self.state_dict())
+
+    def deserialize(self, string_value: bytes) -> None:
+        """For ``tf.train.Checkpoint``."""
+        self.load_state_dict(checkpoint.from_bytes(string_value))
+
+    def describe(self) -> str:
+        """Which method each group of tensors gets, and its memory; known after the first trace."""
+        return describe(self.buckets.values())
+
+
+def _work(bucket: Bucket) -> tf.DType:
+    """What a bucket's gradient is computed in, in the graph."""
+    return tf.float64 if bucket.spec.dtype == "float64" else tf.float32
+
+
+def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:
+    """A piece of Python in the graph; where it returns nothing, a zero says that it is done.
+
+    Not "stateful", as TensorFlow means it: it would run such pieces one tensor after the other, in program order,
+    and no exchange would overlap with another. That each runs once and in its place follows from what it is given:
+    a variable that counts the tensor's exchanges is read by the first piece of a chain and written after the last,
+    so that TensorFlow neither folds a chain into a constant, nor moves it out of a loop, nor leaves it out, nor
+    overlaps two of one tensor.
+    """
+
+    def run(*arrays: Any) -> Any:
+        with denormals_count():
+            result = function(*arrays)
+        return np.int32(0) if result is None else result
+
+    return tf.numpy_function(run, inputs, dtypes, stateful=False)

@@ -1,0 +1,270 @@
+"""Checks of how it is done: bytes, choreography, determinism, rollback, state and wire."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.method import Context, Method, Sparse, TensorSpec
+from hvdcompress.parts import feedback, seed
+from hvdcompress.parts.wire import WireError
+from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for, require, same_states, to_numpy, to_ops
+
+
+def check_bytes(case: Case) -> None:
+    """The ledger's bytes are those of the payloads that really went, and the method's own formula."""
+    net = case.trial()
+    uneven = case.method.uneven
+    for n, dtype in itertools.product(case.sizes, ("float32", "float64", "float16")):
+        name = f"{dtype}.{n}"
+        (bucket,) = net.plan.buckets([TensorSpec(name, case.shape(n), dtype)])
+        for step in range(case.steps if len(case.method.phases) > 1 else 1):
+            before = [net.ledger.bytes_sent(rank) for rank in range(case.world)]
+            method, phase = bucket.program.main, net.ranks[0].phase_now(bucket)[0]
+            rest = (phase, net.ranks[0].states.get(name)) if len(method.phases) > 1 else ()
+            net.log.clear()
+            net.allreduce([g.astype(dtype) for g in case.gradients(n, step)], name)
+            formula = method.num_bytes(bucket.spec, case.world, *rest)
+            largest = 0
+            for rank in range(case.world):
+                sent = net.ledger.bytes_sent(rank) - before[rank]
+                payloads = sum(collective.num_bytes[rank] for collective in net.log)
+                where = f"n = {n}, {dtype}, step {step}, rank {rank}"
+                require(sent == payloads, f"{where}: the ledger says {sent} bytes, the payloads have {payloads}")
+                require(
+                    sent == formula or (uneven and sent < formula),
+                    f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes",
+                )
+                largest = max(largest, sent)
+            require(largest == formula, f"n = {n}: num_bytes() says {formula}, the most a rank sent was {largest}")
+    small = Trial(plan_for(case.method, min_elements=50), case.world, ops=case.ops)
+    small.allreduce(case.gradients(49), "small")
+    require(
+        small.ledger.bytes_sent(0) == 4 * math.prod(case.shape(49)),
+        "a tensor below min_elements must go dense, at 4 bytes an element",
+    )
+    require(not small.residual("small", 0).any(), "a tensor below min_elements must have a residual of zeros")
+
+
+def check_choreography(case: Case) -> None:
+    """Verbs and dtypes are fixed by spec, phase and world, whatever the data, rank and step."""
+    known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    kinds: tuple[Kind, ...] = ("normal", "zero", "heavy")
+    for n in case.sizes:
+        for kind in kinds:
+            net = case.trial(seed=case.seed + len(kind))
+            for step in range(case.steps if kind == "normal" else 2):
+                net.log.clear()
+                net.allreduce(case.gradients(n, step, kind), "w")
+                verbs = []
+                for collective in net.log:
+                    where = f"n = {n}, {kind}, step {step}, {collective.verb}"
+                    dtypes, lengths = set(collective.dtypes), set(collective.lengths)
+                    require(len(dtypes) == 1, f"{where}: ranks give different dtypes: {sorted(dtypes)}")
+                    dtype = dtypes.pop()
+                    if collective.verb != "AllReduce":
+                        require(dtype == "uint8", f"{where} carries {dtype}, not uint8")
+                    if collective.verb != "AllGather" and not collective.splits:
+                        require(len(lengths) == 1, f"{where}: ranks give different lengths: {sorted(lengths)}")
+                    if collective.verb == "Broadcast":
+                        size = collective.num_bytes[0]
+                        require(size % 4 == 0, f"{where}: {size} bytes are no int32s")
+                    if collective.verb == "AllToAll" and not collective.splits:
+                        even = lengths.pop() % case.world == 0
+                        require(even, f"{where} cannot be cut into {case.world} equal pieces")
+                    verbs.append((collective.verb, collective.op, dtype))
+                key = (n, case.method.phase_of(step))
+                first = known.setdefault(key, verbs)
+                require(verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, they were {first}")
+
+
+def check_deterministic(case: Case) -> None:
+    """The same seed gives the same bytes; numpy's and Python's global generators are left alone."""
+    with _generators_untouched():
+        nets = [case.trial(), case.trial()]
+        for step in range(case.steps):
+            outs = []
+            for number, net in enumerate(nets):
+                np.random.seed(number)  # what the global generator holds must not matter
+                random.seed(number)
+                state, python = np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr, index]
+                outs.append(net.allreduce(case.gradients(200, step), "w")[0])
+                same = (np.random.get_state()[1] == state).all() and random.getstate() == python  # type: ignore[index]
+                require(same, f"step {step}: a global random generator was used")
+            require(equal(*outs), f"step {step}: the same seed gave different results")
+        require(nets[0].log == nets[1].log, "the same seed gave different payloads")
+
+
+@contextmanager
+def _generators_untouched() -> Iterator[None]:
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def check_nonfinite(case: Case) -> None:
+    """A NaN or Inf on one rank: NaN everywhere, states exactly as before, and then as if it had not been."""
+    for number, bad in enumerate((np.nan, np.inf, -np.inf)):
+        rank = number % case.world
+        net, spared = case.trial(), case.trial()
+        for step in range(case.steps):
+            both = zip(case.gradients(60, step), case.gradients(33, 9 + step), strict=True)
+            given = [{"a": a, "b": b} for a, b in both]
+            if step:
+                before = net.saved()
+                broken = [{name: g.copy() for name, g in one.items()} for one in given]
+                broken[rank]["b"][-1] = bad
+                for r, out in enumerate(net.allreduce_many(broken)):
+                    for name in ("a", "b"):
+                        nan = np.isnan(out[name]).all()
+                        require(
+                            nan,
+                            f"{bad} in 'b' of rank {rank}: rank {r} did not get NaN everywhere in {name!r}",
+                        )
+                require(same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
+            outs, expected = net.allreduce_many(given), spared.allreduce_many(given)
+            for r in range(case.world):
+                for name in ("a", "b"):
+                    same = equal(outs[r][name], expected[r][name])
+                    require(same, f"{bad} at step {step}: the next step differs from a run that was spared it")
+        same = same_states(net.saved(), spared.saved())
+        require(same, f"{bad}: states differ from those of a run that was spared it")
+
+
+def check_resume(case: Case) -> None:
+    """State saved and loaded is state: the run goes on bit-exactly, and what was saved stays a copy."""
+    straight, first, second = case.trial(), case.trial(), case.trial()
+    specs = [TensorSpec("v", (3, 5)), TensorSpec("w", case.shape(70))]
+
+    def gradients(step: int) -> list[dict[str, Array]]:
+        vs, ws = case.gradients((3, 5), step), case.gradients(70, 50 + step)
+        return [{"v": v, "w": w} for v, w in zip(vs, ws, strict=True)]
+
+    for step in range(3):
+        straight.allreduce_many(gradients(step))
+        first.allreduce_many(gradients(step))
+    saved = first.saved()
+    untouched = copy.deepcopy(saved)
+    for one in saved:
+        for slots in one["state"].values():
+            for slot, array in slots.items():
+                kind = type(array)
+                require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a plain array")
+    for rank in range(case.world):  # a saved state is not a view into a live one
+        first.allreduce_many(gradients(77 + rank))
+    require(same_states(saved, untouched), "a saved state changed as the run went on")
+    second.restore(saved, specs)
+    for step in range(3, 6):
+        for a, b in zip(straight.allreduce_many(gradients(step)), second.allreduce_many(gradients(step)), strict=True):
+            for name in a:
+                require(equal(a[name], b[name]), f"{name!r}, step {step}: resumed and uninterrupted runs differ")
+    require(
+        same_states(straight.saved(), second.saved()),
+        "resumed and uninterrupted runs end with different states",
+    )
+    require(same_states(saved, untouched), "the resumed run wrote into what it was loaded from")
+
+
+def check_loss_scale(case: Case) -> None:
+    """State is kept in unscaled units: a loss scale that changes shows in the result's scale only.
+
+    A method that keeps nothing need not know of it.
+    """
+    now = [1.0]
+    keeps = bool(feedback.slots(case.method, TensorSpec("w", case.shape(90))))
+    plain, scaled = case.trial(), case.trial(loss_scale=lambda: now[0])
+    for step in range(case.steps):
+        now[0] = float(2 ** (3 * step % 7))  # a power of two scales exactly
+        factor = np.float32(now[0])
+        given = case.gradients(90, step)
+        where = f"step {step}, loss scale {now[0]}"
+        out = scaled.allreduce([g * factor for g in given], "w")[0]
+        if keeps:
+            expected = plain.allreduce(given, "w")[0] * factor
+        else:
+            expected = plain.allreduce([g * factor for g in given], "w")[0]
+        close = np.allclose(out, expected, rtol=case.rounding, atol=case.rounding * float(factor))
+        require(close, f"{where}: the result is {out[:3]}…, should be {expected[:3]}…")
+        for rank in range(case.world):
+            kept, other = plain.residual("w", rank), scaled.residual("w", rank)
+            close = np.allclose(kept, other, rtol=case.rounding, atol=case.rounding)
+            require(close, f"{where}: rank {rank}'s residual is not in unscaled units")
+
+
+def check_state(case: Case) -> None:
+    """The state is what the method declares: the same slots, sizes and dtypes after every step."""
+    n = 65
+    net = case.trial()
+    (bucket,) = net.plan.buckets([TensorSpec("w", case.shape(n))])
+    declared = feedback.slots(bucket.program.main, bucket.spec)
+    for step in range(case.steps):
+        net.allreduce(case.gradients(n, step), "w")
+        for rank, worker in enumerate(net.ranks):
+            state = worker.states["w"]
+            require(
+                state.keys() == declared.keys(),
+                f"slots {sorted(state)} are kept, {sorted(declared)} declared",
+            )
+            for slot, array in state.items():
+                host, want = to_numpy(array), declared[slot]
+                kept = f"step {step}, rank {rank}: slot {slot!r}"
+                require(
+                    host.size == math.prod(want.shape),
+                    f"{kept} has {host.size} elements, declared {want.shape}",
+                )
+                require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared {want.dtype}")
+    for slot, want in declared.items():
+        if want.scope == "shared":
+            copies = [to_numpy(worker.states["w"][slot]).tobytes() for worker in net.ranks]
+            require(len(set(copies)) == 1, f"slot {slot!r} is declared shared, and differs between ranks")
+
+
+def check_wire(case: Case) -> None:
+    """Damaged payloads raise ``WireError``, or decode to something that fits the tensor."""
+    if type(case.method).decode is Method.decode:
+        return
+    if getattr(case.method, "route", "gather") != "gather":
+        return  # shards carry no header: they are of fixed length, and go to one rank each
+    shape = case.shape(120)
+    net = case.trial()
+    net.allreduce(case.gradients(shape), "w")
+    payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.verb == "AllGather" for sent in c.sent]
+    ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
+    ops, n = net.ops, case.method.places(ctx.spec)
+    for payload in payloads[:2]:
+        share = case.method.decode(to_ops(ops, payload.copy()), ctx, ops)
+        _fits(share, n, "an undamaged payload")
+        hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
+        for number, u in enumerate(hashes):
+            bad = payload.copy()
+            place = int(u * len(bad)) if len(bad) else 0
+            if number % 3 == 0:
+                bad = bad[:place].copy()
+            elif number % 3 == 1:
+                bad[place] ^= np.uint8(1 << number % 8)
+            else:
+                bad = np.concatenate([bad, bad[:place]])
+            try:
+                _fits(case.method.decode(to_ops(ops, bad), ctx, ops), n, "a damaged payload")
+            except WireError:
+                continue
+
+
+def _fits(share: Any, n: int, what: str) -> None:
+    if isinstance(share, Sparse):
+        index, values = to_numpy(share.index), to_numpy(share.values)
+        whole = len(index) == len(values) or (len(index) and len(values) % len(index) == 0)
+        require(whole, f"{what} decodes to {len(index)} indices and {len(values)} values")
+        require(((index >= 0) & (index < n)).all(), f"{what} decodes to an index outside of the tensor")
+    else:
+        require(len(to_numpy(share)) == n, f"{what} decodes to {len(to_numpy(share))} elements instead of {n}")

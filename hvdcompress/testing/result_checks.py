@@ -1,0 +1,179 @@
+"""Checks of what comes out: values, shapes, sums, and that nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+
+from hvdcompress import registry
+from hvdcompress.parts import feedback
+from hvdcompress.plan import load, plan_of
+from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_numpy
+
+
+def check_value(case: Case) -> None:
+    """A method is a frozen, hashable value, equal to another with the same fields, and survives a plan."""
+    method, settings = case.method, case.method.hyperparameters()
+    twin = type(method)(**settings)
+    require(twin == method and hash(twin) == hash(method), f"{method} made again from its fields is another value")
+    require(twin is not method and {method, twin} == {method}, "equal methods must count as one in a set")
+    for name in settings:
+        try:
+            setattr(method, name, settings[name])
+        except (FrozenInstanceError, AttributeError):
+            continue
+        raise AssertionError(f"field {name!r} can be written: methods are frozen")
+    for text in ("id", "paper", "sends"):
+        require(getattr(method, text), f"the method has no {text!r}")
+    require(json.loads(json.dumps(settings)) == settings, f"hyper-parameters cannot go through JSON: {settings}")
+    if registry.classes().get(method.id) is type(method):
+        require(registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is another method")
+        plan = plan_of(method)
+        again = load(json.loads(json.dumps(plan.to_dict())))
+        require(plan.program.main == method, f"the plan made from {method} holds {plan.program.main}")
+        require(again == plan and again.program.main == method, "load(plan.to_dict()) differs from the plan")
+        require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has another fingerprint")
+
+
+def check_shapes(case: Case) -> None:
+    """Any shape, size and dtype comes back as it went in; inputs stay untouched; nothing is aliased."""
+    net = case.trial()
+    shapes: list[tuple[int, ...]] = [(n,) for n in case.sizes] + [(), (3, 5, 7), (0, 4)]
+    for number, shape in enumerate(shapes):
+        for dtype in ("float32", "float64", "float16"):
+            given = [g.astype(dtype) for g in case.gradients(shape, number)]
+            before = [g.copy() for g in given]
+            for g in given:
+                g.flags.writeable = False  # writing one would raise, and say where
+            for kept in (
+                net.allreduce(given, f"{dtype}.{number}"),
+                net.allreduce(given, f"{dtype}.{number}"),
+            ):
+                for rank, out in enumerate(kept):
+                    where = f"shape {shape}, {dtype}, rank {rank}"
+                    require(
+                        out.shape == shape and out.dtype == dtype,
+                        f"{where}: {out.shape} {out.dtype} came back",
+                    )
+                    require(np.isfinite(out).all(), f"{where}: the result is not finite")
+                    require(equal(given[rank], before[rank]), f"{where}: the input was changed")
+                    require(not np.shares_memory(out, given[rank]), f"{where}: the result aliases the input")
+                    others = [other for r, other in enumerate(kept) if r != rank]
+                    require(
+                        not any(np.shares_memory(out, o) for o in others),
+                        f"{where}: results alias each other",
+                    )
+
+
+def check_layout(case: Case) -> None:
+    """How a gradient lies in memory (transposed, strided) makes no difference."""
+    layouts: dict[str, Callable[[Array], Array]] = {"F-ordered": np.asfortranarray, "strided": _strided}
+    for name, layout in layouts.items():
+        given = case.gradients((4, 6), 99)
+        plain = case.trial().allreduce(given, "w")
+        other = case.trial().allreduce([layout(g) for g in given], "w")
+        require(all(map(np.array_equal, plain, other)), f"a gradient that is {name} in memory gets another result")
+
+
+def _strided(x: Array) -> Array:
+    wide = np.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
+    wide[:, ::2] = x
+    return wide[:, ::2]
+
+
+def check_results(case: Case) -> None:
+    """All ranks end bit-identical, an average is the sum over the world, and no result is a reused buffer."""
+    summing, averaging = case.trial(), case.trial()
+    for n in case.sizes:
+        earlier: list[tuple[Array, Array]] = []
+        for step in range(case.steps):
+            given = case.gradients(n, step, "heavy" if step % 2 else "normal")
+            total = summing.allreduce(given, str(n), op="sum")
+            mean = averaging.allreduce(given, str(n))
+            for rank in range(1, case.world):
+                require(
+                    equal(mean[0], mean[rank]),
+                    f"n = {n}, step {step}: ranks 0 and {rank} got different results",
+                )
+            spread = 1e-5 * float(np.sum(np.abs(given), axis=0).max(initial=0.0))
+            close = np.allclose(mean[0] * np.float32(case.world), total[0], rtol=1e-5, atol=spread)
+            require(close, f"n = {n}, step {step}: average × world is not the sum")
+            require(
+                all(equal(*pair) for pair in earlier),
+                f"n = {n}, step {step}: an earlier result was overwritten",
+            )
+            earlier.append((mean[-1], mean[-1].copy()))
+
+
+def check_finite(case: Case) -> None:
+    """Finite in, finite out: zeros, constants, denormals, 24 powers of ten, and magnitudes up to 1e37."""
+    kinds: tuple[Kind, ...] = ("zero", "constant", "denormal", "mixed", "huge", "sparse", "shifted")
+    for n in [n for n in case.sizes if n <= 100][-3:]:
+        for kind in kinds:
+            # an unbiased result may be n times its input, and there is no float32 beyond 3.4e38
+            shrink = np.float32(1 / max(n, 1)) if case.unbiased else np.float32(1)
+            net = case.trial()
+            for step in range(2):
+                given = [g * shrink for g in case.gradients(n, step, kind)]
+                outs = net.allreduce(given, "w")
+                where = f"{kind} gradients, n = {n}, step {step}"
+                require(all(np.isfinite(out).all() for out in outs), f"{where}: the result is not finite")
+                for rank in range(case.world):
+                    finite = np.isfinite(net.residual("w", rank)).all()
+                    require(finite, f"{where}: rank {rank}'s residual is not finite")
+                if kind == "zero":
+                    require(
+                        not any(out.any() for out in outs),
+                        f"{where}: zeros in, {outs[0][outs[0] != 0][:3]} out",
+                    )
+
+
+def check_conservation(case: Case) -> None:
+    """Nothing is lost: Σ sent = Σ gradients − Σ (residual_T − residual_0)/β, over steps and ranks.
+
+    β is 1 for plain feedback. With momentum, the velocities that went into the residual stand for the gradients.
+    For a method without feedback there is nothing to check here.
+    """
+    if case.method.feedback == "none":
+        return
+    beta, factor = feedback.beta(case.method), case.method.momentum
+    for n in case.sizes:
+        net, shape, ranks = case.trial(), case.shape(n), range(case.world)
+        sent, given, residuals, largest = np.zeros(shape), np.zeros(shape), np.zeros(shape), 0.0
+        velocity: Any = np.zeros(shape)
+        for step in range(case.steps + case.world):
+            gradients = case.gradients(n, step, "heavy" if step % 3 == 2 else "normal")
+            total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
+            sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
+            residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
+            slots = [worker.states["w"].get(feedback.VELOCITY) for worker in net.ranks]
+            velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
+            per_rank = [np.abs(x).max(initial=0) for x in gradients]
+            largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))
+            gap = np.abs(sent - (given - residuals / beta)).max(initial=0.0)
+            allowed = case.rounding * (step + 1) * (largest + np.abs(residuals).max(initial=0) / beta)
+            require(
+                gap <= allowed,
+                f"n = {n}, step {step}: sent + residual is not the sum of the gradients: off by {gap:.3g}, "
+                f"{allowed:.3g} is rounding",
+            )
+
+
+def check_unbiased(case: Case) -> None:
+    """Where declared: the mean over steps is the gradient, within six standard errors."""
+    if not case.unbiased:
+        return
+    n, steps = 24, 300
+    net = case.trial()
+    given = case.gradients(n)
+    outs = np.array([net.allreduce(given, "w")[0] for _ in range(steps)], np.float64)
+    error = np.abs(outs.mean(axis=0) - np.mean(given, axis=0, dtype=np.float64))
+    allowed = 6 * outs.std(axis=0) / math.sqrt(steps) + case.rounding
+    worst = int((error - allowed).argmax())
+    text = f"biased: place {worst} is off by {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    require((error <= allowed).all(), text)

@@ -1,0 +1,56 @@
+"""What ranks agree on before they exchange anything: any difference is seen, and named on all of them alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdcompress.engine.agreement import PeerError, Status, compare_plans, failure, fingerprint
+
+
+def together(*ranks: Status) -> Status:
+    """As an all-reduce of maxima brings them together, in float64."""
+    return Status.of(np.max(np.array([one.numbers() for one in ranks], np.float64), axis=0).tolist())
+
+
+def test_ranks_that_agree() -> None:
+    state = fingerprint("plan", [("w", 3)])
+    one = together(*[Status(state=state, loss_scale=1024.0)] * 3)
+    assert one == Status(state=state, loss_scale=1024.0, least_loss_scale=1024.0)
+    one.check_loss_scale()
+
+
+@pytest.mark.parametrize("flag", ("failed", "non_finite", "triggered"))
+def test_a_flag_of_one_rank_is_seen_by_all(flag: str) -> None:
+    agreed = together(Status(), Status(**{flag: True}), Status())
+    assert agreed == Status(**{flag: True})
+
+
+def test_a_difference_that_an_average_would_hide() -> None:
+    assert not together(Status(state=1.0), Status(state=2.0), Status(state=3.0), Status(state=2.0)).alike
+
+
+def test_fingerprints_are_held_exactly_and_differ() -> None:
+    prints = [fingerprint("plan", step) for step in range(1000)]
+    assert len(set(prints)) == 1000
+    assert all(0 <= one < 2**52 and one == int(one) for one in prints)
+    assert fingerprint("a", 1) == fingerprint("a", 1) != fingerprint("a", 2)
+    assert not together(Status(state=2.0**52 - 1), Status(state=2.0**52 - 2)).alike
+
+
+def test_different_loss_scales() -> None:
+    with pytest.raises(PeerError, match=r"1\.0 on one and 8\.0 on another"):
+        together(Status(loss_scale=8.0), Status(loss_scale=1.0)).check_loss_scale()
+
+
+def test_failures_are_told_with_their_ranks() -> None:
+    assert "rank 1: no; rank 3: neither" in str(failure(["", "no", "", "neither"]))
+
+
+def test_plans_and_tensors_are_compared_by_key() -> None:
+    same = ({"method": "topk", "density": 0.1}, {"w": "(3,) float32"})
+    compare_plans([same, same])
+    with pytest.raises(PeerError, match="plan key 'method' is 'topk' on rank 0 and 'fft' on rank 2"):
+        compare_plans([same, same, ({"method": "fft", "density": 0.2}, same[1])])
+    with pytest.raises(PeerError, match=r"tensor 'w' is '\(3,\) float32' on rank 0 and None on rank 1"):
+        compare_plans([same, (same[0], {})])

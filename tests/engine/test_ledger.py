@@ -1,0 +1,128 @@
+"""The ledger: what was handed to collectives, and what rings carry."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.loopback import Loopback
+from hvdcompress.testing import numbers
+
+
+@pytest.mark.parametrize(
+    "verb,wire", [("AllReduce", 1200), ("Broadcast", 1200), ("AllToAll", 600), ("AllGather", 2400)]
+)
+def test_bytes_on_the_wire_of_a_ring_of_four(verb: str, wire: int) -> None:
+    """m = 800, p = 4: all-reduce 2·3/4·m, all-to-all 3/4·m, all-gather 3·m."""
+    ledger = Ledger(world=4)
+    ledger.add(0, "w", verb, 800)
+    assert (ledger.bytes_sent(), ledger.bytes_on_wire(), ledger.collectives()) == (800, wire, 1)
+
+
+def ring_all_gather(lengths: list[int], rank: int) -> int:
+    """Simulated: in p − 1 steps each rank passes on what it got last, starting with its own."""
+    p = len(lengths)
+    return sum(lengths[(rank - step) % p] for step in range(p - 1))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8))
+def test_uneven_all_gather_is_what_a_ring_passes_on(lengths: list[int]) -> None:
+    ledger = Ledger(world=len(lengths))
+    for rank, length in enumerate(lengths):
+        ledger.add(rank, "w", "AllGather", length, lengths)
+    for rank in range(len(lengths)):
+        assert ledger.bytes_on_wire(rank) == ring_all_gather(lengths, rank)
+        assert ledger.bytes_sent(rank) == lengths[rank]
+
+
+def test_one_worker_transmits_nothing() -> None:
+    for id in ("none", "topk", "scalecom", "bf16", "fp16", "randomk", "gaussiank"):
+        net = Loopback(id, world=1, min_elements=1)
+        net.allreduce([np.ones(100, np.float32)])
+        assert net.ledger.bytes_on_wire(0) == 0 < net.ledger.bytes_sent(0)
+
+
+def test_ranks_and_tensors_are_kept_apart() -> None:
+    ledger = Ledger(world=2, rank=1)
+    ledger.add(0, "a", "AllReduce", 10)
+    ledger.add(1, "a", "AllReduce", 20)
+    ledger.add(1, "b", "AllReduce", 40)
+    ledger.add_dense(1, "b", 400)
+    assert [ledger.bytes_sent(rank) for rank in (0, 1, None)] == [10, 60, 60]
+    assert {name: (e.sent, e.dense, e.collectives) for name, e in ledger.tensors().items()} == {
+        "a": (20, 0, 1),
+        "b": (40, 400, 1),
+    }
+    assert ledger.tensors(0).keys() == {"a"}
+
+
+def test_rate_is_dense_bytes_by_bytes_sent() -> None:
+    net = Loopback("topk", world=2, density=0.01)
+    assert math.isnan(net.ledger.rate(0))
+    for step in range(3):
+        net.allreduce([numbers((4000,), rank, step) for rank in range(2)])
+    assert net.ledger.dense_bytes(0) == 3 * 16_000
+    assert net.ledger.rate(0) == 48_000 / net.ledger.bytes_sent(0) > 40
+
+
+def test_dense_bytes_are_in_the_gradients_own_dtype() -> None:
+    net = Loopback("none", world=1)
+    for name, dtype, size in (("h", np.float16, 2), ("s", np.float32, 4), ("d", np.float64, 8)):
+        net.allreduce([np.ones(10, dtype)], name)
+        assert net.ledger.tensors(0)[name].dense == 10 * size
+
+
+def test_tensors_sum_to_the_rank() -> None:
+    net = Loopback("scalecom", world=3, density=0.1, min_elements=50)
+    for step in range(2):
+        net.allreduce_many([{n: numbers((s,), rank, step) for n, s in (("a", 20), ("b", 500))} for rank in range(3)])
+    for rank in range(3):
+        entries = net.ledger.tensors(rank).values()
+        assert sum(e.sent for e in entries) == net.ledger.bytes_sent(rank)
+        assert round(sum(e.on_wire for e in entries)) == net.ledger.bytes_on_wire(rank)
+        assert sum(e.collectives for e in entries) == net.ledger.collectives(rank)
+
+
+def test_a_broadcast_counts_on_every_rank() -> None:
+    net = Loopback("scalecom", world=3, density=0.01)
+    net.allreduce([numbers((2000,), rank) for rank in range(3)])
+    assert len({net.ledger.bytes_sent(rank) for rank in range(3)}) == 1
+
+
+def test_seconds_and_steps() -> None:
+    net = Loopback("topk", world=2)
+    for step in range(2):
+        net.allreduce([numbers((5000,), rank, step) for rank in range(2)])
+    bad = [numbers((5000,), rank) for rank in range(2)]
+    bad[1][0] = np.inf
+    net.allreduce(bad)
+    assert net.ledger.steps == 2, "an abandoned step is none"
+    seconds = net.ledger.seconds(1)
+    assert set(seconds) == {"select", "communicate"} and seconds["select"] > 0
+
+
+def test_counters_add_up_and_reset_forgets() -> None:
+    ledger = Ledger(world=2)
+    ledger.count(0, {"kept": 3})
+    ledger.count(0, {"kept": 4, "saturated": 1})
+    ledger.count(1, {"kept": 100})
+    assert ledger.counters(0) == {"kept": 7, "saturated": 1}
+    ledger.add(0, "w", "AllReduce", 8)
+    ledger.reset()
+    assert ledger.counters(0) == {} and ledger.bytes_sent(0) == 0 and ledger.tensors(0) == {} and ledger.steps == 0
+
+
+def test_asking_changes_nothing() -> None:
+    ledger = Ledger(world=2)
+    before = repr(ledger.tensors(5))
+    assert ledger.bytes_sent(5) == 0 and repr(ledger.tensors(5)) == before
+
+
+def test_unknown_verb_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        Ledger(world=2).add(0, "w", "SendRecv", 8)

@@ -1,0 +1,71 @@
+"""The README and the examples say what is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    line = [sys.executable, str(ROOT / "launch" / "update_readme.py"), "--check"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_the_loopback_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (block,) = [b for b in blocks if "Loopback" in b]
+    exec(block.replace("world=64", "world=4").replace("range(64)", "range(4)"), {})
+
+
+def test_the_plan_example_loads(tmp_path: Path) -> None:
+    import hvdcompress
+    from hvdcompress.method import TensorSpec
+
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (tmp_path / "plan.yaml").write_text(block)
+    plan = hvdcompress.load(tmp_path / "plan.yaml")
+    assert plan.program_of(TensorSpec("conv1.weight", (64, 3, 7, 7))).main.id == "none"
+    conv = plan.program_of(TensorSpec("layer2.conv.weight", (64, 64, 3, 3)))
+    assert (conv.at(0).id, conv.at(5 * 391).id, conv.main.density) == ("none", "scalecom", 0.0025)
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(200)
+def test_the_torch_examples_train() -> None:
+    pytest.importorskip("horovod")
+    sys.path.insert(0, str(ROOT / "tests" / "parallel"))
+    from test_torch import launch
+
+    found = {}
+    for name in ("plain", "compressed"):
+        done = launch("mpi-2", ROOT / "examples" / f"torch_{name}.py", seconds=90)
+        assert done.returncode == 0, done.stdout[-2000:]
+        found[name] = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
+    assert found["plain"] > 93 and np.isclose(*found.values(), atol=3), found
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["tensorflow_plain", "tensorflow_compressed", "keras_compressed"])
+def test_the_tensorflow_examples_train(name: str) -> None:
+    pytest.importorskip("horovod.tensorflow")
+    sys.path.insert(0, str(ROOT / "tests" / "parallel"))
+    from test_torch import launch
+
+    done = launch("mpi-2", ROOT / "examples" / f"{name}.py", seconds=150)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1]) > 92

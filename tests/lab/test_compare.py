@@ -1,0 +1,77 @@
+"""`hvdcompress compare`: errors and bytes of methods on saved gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from hvdcompress.cli import app
+from hvdcompress.lab import compare
+from hvdcompress.lab.training.experiment import MethodEntry
+from hvdcompress.testing import numbers
+
+SHAPES = {"conv": (8, 4, 3, 3), "fc": (40, 50)}
+
+
+def gradients(steps: int = 5, ranks: int = 2) -> compare.Gradients:
+    return [
+        [{name: numbers(shape, rank, step) for name, shape in SHAPES.items()} for rank in range(ranks)]
+        for step in range(steps)
+    ]
+
+
+def measured(method: str, **settings: object) -> compare.Outcome:
+    return compare.measure(MethodEntry(label=method, method=method, min_elements=1, **settings), gradients())
+
+
+def test_dense_has_no_error() -> None:
+    outcome = measured("none")
+    assert outcome.one_exchange < 1e-6 and outcome.whole_run is not None and outcome.whole_run < 1e-6
+    assert outcome.num_bytes == 4 * (8 * 4 * 9 + 2000) and outcome.rate == 1
+
+
+def test_errors_are_those_that_their_definition_says() -> None:
+    """Random-k of half of the elements: what is left out of one exchange is the error of that exchange."""
+    outcome = measured("randomk", density=0.5)
+    assert 0.6 < outcome.one_exchange < 0.8  # sqrt(1/2)
+    assert outcome.whole_run is not None and outcome.whole_run < outcome.one_exchange  # feedback makes up for it
+    lost = measured("randomk", density=0.5, feedback="none")
+    assert lost.whole_run is not None and lost.whole_run > outcome.whole_run
+
+
+def test_momentum_has_no_sum_to_compare() -> None:
+    assert measured("topk", density=0.1, feedback="momentum").whole_run is None
+
+
+def test_gradients_go_through_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "sub" / "g.safetensors"
+    compare.save(file, gradients())
+    again = compare.load(file)
+    assert len(again) == 5 and len(again[0]) == 2
+    assert all(np.array_equal(again[s][r][n], gradients()[s][r][n]) for s in range(5) for r in range(2) for n in SHAPES)
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="save_gradients"):
+        compare.load(tmp_path / "none.safetensors")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="no gradients"):
+        compare.load(tmp_path / "text")
+    ragged = gradients()
+    del ragged[2][1]["fc"]
+    compare.save(tmp_path / "ragged", ragged)
+    with pytest.raises(ValueError, match="not every step"):
+        compare.load(tmp_path / "ragged")
+
+
+def test_the_command_prints_and_writes_a_table(tmp_path: Path) -> None:
+    file, table = tmp_path / "g.safetensors", tmp_path / "t.md"
+    compare.save(file, gradients(2))
+    done = CliRunner().invoke(app, ["compare", str(file), "--methods", "none,topk", "--out", str(table)])
+    assert done.exit_code == 0 and "topk" in done.output
+    assert table.read_text().count("\n") == 4 and "| topk density=0.01 |" in table.read_text()
+    bad = CliRunner().invoke(app, ["compare", str(file), "--methods", "topkk"])
+    assert bad.exit_code == 2 and "did you mean" in bad.output + (bad.stderr or "")

@@ -1,0 +1,48 @@
+"""The time that trainings take to a fixed loss, from curves that are given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdcompress.lab.training import to_loss
+from hvdcompress.lab.training.experiment import Experiment
+
+
+def test_one_lucky_batch_is_not_enough():
+    seconds = [float(n) for n in range(10)]
+    assert to_loss.reached(seconds, [5, 5, 0, 5, 5, 5, 1, 1, 1, 1], 2) == 9  # (5 + 1 + 1 + 1 + 1)/5
+    assert to_loss.reached(seconds, [5] * 10, 2) is None
+    assert to_loss.reached([], [], 2) is None
+
+
+def run(folder: Path, losses: dict[str, list[float]]) -> Path:
+    tasks = [{"task": "digits", "steps": 8, "label": "digits"}]
+    experiment = Experiment.open({"name": "x", "tasks": tasks, "methods": list(losses)})
+    (folder / "metrics").mkdir()
+    experiment.save(folder / "config.yaml")
+    for each in experiment.runs():
+        curve = losses[each.method.label]
+        pace = 2.0 if each.method.label == "none" else 0.5
+        events = [
+            {"event": "step", "step": n, "loss": loss, "bytes_sent": n, "dense_bytes": n, "seconds": n * pace}
+            for n, loss in enumerate(curve, 1)
+        ]
+        text = "\n".join(map(json.dumps, events))
+        (folder / "metrics" / f"{each.id}.jsonl").write_text(text)
+    return folder
+
+
+def test_the_table(tmp_path):
+    falling = [8.0, 7, 6, 5, 4, 3, 2, 1]
+    folder = run(tmp_path, {"none": falling, "topk": falling, "fp16": [9.0] * 8})
+    lines = to_loss.table(folder, {"digits": 5.0})
+    assert lines[2:] == [
+        "| digits, 5 | none | 12.0 s | 100 % | 6 |",
+        "| digits, 5 | topk | 3.00 s | 25 % | 6 |",
+        "| digits, 5 | fp16 | not reached | – | – |",
+    ]
+    with pytest.raises(ValueError, match="has no task 'bytes'; it has: digits"):
+        to_loss.table(folder, {"bytes": 1.0})

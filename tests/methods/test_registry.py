@@ -1,0 +1,133 @@
+"""Methods are found, made and refused by name."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import FrozenInstanceError
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hvdcompress
+from hvdcompress import registry
+from hvdcompress.method import Method
+
+IDS = ["bf16", "fp16", "gaussiank", "none", "randomk", "scalecom", "topk"]
+
+
+def test_available_is_sorted_and_has_the_seven() -> None:
+    found = hvdcompress.available()
+    assert found == sorted(found) and set(IDS) <= set(found)
+
+
+def test_every_file_in_methods_is_a_method_and_its_name_the_id() -> None:
+    folder = Path(hvdcompress.__file__).parent / "methods"
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert files <= set(hvdcompress.available())
+    for id, cls in registry.classes().items():
+        assert cls.id == id and issubclass(cls, Method) and cls.paper and cls.sends
+
+
+@pytest.mark.parametrize("id", hvdcompress.available())
+def test_method_is_a_frozen_value(id: str) -> None:
+    method = hvdcompress.get(id)
+    assert method == hvdcompress.get(id) and hash(method) == hash(hvdcompress.get(id))
+    assert method == hvdcompress.get(id, **method.hyperparameters())
+    with pytest.raises((FrozenInstanceError, AttributeError)):
+        method.beta = 0.5  # type: ignore[misc]
+    with pytest.raises((TypeError, ValueError)):
+        type(method)(0.5)  # positions mean nothing
+
+
+def test_methods_of_different_ids_are_different() -> None:
+    methods = [hvdcompress.get(id) for id in hvdcompress.available()]
+    assert len(set(methods)) == len(methods)
+
+
+@pytest.mark.parametrize(
+    "id,fields,words",
+    [
+        ("topkk", {}, ["topkk", "did you mean 'topk'", "available"]),
+        ("topk", {"densty": 0.1}, ["densty", "did you mean 'density'", "it has"]),
+        ("topk", {"density": 0.0}, ["density", "greater than 0"]),
+        ("topk", {"density": -1}, ["density", "-1"]),
+        ("topk", {"density": 1.5}, ["density", "1.5", "less than or equal to 1"]),
+        ("topk", {"density": True}, ["density", "boolean"]),
+        ("topk", {"density": "lots"}, ["density", "lots"]),
+        ("topk", {"density": None}, ["density"]),
+        ("topk", {"density": float("nan")}, ["density"]),
+        ("topk", {"density": float("inf")}, ["density"]),
+        ("topk", {"values": "fp8"}, ["values", "fp8", "bf16"]),
+        ("topk", {"feedback": "yes"}, ["feedback", "lowpass"]),
+        ("scalecom", {"beta": 0}, ["beta"]),
+        ("scalecom", {"beta": 1.01}, ["beta"]),
+        ("scalecom", {"select": "best"}, ["select", "exact"]),
+        ("gaussiank", {"refine": "never"}, ["refine", "paper"]),
+        ("gaussiank", {"scope": "all"}, ["scope", "global"]),
+        ("randomk", {"unbiased": True}, ["unbiased", "feedback"]),
+        ("none", {"density": 0.1}, ["none", "density"]),
+        ("topk", {"id": "x"}, ["id"]),
+        (["topk"], {}, ["unknown method"]),
+        (None, {}, ["unknown method"]),
+    ],
+)
+def test_errors_name_the_field(id: Any, fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        hvdcompress.get(id, **fields)
+    for word in words:
+        assert word in str(caught.value)
+
+
+SOURCE = """
+    '''A third party's method.'''
+    from hvdcompress.method import AllReduce, Method, Reduced
+    from hvdcompress.registry import method
+
+    @method
+    class Plain(Method):
+        paper, sends = "none", "4n bytes"
+
+        def num_bytes(self, spec, world):
+            return 4 * spec.size
+
+        def exchange(self, x, state, ctx, ops):
+            return Reduced(total=(yield AllReduce(x)), own=x.copy())
+"""
+
+
+@pytest.fixture
+def fresh_registry() -> Any:
+    registry.classes.cache_clear()
+    yield
+    registry.classes.cache_clear()
+
+
+def _entry_point(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
+    (folder / f"{name}.py").write_text(textwrap.dedent(SOURCE), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    point = EntryPoint(name, name, "hvdcompress.methods")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+
+
+def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None) -> None:
+    from hvdcompress.loopback import Loopback
+    from hvdcompress.testing import check_method
+
+    _entry_point(monkeypatch, tmp_path, "thirdparty_plain")
+    assert "thirdparty_plain" in hvdcompress.available()
+    check_method(hvdcompress.get("thirdparty_plain"), worlds=(2,), sizes=(1, 9), steps=2)
+    Loopback("thirdparty_plain", world=2)
+    assert hvdcompress.load({"method": "thirdparty_plain"}).program.main.id == "thirdparty_plain"
+    assert registry.docstring(registry.classes()["thirdparty_plain"]) == "A third party's method."
+
+
+def test_two_methods_of_one_id_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None
+) -> None:
+    _entry_point(monkeypatch, tmp_path, "topk")
+    with pytest.raises(RuntimeError, match="two methods have the id 'topk'"):
+        hvdcompress.available()

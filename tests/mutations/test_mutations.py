@@ -1,0 +1,488 @@
+"""The checks can fail: the library is broken on purpose, and the tests that should notice must go red.
+
+(Einops' own ``check_equal`` lacked an ``assert`` for years.) Each mutation is applied with monkeypatch; the
+guard, a check of ``check_method`` or a test by its name, must pass without it and raise with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_bf16
+import test_contract
+import test_convergence
+import test_fp16
+import test_gaussiank
+import test_randomk
+import test_scalecom
+import test_topk
+import test_wire
+
+import hvdcompress
+from hvdcompress import testing
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.rank import Worker
+from hvdcompress.loopback import Loopback
+from hvdcompress.method import AllReduce, Broadcast, Method
+from hvdcompress.ops import numpy as reference
+from hvdcompress.parts import codecs, feedback, pack, seed, select
+from hvdcompress.testing import Check, check_method
+
+Patch = pytest.MonkeyPatch
+Guard = Callable[[], Any]
+
+
+def holds(id: str, *checks: Check, worlds: tuple[int, ...] = (3,), **options: Any) -> Guard:
+    """A guard: these checks of the suite, on the reference backend."""
+    density = {"density": 0.1} if "density" in hvdcompress.get(id).hyperparameters() else {}
+    method = hvdcompress.get(id, **{**density, **options})
+    return lambda: check_method(method, worlds=worlds, sizes=(1, 60), steps=4, ops=reference, checks=checks)
+
+
+# -- the mutations ----------------------------------------------------------------------------------------
+
+
+def feedback_is_switched_off(patch: Patch) -> None:
+    def forget(gradient: Any, residual: Any, scale: float, out: Any) -> None:
+        np.multiply(gradient, np.float32(scale), out=out)
+
+    patch.setattr(reference, "accumulate", forget)
+
+
+def residual_is_never_updated(patch: Patch) -> None:
+    exchange = feedback.exchange
+
+    def same(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        reduced = yield from exchange(method, g, scale, state, spare, ctx, ops)
+        return replace(reduced, state={name: state[name] for name in reduced.state})
+
+    patch.setattr(feedback, "exchange", same)
+
+
+def residual_sign_is_flipped(patch: Patch) -> None:
+    def flipped(gradient: Any, residual: Any, scale: float, out: Any) -> None:
+        out[...] = np.float32(scale) * gradient - residual
+
+    patch.setattr(reference, "accumulate", flipped)
+
+
+def own_share_is_added_to_the_residual(patch: Patch) -> None:
+    subtract = reference.subtract
+    patch.setattr(reference, "subtract", lambda x, own, factor: subtract(x, own, -factor))
+
+
+def sent_places_are_zeroed_under_low_pass(patch: Patch) -> None:
+    """m' = 0 at sent places, where it must be (1 − β)m."""
+    exchange = feedback.exchange
+
+    def zeroing(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        reduced = yield from exchange(method, g, scale, state, spare, ctx, ops)
+        reduced.state[feedback.RESIDUAL][reduced.own.index] = 0
+        return reduced
+
+    patch.setattr(feedback, "exchange", zeroing)
+
+
+def beta_is_ignored(patch: Patch) -> None:
+    patch.setattr(feedback, "beta", lambda method: 1.0)
+
+
+def duplicates_are_dropped(patch: Patch) -> None:
+    def write(out: Any, total: Any, factor: float) -> None:
+        if isinstance(total, tuple):
+            out[...] = 0
+            out[total.index] += (total.values * np.float32(factor)).astype(out.dtype)
+        else:
+            out[...] = total * factor
+
+    patch.setattr(reference, "write", write)
+
+
+def one_ranks_leader_is_off_by_one(patch: Patch) -> None:
+    _turn_leader(patch, lambda verb, ctx: (verb.root + (ctx.rank == 1)) % ctx.world)
+
+
+def every_ranks_leader_is_off_by_one(patch: Patch) -> None:
+    _turn_leader(patch, lambda verb, ctx: (verb.root + 1) % ctx.world)
+
+
+def leader_is_always_rank_0(patch: Patch) -> None:
+    _turn_leader(patch, lambda verb, ctx: 0)
+
+
+def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
+    cls = type(hvdcompress.get("scalecom"))
+    exchange = cls.exchange
+
+    def turned(self: Method, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        inner = exchange(self, x, state, ctx, ops)
+        verb = next(inner)
+        while True:
+            verb = replace(verb, root=root(verb, ctx)) if isinstance(verb, Broadcast) else verb
+            result = yield verb
+            try:
+                verb = inner.send(result)
+            except StopIteration as stop:
+                return stop.value
+
+    patch.setattr(cls, "exchange", turned)
+
+
+def last_index_is_off_by_one(patch: Patch) -> None:
+    encode = pack.encode_index
+
+    def off(index: Any, coding: Any, n: int, ops: Any) -> Any:
+        index = index.copy()
+        if len(index) and index[-1] + 1 < n:
+            index[-1] += 1
+        return encode(index, coding, n, ops)
+
+    patch.setattr(pack, "encode_index", off)
+
+
+def last_value_is_lost(patch: Patch) -> None:
+    encode = pack.encode
+
+    def lost(chosen: Any, *rest: Any, **more: Any) -> Any:
+        amounts = chosen.values.copy()
+        amounts[-1:] = 0
+        return encode(chosen._replace(values=amounts), *rest, **more)
+
+    patch.setattr(pack, "encode", lost)
+
+
+def top_k_takes_the_smallest(patch: Patch) -> None:
+    patch.setattr(reference, "top_k", lambda x, k: np.sort(np.argsort(np.abs(x), kind="stable")[:k]).astype("int32"))
+
+
+def ties_go_to_the_highest_index(patch: Patch) -> None:
+    top_k = reference.top_k
+    patch.setattr(reference, "top_k", lambda x, k: np.sort(len(x) - 1 - top_k(x[::-1], k)).astype("int32"))
+
+
+def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
+    def all_reduce(x: Any, width: Any, ctx: Any, ops: Any) -> Any:
+        payload, _ = ops.to_fp16(x, 1.0)
+        return ops.from_fp16((yield AllReduce(payload)), 1.0), ops.from_fp16(payload, 1.0)
+
+    patch.setattr(codecs, "all_reduce", all_reduce)
+
+
+def saturation_is_not_counted(patch: Patch) -> None:
+    patch.setattr(codecs, "_count_saturated", lambda ctx, count: None)
+
+
+def bf16_is_cut_off_instead_of_rounded(patch: Patch) -> None:
+    patch.setattr(
+        "hvdcompress.ops.fast.to_bf16",
+        lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype("uint16"),
+    )
+
+
+def bad_step_is_not_rolled_back(patch: Patch) -> None:
+    abandon = Worker.abandon
+
+    def keep(self: Worker, flight: Any, outs: Any, ops: Any) -> None:
+        scratch = [np.empty_like(out) for out in outs]
+        self.finish(flight, scratch, 1.0, ops)
+        for out in outs:
+            ops.fill(out, float("nan"))
+
+    assert abandon
+    patch.setattr(Worker, "abandon", keep)
+
+
+def nan_is_not_noticed(patch: Patch) -> None:
+    patch.setattr(reference, "all_finite", lambda x: True)
+
+
+def residual_is_written_in_place(patch: Patch) -> None:
+    """Accumulating into the residual itself: a step that is abandoned cannot be undone then."""
+    exchange = feedback.exchange
+
+    def in_place(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        if feedback.RESIDUAL in state:
+            state[feedback.RESIDUAL] += g
+            g = np.zeros_like(g)
+        return exchange(method, g, scale, state, spare, ctx, ops)
+
+    patch.setattr(feedback, "exchange", in_place)
+
+
+def input_is_written(patch: Patch) -> None:
+    def scribble(gradient: Any, residual: Any, scale: float, out: Any) -> None:
+        gradient += residual
+        out[...] = gradient
+
+    patch.setattr(reference, "accumulate", scribble)
+
+
+def steps_are_not_restored(patch: Patch) -> None:
+    load = Worker.load_state_dict
+
+    def forget(self: Worker, *args: Any, **more: Any) -> None:
+        load(self, *args, **more)
+        self.steps = dict.fromkeys(self.steps, 0)
+
+    patch.setattr(Worker, "load_state_dict", forget)
+
+
+def residual_of_rank_0_is_loaded_everywhere(patch: Patch) -> None:
+    saved = testing.Trial.saved
+
+    def first(self: testing.Trial) -> Any:
+        ranks = saved(self)
+        return [{**one, "state": ranks[0]["state"]} for one in ranks]
+
+    patch.setattr(testing.Trial, "saved", first)
+
+
+def state_dict_is_a_view(patch: Patch) -> None:
+    patch.setattr(Worker, "state_dict", _view)
+
+
+def _view(self: Worker) -> dict[str, Any]:
+    head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
+    return {**head, "steps": dict(self.steps), "state": self.states}
+
+
+def residual_is_kept_scaled(patch: Patch) -> None:
+    start = Worker.start
+
+    def scaled(self: Worker, bucket: Any, gradient: Any, ops: Any, loss_scale: float = 1.0) -> Any:
+        return start(self, bucket, gradient, ops, 1.0)
+
+    patch.setattr(Worker, "start", scaled)
+
+
+def ranks_draw_different_places(patch: Patch) -> None:
+    patch.setattr(seed, "shared_key", seed.private_key)
+
+
+def global_generator_is_reseeded(patch: Patch) -> None:
+    def reseeding(key: Any, k: int, n: int) -> Any:
+        np.random.seed(int(key[0]) % 1000)
+        return np.sort(np.random.permutation(n)[:k])
+
+    patch.setattr(seed, "distinct_indices", reseeding)
+
+
+def places_come_with_repeats(patch: Patch) -> None:
+    patch.setattr(seed, "distinct_indices", lambda key, k, n: np.sort((seed.uniform(key, k) * n).astype(np.int64)))
+
+
+def nothing_is_scaled_up_without_feedback(patch: Patch) -> None:
+    cls = type(hvdcompress.get("randomk"))
+    exchange = cls.exchange
+
+    def biased(self: Any, *rest: Any) -> Any:
+        return exchange(hvdcompress.get("randomk", **{**self.hyperparameters(), "unbiased": False}), *rest)
+
+    patch.setattr(cls, "exchange", biased)
+
+
+def broadcasts_are_not_counted(patch: Patch) -> None:
+    add = Ledger.add
+
+    def skip(self: Ledger, rank: int, name: str, verb: str, num_bytes: int, gathered: Any = None) -> None:
+        if verb != "Broadcast":
+            add(self, rank, name, verb, num_bytes, gathered)
+
+    patch.setattr(Ledger, "add", skip)
+
+
+def formula_forgets_the_header(patch: Patch) -> None:
+    num_bytes = pack.num_bytes
+    cls = type(hvdcompress.get("topk"))
+    patch.setattr(cls, "num_bytes", lambda self, spec, world: num_bytes(6, spec.size, "fp32") - 24)
+
+
+def verbs_depend_on_the_data(patch: Patch) -> None:
+    cls = type(hvdcompress.get("topk"))
+    exchange = cls.exchange
+
+    def lazy(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        if ops.max_abs(x) > 0:
+            yield AllReduce(np.zeros(1, np.float32))
+        return (yield from exchange(self, x, state, ctx, ops))
+
+    patch.setattr(cls, "exchange", lazy)
+
+
+def decoder_trusts_the_indices(patch: Patch) -> None:
+    patch.setattr(reference, "all_below", lambda index, n: True)
+
+
+def decoder_trusts_the_header(patch: Patch) -> None:
+    patch.setattr("hvdcompress.parts.wire.check", lambda *anything: None)
+
+
+def a_half_of_the_threshold_rounds_is_left_out(patch: Patch) -> None:
+    paper = select.refine_paper
+
+    def once(x: Any, start: Any, k: int, capacity: int, ops: Any) -> Any:
+        kept = paper(x, start, k, capacity, ops)[0]
+        return (kept if kept == start else np.float32(start * np.float32(0.5))), None
+
+    patch.setattr(select, "refine_paper", once)
+
+
+def bisection_stops_after_four(patch: Patch) -> None:
+    def short(x: Any, start: Any, k: int, capacity: int, ops: Any) -> Any:
+        return np.float32(start), None
+
+    patch.setattr(select, "refine_bisect", short)
+
+
+c = testing
+CASES: list[tuple[Callable[[Patch], None], Guard]] = [
+    (feedback_is_switched_off, holds("topk", c.check_conservation)),
+    (feedback_is_switched_off, holds("scalecom", c.check_conservation)),
+    (feedback_is_switched_off, holds("randomk", c.check_conservation)),
+    (residual_is_never_updated, holds("gaussiank", c.check_conservation)),
+    (residual_is_never_updated, lambda: test_convergence.gate("scalecom", density=0.02)),
+    (residual_sign_is_flipped, holds("topk", c.check_conservation)),
+    (residual_sign_is_flipped, holds("scalecom", c.check_conservation)),
+    (own_share_is_added_to_the_residual, holds("gaussiank", c.check_conservation)),
+    (own_share_is_added_to_the_residual, holds("scalecom", c.check_conservation)),
+    (sent_places_are_zeroed_under_low_pass, holds("scalecom", c.check_conservation, beta=0.3)),
+    (beta_is_ignored, lambda: test_scalecom.run_beside_oracle(beta=0.3)),
+    (beta_is_ignored, lambda: test_scalecom.test_low_pass_residual(0.3)),
+    (duplicates_are_dropped, holds("topk", c.check_conservation)),
+    (duplicates_are_dropped, holds("gaussiank", c.check_conservation)),
+    (one_ranks_leader_is_off_by_one, holds("scalecom", c.check_results)),
+    (every_ranks_leader_is_off_by_one, lambda: test_scalecom.test_leader_is_step_modulo_world(3)),
+    (every_ranks_leader_is_off_by_one, test_scalecom.run_beside_oracle),
+    (leader_is_always_rank_0, test_scalecom.run_beside_oracle),
+    (last_index_is_off_by_one, test_topk.run_beside_oracle),
+    (last_index_is_off_by_one, lambda: test_scalecom.run_beside_oracle(select="exact")),
+    (last_index_is_off_by_one, lambda: test_contract.test_golden_case("topk", "numpy")),
+    (last_value_is_lost, test_topk.run_beside_oracle),
+    (last_value_is_lost, test_gaussiank.run_beside_oracle),
+    (top_k_takes_the_smallest, lambda: test_contract.test_golden_case("topk", "numpy")),
+    (ties_go_to_the_highest_index, test_topk.test_among_equal_magnitudes_the_lowest_index_is_sent),
+    (fp16_is_not_scaled_before_the_sum, lambda: test_fp16.average_stays_in_range(64)),
+    (fp16_is_not_scaled_before_the_sum, lambda: test_contract.test_golden_case("fp16", "numpy")),
+    (saturation_is_not_counted, lambda: test_fp16.test_beyond_the_range_saturates_and_is_counted(2)),
+    (bf16_is_cut_off_instead_of_rounded, test_bf16.test_ties_go_to_even),
+    (bad_step_is_not_rolled_back, holds("topk", c.check_nonfinite)),
+    (bad_step_is_not_rolled_back, holds("scalecom", c.check_nonfinite)),
+    (nan_is_not_noticed, holds("none", c.check_nonfinite)),
+    (nan_is_not_noticed, holds("topk", c.check_nonfinite)),
+    (residual_is_written_in_place, holds("topk", c.check_nonfinite)),
+    (input_is_written, holds("topk", c.check_shapes)),
+    (steps_are_not_restored, holds("scalecom", c.check_resume)),
+    (steps_are_not_restored, holds("randomk", c.check_resume)),
+    (residual_of_rank_0_is_loaded_everywhere, holds("topk", c.check_resume)),
+    (state_dict_is_a_view, holds("topk", c.check_resume)),
+    (residual_is_kept_scaled, holds("topk", c.check_loss_scale)),
+    (ranks_draw_different_places, holds("randomk", c.check_conservation)),
+    (global_generator_is_reseeded, holds("randomk", c.check_deterministic)),
+    (places_come_with_repeats, test_randomk.test_all_places_when_all_are_kept),
+    (
+        nothing_is_scaled_up_without_feedback,
+        holds("randomk", c.check_unbiased, feedback="none", unbiased=True),
+    ),
+    (broadcasts_are_not_counted, holds("scalecom", c.check_bytes)),
+    (formula_forgets_the_header, holds("topk", c.check_bytes)),
+    (verbs_depend_on_the_data, holds("topk", c.check_choreography)),
+    (decoder_trusts_the_indices, lambda: test_wire.test_damaged_payloads(method=test_wire.METHODS[0])),
+    (decoder_trusts_the_header, holds("topk", c.check_wire)),
+    (a_half_of_the_threshold_rounds_is_left_out, test_gaussiank.run_beside_oracle),
+    (
+        bisection_stops_after_four,
+        lambda: test_gaussiank.test_bisection_holds_the_count_on_any_distribution("laplace", 0.01),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation,guard", CASES, ids=[f"{i}-{m.__name__}" for i, (m, _) in enumerate(CASES)])
+def test_mutation_is_noticed(mutation: Callable[[Patch], None], guard: Guard) -> None:
+    must_notice(mutation, guard)
+
+
+def must_notice(mutation: Callable[[Patch], None], guard: Guard) -> None:
+    """The guard passes, raises with the mutation applied, and passes again."""
+    guard()
+    with pytest.MonkeyPatch.context() as patch:
+        mutation(patch)
+        with pytest.raises(Exception) as caught:
+            guard()
+    # a crash of the mutation itself would prove nothing
+    assert not isinstance(caught.value, NameError | AttributeError | TypeError | KeyError), caught.value
+    guard()
+
+
+def test_every_check_of_the_suite_has_been_seen_red() -> None:
+    """A check that no mutation turns red may check nothing."""
+    import inspect
+
+    text = inspect.getsource(inspect.getmodule(test_every_check_of_the_suite_has_been_seen_red))  # type: ignore[arg-type]
+    seen = {check.__name__ for check in testing.CHECKS if f"c.{check.__name__}" in text}
+    rest = {check.__name__ for check in testing.CHECKS} - seen
+    assert rest == {"check_value", "check_layout", "check_finite", "check_state"}, "these are shown red below"
+
+
+# -- methods that break the contract in ways no patch of the library can ----------------------------------
+
+
+def test_value_must_be_frozen() -> None:
+    method = test_contract._third_party()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(method), "__setattr__", object.__setattr__)
+        with pytest.raises(AssertionError, match="frozen"):
+            check_method(method, worlds=(1,), checks=[testing.check_value])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(method), "__hash__", lambda self: id(self))
+        with pytest.raises(AssertionError, match="another value"):
+            check_method(method, worlds=(1,), checks=[testing.check_value])
+
+
+def test_results_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm taken in float32 overflows at 1e37."""
+    accumulate = reference.accumulate
+
+    def by_norm(gradient: Any, residual: Any, scale: float, out: Any) -> None:
+        accumulate(gradient, residual, scale, out)
+        norm = np.float32(np.sqrt((out * out).sum()))
+        out *= norm / (norm + np.float32(0))
+
+    guard = holds("topk", testing.check_finite)
+    guard()
+    monkeypatch.setattr(reference, "accumulate", by_norm)
+    with pytest.raises(AssertionError, match="not finite"):
+        guard()
+
+
+def test_layout_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = holds("none", testing.check_layout)
+    guard()
+    allreduce = Loopback.allreduce
+
+    def as_it_lay(self: Loopback, arrays: Any, *rest: Any, **more: Any) -> Any:
+        """Elements written in memory order, as into ``empty_like(gradient)`` through a flat view."""
+        pairs = zip(allreduce(self, arrays, *rest, **more), arrays, strict=True)
+        return [o.ravel().reshape(o.shape, order="C" if g.flags.c_contiguous else "F") for o, g in pairs]
+
+    monkeypatch.setattr(Loopback, "allreduce", as_it_lay)
+    with pytest.raises(AssertionError, match="F-ordered"):
+        guard()
+
+
+def test_state_must_be_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = holds("topk", testing.check_state)
+    guard()
+    cls = type(hvdcompress.get("topk"))
+    exchange = cls.exchange
+
+    def more(self: Any, *rest: Any) -> Any:
+        reduced = yield from exchange(self, *rest)
+        return replace(reduced, state={"undeclared": np.zeros(1)})
+
+    monkeypatch.setattr(cls, "exchange", more)
+    with pytest.raises(AssertionError, match="undeclared"):
+        guard()

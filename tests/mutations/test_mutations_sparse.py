@@ -1,0 +1,195 @@
+"""The checks of gtopk, dgc and the feedback "momentum" can fail: what they check is broken here on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import test_dgc
+import test_gtopk
+import test_ops_sparse
+from test_mutations import Guard, Patch, holds, must_notice
+
+import hvdcompress
+from hvdcompress import testing as c
+from hvdcompress.method import Method, Sparse
+from hvdcompress.methods import gtopk
+from hvdcompress.ops import fast
+from hvdcompress.ops import numpy as reference
+from hvdcompress.parts import feedback, seed, select
+
+GTOPK, DGC = type(hvdcompress.get("gtopk")), type(hvdcompress.get("dgc"))
+FAST = "hvdcompress.ops.fast"
+
+
+def what_a_merge_drops_is_lost(patch: Patch) -> None:
+    strongest = gtopk.strongest
+
+    def forget(entries: Any, k: int, ops: Any) -> Any:
+        kept, dropped = strongest(entries, k, ops)
+        return kept, Sparse(dropped.index, 0 * dropped.values)
+
+    patch.setattr(gtopk, "strongest", forget)
+
+
+def a_merge_keeps_the_smallest(patch: Patch) -> None:
+    strongest = gtopk.strongest
+
+    def weakest(entries: Any, k: int, ops: Any) -> Any:
+        others, kept = strongest(entries, len(entries.index) - k, ops)
+        return kept, others
+
+    patch.setattr(gtopk, "strongest", weakest)
+
+
+def rounding_is_nobodys(patch: Patch) -> None:
+    patch.setattr(GTOPK, "less_rounding", lambda self, own, written, read, n, ops: own)
+
+
+def rounding_is_everybodys(patch: Patch) -> None:
+    """The broadcast's error taken over by all ranks, not by the one that wrote it."""
+    exchange = GTOPK.exchange
+
+    def all_take_it(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        reduced = yield from exchange(self, x, state, ctx, ops)
+        error = reduced.total.values * np.float32(2.0**-12)
+        return replace(reduced, own=ops.merge(reduced.own, Sparse(reduced.total.index, error), ctx.spec.size))
+
+    patch.setattr(GTOPK, "exchange", all_take_it)
+
+
+def a_merge_forgets_what_was_there(patch: Patch) -> None:
+    def overwrite(a: Sparse, b: Sparse, n: int) -> Sparse:
+        index, place = np.unique(np.concatenate([a.index, b.index]), return_inverse=True)
+        values = np.zeros(len(index), np.float32)
+        values[place] += np.concatenate([a.values, b.values])
+        return Sparse(index.astype(np.int32), values)
+
+    patch.setattr(reference, "merge", overwrite)
+
+
+def merged_indices_are_not_sorted(patch: Patch) -> None:
+    merge = reference.merge
+
+    def backwards(a: Sparse, b: Sparse, n: int) -> Sparse:
+        index, values = merge(a, b, n)
+        return Sparse(index[::-1].copy(), values[::-1].copy())
+
+    patch.setattr(reference, "merge", backwards)
+
+
+def the_broadcast_is_forgotten_in_the_formula(patch: Patch) -> None:
+    patch.setattr(GTOPK, "num_bytes", lambda self, spec, world: self.num_payload_bytes(spec.size))
+
+
+def velocity_is_not_masked(patch: Patch) -> None:
+    patch.setattr(f"{FAST}.zero_where", lambda x, own: None)
+
+
+def velocity_is_masked_everywhere(patch: Patch) -> None:
+    patch.setattr(f"{FAST}.zero_where", lambda x, own: x.fill(0))
+
+
+def _method_before_feedback(patch: Patch, change: Callable[[Method], Method]) -> None:
+    exchange = feedback.exchange
+
+    def changed(method: Method, *rest: Any) -> Any:
+        return exchange(change(method), *rest)
+
+    patch.setattr(feedback, "exchange", changed)
+
+
+def momentum_is_ignored(patch: Patch) -> None:
+    _method_before_feedback(patch, lambda method: replace(method, momentum=0.0))
+
+
+def momentum_comes_after_the_residual(patch: Patch) -> None:
+    """v = m·v + g, as if an optimizer's momentum worked on the residual: what momentum correction corrects."""
+
+    def exchange(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        x = spare[feedback.RESIDUAL]
+        np.add(np.float32(method.momentum) * state[feedback.RESIDUAL], g, out=x)
+        reduced = yield from method.exchange(x, state, ctx, ops)
+        ops.subtract(x, reduced.own, 1.0)
+        return replace(reduced, state={**spare, **reduced.state})
+
+    patch.setattr(feedback, "exchange", exchange)
+
+
+def clipping_forgets_the_workers(patch: Patch) -> None:
+    clip = DGC.clip
+    patch.setattr(DGC, "clip", lambda self, g, scale, ctx, ops: clip(self, g, scale, replace(ctx, world=1), ops))
+
+
+def clipping_is_in_scaled_units(patch: Patch) -> None:
+    clip = DGC.clip
+    patch.setattr(DGC, "clip", lambda self, g, scale, ctx, ops: scale * clip(self, g, 1.0, ctx, ops))
+
+
+def the_norm_is_taken_in_float32(patch: Patch) -> None:
+    def narrow(x: Any) -> float:
+        with np.errstate(over="ignore"):
+            return float(np.sqrt((x * x).sum()))
+
+    patch.setattr(f"{FAST}.l2_norm", narrow)
+
+
+def the_threshold_is_believed(patch: Patch) -> None:
+    patch.setattr(select, "refine_bisect", lambda x, start, k, capacity, ops: (start, None))
+
+
+def the_sample_is_always_the_same(patch: Patch) -> None:
+    patch.setattr(seed, "distinct_indices", lambda key, k, n: np.arange(k))
+
+
+def the_kth_is_one_off(patch: Patch) -> None:
+    kth = reference.kth_magnitude
+    patch.setattr(reference, "kth_magnitude", lambda x, k: kth(x, min(k + 1, max(len(x), 1))))
+
+
+def vectors_are_compressed(patch: Patch) -> None:
+    patch.setattr(DGC, "suits", Method.suits)
+
+
+def the_capacity_overflows(patch: Patch) -> None:
+    """Room for k entries where 4k/3 may come."""
+    patch.setattr(select, "capacity", lambda density, n: select.kept(density, n) // 2)
+
+
+CASES: list[tuple[Callable[[Patch], None], Guard]] = [
+    (what_a_merge_drops_is_lost, holds("gtopk", c.check_conservation)),
+    (what_a_merge_drops_is_lost, test_gtopk.run_beside_oracle),
+    (a_merge_keeps_the_smallest, test_gtopk.test_two_ranks_get_the_top_k_of_the_sum_of_their_top_ks),
+    (rounding_is_nobodys, lambda: test_gtopk.test_nothing_is_lost(5, "fp16")),
+    (rounding_is_everybodys, lambda: test_gtopk.test_nothing_is_lost(5, "bf16")),
+    (a_merge_forgets_what_was_there, holds("gtopk", c.check_conservation)),
+    (merged_indices_are_not_sorted, holds("gtopk", c.check_conservation)),
+    (the_broadcast_is_forgotten_in_the_formula, holds("gtopk", c.check_bytes)),
+    (velocity_is_not_masked, test_dgc.run_beside_oracle),
+    (velocity_is_not_masked, test_dgc.test_where_all_is_sent_there_is_no_momentum),
+    (velocity_is_masked_everywhere, test_dgc.test_velocity_ends_at_sent_places_and_nowhere_else),
+    (momentum_is_ignored, test_dgc.run_beside_oracle),
+    (momentum_is_ignored, test_dgc.test_what_waited_is_what_momentum_sgd_would_have_moved),
+    (momentum_comes_after_the_residual, test_dgc.test_what_waited_is_what_momentum_sgd_would_have_moved),
+    (clipping_forgets_the_workers, lambda: test_dgc.test_gradients_are_clipped_to_their_share_of_the_norm(4, 100.0)),
+    (clipping_is_in_scaled_units, test_dgc.test_clipping_is_in_unscaled_units),
+    (the_norm_is_taken_in_float32, lambda: test_dgc.test_gradients_are_clipped_to_their_share_of_the_norm(1, 1e37)),
+    (the_norm_is_taken_in_float32, lambda: test_ops_sparse.test_norm_neither_overflows_nor_vanishes(fast, 1e-30)),
+    (the_threshold_is_believed, lambda: test_dgc.test_count_is_near_k_on_any_distribution("normal", 0.01)),
+    (
+        the_sample_is_always_the_same,
+        test_dgc.test_the_sample_is_the_same_on_all_ranks_and_another_one_each_step,
+    ),
+    (the_kth_is_one_off, lambda: test_dgc.test_of_small_tensors_the_sample_is_all(10)),
+    (the_kth_is_one_off, lambda: test_ops_sparse.test_kth_magnitude_by_sorting(reference, 7)),
+    (vectors_are_compressed, lambda: test_dgc.test_vectors_go_dense((2000,), True)),
+    (the_capacity_overflows, lambda: test_dgc.test_count_is_near_k_on_any_distribution("normal", 0.01)),
+]
+
+
+@pytest.mark.parametrize("mutation,guard", CASES, ids=[f"{i}-{m.__name__}" for i, (m, _) in enumerate(CASES)])
+def test_mutation_is_noticed(mutation: Callable[[Patch], None], guard: Guard) -> None:
+    must_notice(mutation, guard)
