@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.state import copied, declared_slots, itemsize, num_bytes, spans
-from hvdcompress.method import Array, Context, Communication, Method, Reduced, Verb
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 

@@ -129,7 +129,7 @@ def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> 
 
 def basis(net: Trial) -> tuple[np.ndarray, np.ndarray]:
     """U [slice × d] and μ [slices × slice], in float64."""
-    state, size = net.ranks[0].states["w"], net.plan.program.main.slice_of(net.ranks[0].units["w"].spec)  # type: ignore[attr-defined]
+    state, size = net.ranks[0].states["w"], net.plan.program.main.slice_of(net.ranks[0].buckets["w"].spec)  # type: ignore[attr-defined]
     d = int(state["rank"][0])
     return state["basis"].reshape(-1, size)[:d].T.astype(np.float64), state["mean"].reshape(-1, size).astype(np.float64)
 
@@ -150,7 +150,7 @@ def test_vectors_in_the_span_come_back_exactly() -> None:
     u, mu = basis(net)
     for step in range(3):
         parts = [numbers((len(mu), u.shape[1]), rank, step) for rank in range(2)]
-        spec = net.ranks[0].units["w"].spec
+        spec = net.ranks[0].buckets["w"].spec
         flat = [(part @ u.T + mu / 2).astype(np.float32).ravel() for part in parts]
         given = [matrices.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
         out = net.allreduce(given, "w", op="sum")[0]
@@ -309,7 +309,7 @@ def test_the_mean_is_that_of_the_last_round() -> None:
     for step in range(11):
         given = [gradient(rank, step) for rank in range(2)]
         net.allreduce(given, "w")
-    spec = net.ranks[0].units["w"].spec
+    spec = net.ranks[0].buckets["w"].spec
     sums = [matrices.collocated(sum(gradient(r, s) for r in range(2)).ravel(), spec, reference) for s in range(7, 11)]
     np.testing.assert_allclose(net.ranks[0].states["w"]["mean"], np.mean(sums, axis=0), atol=1e-5)
     np.testing.assert_array_equal(net.ranks[0].states["w"]["history"].reshape(4, 24), [v[:24] for v in sums])
@@ -364,7 +364,7 @@ def test_state_is_shared_and_kept_when_the_world_changes() -> None:
 @pytest.mark.parametrize("size", [24, 20])
 def test_bytes(world: int, size: int) -> None:
     net = trained(world, slice_elements=size, matrix_rank=2)
-    spec, method = net.ranks[0].units["w"].spec, net.plan.program.main
+    spec, method = net.ranks[0].buckets["w"].spec, net.plan.program.main
     before = net.ledger.bytes_sent(0)
     net.allreduce([gradient(rank, 9) for rank in range(world)], "w")
     values = 2 * (72 // size) + 72 % size
@@ -496,7 +496,7 @@ def test_a_gradient_at_odds_with_the_basis_stays_finite() -> None:
     """A projection can be larger than any of its elements: it is held at float32's end."""
     net = trained(3, lam=0.5)
     u, _ = basis(net)
-    spec = net.ranks[0].units["w"].spec
+    spec = net.ranks[0].buckets["w"].spec
     ones = np.sign(np.tile(u[:, 0], 3)).astype(np.float32) * np.float32(1e38)
     given = [matrices.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
     assert np.isfinite(net.allreduce(given, "w")[0]).all()
@@ -507,7 +507,7 @@ def test_huge_gradients_in_the_span_come_back() -> None:
     shape = (16, 16, 3, 3)
     net = trained(8, shape, slice_elements=768, matrix_rank=2)
     u, mu = basis(net)
-    spec = net.ranks[0].units["w"].spec
+    spec = net.ranks[0].buckets["w"].spec
     given = np.tile(u[:, 0] / np.abs(u[:, 0]).max() * 2e37, 3).astype(np.float32)
     given = matrices.as_it_lay(given, spec, reference).reshape(shape)
     np.testing.assert_allclose(net.allreduce([given] * 8, "w")[0], given, atol=1e33)
