@@ -13,12 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdcompress.engine import lockstep
+from hvdcompress.engine.agreement import Status, Terms
+from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rank import Flight, Worker
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Method, TensorSpec, Verb
+from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.step import Step
+from hvdcompress.engine.transport import Request
+from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast
-from hvdcompress.parts import wire
-from hvdcompress.plan import Plan, plan_of
+from hvdcompress.plan import Bucket, Plan, plan_of
 
 Op = Literal["average", "sum"]
 
@@ -27,12 +32,16 @@ class Loopback:
     """``world`` ranks under one plan.
 
     Args:
-        method: a method id with ``hyper-parameters``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
         world: number of ranks, 1 or more.
         loss_scale: a number, or a function that returns one, by which gradients are multiplied; residuals are
             kept unscaled.
         ops: the array backend (default: the fast CPU one).
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
+
+    Attributes:
+        ledger: bytes and seconds of all ranks.
+        ranks: every rank's state.
     """
 
     def __init__(
@@ -49,67 +58,97 @@ class Loopback:
         self.plan = plan_of(method, **settings)
         self.world, self.ops, self.loss_scale = world, ops, loss_scale
         self.ledger = Ledger(world)
-        self.ranks = [Worker(self.plan, rank, world, self.ledger) for rank in range(world)]
+        self.ranks = [Rank(self.plan, rank, world, self.ledger) for rank in range(world)]
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
-        """One array of each rank in, each rank's result out (new arrays, same shape and dtype).
+        """Reduce one array of each rank.
+
+        Args:
+            arrays: one a rank, of equal shape and dtype.
+            name: tells tensors apart: residuals are kept by it.
+            op: "average" or "sum".
+
+        Returns:
+            Each rank's result: new arrays of the same shape and dtype.
 
         Raises:
-            ValueError: not one array a rank, or shapes or dtypes differ.
+            ValueError: there is not one array a rank, or shapes or dtypes differ.
         """
         return [out[name] for out in self.allreduce_many([{name: array} for array in arrays], op)]
 
     def allreduce_many(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average") -> list[dict]:
-        """Named arrays of each rank, exchanged in one step, joined as the plan says."""
+        """Reduce named arrays of each rank in one step, joined into buckets as the plan says.
+
+        If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was.
+        """
         specs = self._specs(gradients, op)
-        buckets = self.plan.buckets(specs.values())
         scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        crew: list[list[Flight]] = []
-        for bucket in buckets:
-            flights = []
-            for worker, given in zip(self.ranks, gradients, strict=True):
-                work = worker.work_dtype(bucket)
-                with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    flat = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
-                flights.append(worker.start(bucket, worker.join(bucket, flat, self.ops), self.ops, scale))
-            crew.append(flights)
-            while flights[0].verb is not None:
-                verbs = [flight.verb for flight in flights]
-                for flight, result in zip(flights, self._carry_out(bucket.spec.name, verbs), strict=True):
-                    flight.advance(result)
-        finite = all(flight.finite for flights in crew for flight in flights)
-        triggered = any([worker.take_request() for worker in self.ranks])
-        factor = 1.0 / self.world if op == "average" else 1.0
-        for bucket, flights in zip(buckets, crew, strict=True):
-            for worker, flight, out in zip(self.ranks, flights, outs, strict=True):
-                members = [out[m.name].reshape(-1) for m in bucket.members]
-                if finite:
-                    worker.finish(flight, members, factor, self.ops)
-                else:
-                    worker.abandon(flight, members, self.ops)
-        self.ledger.steps += finite
-        for worker in self.ranks if triggered else ():
-            if finite:
-                worker.trigger()
-            else:  # as if the step had not been: the request waits for the next
-                worker.asks_for_trigger = True
+        medium, terms = _Medium(self.world, self._carry_out), Terms({}, {})
+        steps = [
+            Step(rank, Collectives(_Transport(rank.rank, medium), rank.observers), terms, scale) for rank in self.ranks
+        ]
+        try:
+            for bucket in self.plan.buckets(specs.values()):
+                self._exchange(bucket, medium, steps, gradients, outs, op)
+            together = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
+        except BaseException:
+            for step in steps:
+                step.abandon()
+            raise
+        for step in steps:
+            step.obey(together)
+            step.close()
+        self.ledger.steps += not together.non_finite
         return outs
+
+    def _exchange(
+        self,
+        bucket: Bucket,
+        medium: _Medium,
+        steps: Sequence[Step],
+        gradients: Sequence[Mapping[str, np.ndarray]],
+        outs: Sequence[Mapping[str, np.ndarray]],
+        op: Op,
+    ) -> None:
+        """One bucket's exchange on all ranks, to its end."""
+        for step, given, out in zip(steps, gradients, outs, strict=True):
+            work = step.rank.work_dtype(bucket)
+            with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+                members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
+            step.factor = 1.0 / self.world if op == "average" else 1.0
+            step.launch(bucket, members, [out[m.name].reshape(-1) for m in bucket.members], self.ops)
+        name = bucket.spec.name
+        while waiting := [step for step in steps if step.exchanges[name].verb is not None]:
+            if not medium.results:
+                raise RuntimeError(f"{name!r}: not all ranks ask for a collective in one round")
+            for step in waiting:
+                step.poll()
+        for step in steps:
+            step.poll()  # writes the results of a method that asks for no collective at all
 
     def trigger(self) -> None:
         """Restart every method's schedule after the next step."""
         self.ranks[0].asks_for_trigger = True
 
     def observe(self, **metrics: float) -> None:
-        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""
-        for worker in self.ranks:
-            worker.observe(metrics)
+        """Show metrics to the methods, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""
+        for rank in self.ranks:
+            rank.observe(metrics)
+
+    def watch(self, observer: Observer) -> None:
+        """Tell an observer of every event on every rank from now on."""
+        for rank in self.ranks:
+            rank.observers.append(observer)
 
     def residual(self, name: str, rank: int) -> np.ndarray:
-        """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept."""
-        worker = self.ranks[rank]
-        shape = next(member.shape for member in worker.find(name)[0].members if member.name == name)
-        residual = worker.residual(name)
+        """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept.
+
+        Raises:
+            KeyError: no tensor of that name has gone through.
+        """
+        state, place = self.ranks[rank].find(name)
+        shape, residual = state.bucket.members[place].shape, self.ranks[rank].residual(name)
         return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape)
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
@@ -122,7 +161,7 @@ class Loopback:
             for name, array in given.items():
                 array = np.asarray(array)
                 if array.dtype.kind != "f":
-                    raise ValueError(f"{name!r}, rank {rank}: {array.dtype} is no floating-point type")
+                    raise ValueError(f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type")
                 spec = TensorSpec(name, array.shape, str(array.dtype))
                 if rank and specs.get(name) != spec:
                     raise ValueError(f"{name!r}, rank {rank}: {spec} differs from rank 0's {specs.get(name)}")
@@ -131,69 +170,57 @@ class Loopback:
                 raise ValueError(f"rank {rank} lacks {', '.join(sorted(specs.keys() - given.keys()))}")
         return specs
 
-    def _carry_out(self, name: str, verbs: list[Any]) -> list[Any]:
-        """Every rank's verb -> every rank's result."""
-        kinds = {type(verb).__name__ for verb in verbs}
-        if len(kinds) != 1:
-            raise RuntimeError(f"{name!r}: ranks ask for different collectives in one round: {sorted(kinds)}")
-        results, lengths = RUN[type(verbs[0])](verbs)
-        for rank, num_bytes in enumerate(lengths):
-            splits = getattr(verbs[rank], "splits", None)
-            self.ledger.add(rank, name, type(verbs[rank]).__name__, num_bytes, lengths, splits)
-        return results
+    def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
+        """Every rank's request -> every rank's result."""
+        try:
+            return lockstep.carry_out(requests)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name!r}: {error}") from None
 
 
-def _all_reduce(verbs: list[AllReduce]) -> tuple[list[Any], list[int]]:
-    lengths = {len(verb.x) for verb in verbs}
-    if len(lengths) != 1:
-        raise RuntimeError(f"an all-reduce of different lengths: {sorted(lengths)}")
-    if len({(verb.op, verb.x.dtype) for verb in verbs}) != 1:
-        raise RuntimeError(f"an all-reduce of different kinds: {sorted({f'{v.op} {v.x.dtype}' for v in verbs})}")
-    total = verbs[0].x.copy()
-    for verb in verbs[1:]:
-        total = total + verb.x if verb.op == "sum" else np.maximum(total, verb.x)
-    return [total] * len(verbs), [verb.x.nbytes for verb in verbs]
+class _Medium:
+    """What connects the ranks: a collective is carried out once all of them have started it."""
+
+    def __init__(self, world: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
+        self.world, self.carry_out = world, carry_out
+        self.asked: dict[str, dict[int, Request]] = {}
+        self.results: dict[tuple[str, int], Array] = {}
+
+    def start(self, name: str, rank: int, request: Request) -> None:
+        asked = self.asked.setdefault(name, {})
+        asked[rank] = request
+        if len(asked) == self.world:
+            del self.asked[name]
+            tensor = name.rpartition(".")[0]
+            for number, result in enumerate(self.carry_out(tensor, [asked[r] for r in range(self.world)])):
+                self.results[name, number] = result
 
 
-def _all_gather(verbs: list[AllGather]) -> tuple[list[Any], list[int]]:
-    lengths = [len(verb.x) for verb in verbs]
-    if len(set(lengths)) > 1:
-        wire.split(b"".join(verb.x.tobytes() for verb in verbs), len(verbs))  # as other drivers must
-    return [[verb.x for verb in verbs]] * len(verbs), lengths
+class _Transport:
+    """One rank's end of the medium; a handle is the collective's name."""
 
+    ordered, broadcasts, unequal = False, True, True
 
-def _broadcast(verbs: list[Broadcast]) -> tuple[list[Any], list[int]]:
-    roots = {int(verb.root) for verb in verbs}
-    if len(roots) != 1:
-        raise RuntimeError(f"ranks disagree on the root of a broadcast: {sorted(roots)}")
-    made = verbs[roots.pop()].make()
-    if len(made) != verbs[0].num_bytes or len(made) % 4:
-        raise RuntimeError(f"a broadcast of {len(made)} bytes was announced as {verbs[0].num_bytes}")
-    return [made] * len(verbs), [verb.num_bytes for verb in verbs]
+    def __init__(self, rank: int, medium: _Medium):
+        self.rank, self.world, self.medium = rank, medium.world, medium
 
+    def start(self, name: str, request: Request) -> str:
+        """Hand a request to the medium."""
+        self.medium.start(name, self.rank, request)
+        return name
 
-def _all_to_all(verbs: list[AllToAll]) -> tuple[list[Any], list[int]]:
-    ranks = range(len(verbs))
-    pieces = [cut(verb.x, verb.splits or [len(verb.x) // len(verbs)] * len(verbs)) for verb in verbs]
-    received = [[row[rank] for row in pieces] for rank in ranks]
-    for rank, verb in enumerate(verbs):
-        lengths = tuple(len(piece) for piece in received[rank])
-        if verb.receives is not None and lengths != verb.receives:
-            raise RuntimeError(f"an all-to-all brought rank {rank} {lengths} bytes, expected were {verb.receives}")
-    return received, [verb.x.nbytes for verb in verbs]
+    def ready(self, handle: str) -> bool:
+        """Whether all ranks have started it."""
+        return (handle, self.rank) in self.medium.results
 
+    def wait(self, handle: str) -> Array:
+        """The result."""
+        return self.medium.results.pop((handle, self.rank))
 
-def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
-    """Consecutive pieces of ``x`` of these lengths, which must fill it."""
-    stops = np.cumsum(lengths).tolist()
-    if stops[-1] != len(x):
-        raise RuntimeError(f"pieces of {list(lengths)} bytes do not fill {len(x)}")
-    return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
+    def idle(self, handle: str) -> None:
+        """Never called: no rank waits for itself.
 
-
-RUN: dict[type[Verb], Callable[[list[Any]], tuple[list[Any], list[int]]]] = {
-    AllReduce: _all_reduce,
-    AllGather: _all_gather,
-    Broadcast: _broadcast,
-    AllToAll: _all_to_all,
-}
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(f"rank {self.rank} waits for {handle!r}, which other ranks have not started")

@@ -1,26 +1,48 @@
-"""What ranks must agree on before they exchange anything, and the error that all of them raise where they do not."""
+"""What ranks must agree on in a step, and the error that all of them raise where they do not."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
-
-__all__ = ["PeerError", "Status", "compare_plans", "failure", "fingerprint"]
 
 
 class PeerError(RuntimeError):
-    """A rank failed, or ranks do not agree; every rank raises this."""
+    """A rank failed, or ranks do not agree; every rank raises this, with the same message."""
 
 
-def compare_plans(everyone: Sequence[tuple[dict[str, Any], dict[str, str]]]) -> None:
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What ranks must have alike, apart from the steps they have done.
+
+    Attributes:
+        plan: the plan as a dict, and whatever else is a setting.
+        tensors: shape and dtype in words, by tensor name.
+    """
+
+    plan: Mapping[str, Any]
+    tensors: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of both."""
+        return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
+
+    def fingerprint(self, steps: Sequence[tuple[str, int]]) -> float:
+        """A hash of both and of the steps done by each bucket; for :class:`Status`."""
+        return fingerprint(self.digest, steps)
+
+
+def compare_terms(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
     """Make sure that all ranks have the same plan and the same tensors.
 
-    ``everyone``: of each rank its plan as a dict, and what it says of each tensor, by name.
+    Args:
+        everyone: of each rank, :class:`Terms`' plan and tensors.
 
     Raises:
-        PeerError: they differ; it names the first key that does, and the rank. The same on every rank.
+        PeerError: they differ; it names the first key that does, and the rank.
     """
     first_plan, first_tensors = everyone[0]
     for rank, (other_plan, other_tensors) in enumerate(everyone[1:], 1):
@@ -39,25 +61,32 @@ def fingerprint(*facts: Any) -> float:
 
 
 def failure(texts: Sequence[str]) -> PeerError:
-    """The error that every rank raises when some have failed; ``texts``: what each says, empty where all is well."""
+    """The error that every rank raises when some failed; ``texts``: what each rank says, empty where all is well."""
     message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     return PeerError(f"a gradient exchange failed, so every rank stops. {message}")
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank says of a step, in seven numbers whose *maxima* over ranks all ranks then read.
+    """How a step stands, in seven numbers whose *maxima* over ranks all ranks then read.
 
-    A maximum of (f, −f) shows any difference in f, where an average could hide one.
+    A maximum of (f, −f) shows any difference in f; an average could hide one.
+
+    Attributes:
+        failed, non_finite, triggered: flags; of all ranks together, whether any has it.
+        state: :func:`fingerprint` of what must be alike.
+        loss_scale: the greatest over ranks.
+        alike: the ranks have one ``state``.
+        least_loss_scale: over ranks.
     """
 
     failed: bool = False
     non_finite: bool = False
     triggered: bool = False
-    state: float = 0.0  #: :func:`fingerprint` of what must be alike
+    state: float = 0.0
     loss_scale: float = 1.0
-    alike: bool = True  #: the ranks have one ``state``
-    least_loss_scale: float = 1.0  #: over ranks; ``loss_scale`` is the greatest
+    alike: bool = True
+    least_loss_scale: float | None = None
 
     def numbers(self) -> list[float]:
         """The seven numbers, to be all-reduced by their maximum."""
@@ -70,8 +99,18 @@ class Status:
         failed, non_finite, triggered, high, low, scale, negative = maxima
         return cls(bool(failed), bool(non_finite), bool(triggered), high, scale, high == -low, -negative)
 
-    def check_loss_scale(self) -> None:
-        """Raises PeerError if the ranks' loss scales differ."""
-        if self.loss_scale != self.least_loss_scale:
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have the same terms, steps and loss scale."""
+        return self.alike and self.least_loss_scale in (None, self.loss_scale)
+
+    def explain(self) -> None:
+        """Raise what ranks disagree on, where their terms are alike.
+
+        Raises:
+            PeerError: always.
+        """
+        if self.alike:
             scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
             raise PeerError(f"ranks disagree on the loss scale: {scales}")
+        raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")

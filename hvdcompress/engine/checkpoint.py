@@ -18,7 +18,7 @@ from safetensors.numpy import load as deserialize
 from safetensors.numpy import save as serialize
 from safetensors.numpy import save_file
 
-from hvdcompress.engine.reshard import reshard
+from hvdcompress.engine.snapshot import reshard
 
 _SEPARATOR = "\n"  # between a tensor's name and its slot: no parameter name has a line break
 

@@ -1,4 +1,4 @@
-"""What the Compressors of all drivers have in common: they keep one rank's state, and hear of metrics and triggers."""
+"""What the Compressors of all drivers have in common: a plan, one rank's state, its ledger and its observers."""
 
 from __future__ import annotations
 
@@ -9,52 +9,107 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress.engine import checkpoint
-from hvdcompress.engine.rank import Worker
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.state import describe
+from hvdcompress.plan import Bucket, Plan
 
 
-class RankState(ABC):
-    """A driver's Compressor, as far as it does without I/O."""
+class Compressor(ABC):
+    """A driver's Compressor, as far as it does without a framework.
 
-    worker: Worker
-    loss_scale: float | Callable[[], float]
+    Args:
+        plan: what each tensor gets.
+        rank: this rank.
+        world: number of ranks.
+        loss_scale: a number, or a function that returns one, by which the loss was multiplied.
+
+    Attributes:
+        plan: the plan.
+        local: this rank's state.
+        ledger: bytes and seconds so far, on this rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
+        self.plan, self.loss_scale = plan, loss_scale
+        self.ledger = Ledger(world, rank)
+        self.local = Rank(plan, rank, world, self.ledger)
+
+    # -- state ----------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def residual(self, name: str) -> Any:
+        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals."""
+        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file a rank."""
+        return self.local.state_dict()
 
     @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank."""
+        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+
+        Raises:
+            ValueError: it is of another rank or world, or of other tensors; nothing is changed then.
+        """
 
     def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank."""
+        """Write this rank's state to its own file in ``folder``; call it on every rank.
+
+        Returns:
+            The file.
+        """
         return checkpoint.save(self.state_dict(), folder)
 
     def load(self, folder: str | Path) -> None:
-        """Read this rank's state from ``folder``; states of another number of ranks are re-sharded.
+        """Read this rank's state from ``folder``; the states of another number of ranks are re-sharded.
 
         Raises:
-            FileNotFoundError, ValueError: there is none, or it does not fit.
+            FileNotFoundError: the folder holds no saved state, or not that of all ranks.
+            ValueError: a file is damaged, or the state does not fit; nothing is changed then.
         """
-        self.load_state_dict(checkpoint.load(folder, self.worker.rank, self.worker.world))
+        self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world))
+
+    def release(self) -> None:
+        """Give back the memory of residuals and other state; the Compressor begins anew."""
+        self.local.states.clear()
+
+    # -- what users say and ask -----------------------------------------------------------------------------
 
     def observe(self, **metrics: float) -> None:
-        """Tell the methods of metrics, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
+        """Show metrics to the methods, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
 
         Call it on any rank or on all, at any time: what one rank notices, all act on, after the next step. GradiVeQ
-        learns its basis anew when the learning rate drops; FFT sends more when the loss gets worse.
+        trains its basis again when the learning rate drops; FFT sends more when the loss gets worse.
         """
-        self.worker.observe(metrics)
+        self.local.observe(metrics)
 
     def trigger(self) -> None:
-        """Restart every method's schedule on all ranks after the next step; it is enough that one rank calls this."""
-        self.worker.asks_for_trigger = True
+        """Restart every method's schedule on all ranks after the next step; one rank's call is enough."""
+        self.local.asks_for_trigger = True
+
+    def watch(self, observer: Observer) -> None:
+        """Tell an observer of every event from now on: what is encoded, sent, waited for, decoded and kept."""
+        self.local.observers.append(observer)
+
+    def describe(self) -> str:
+        """Which method each group of tensors gets, and the memory that its state takes on this rank."""
+        return describe(self._buckets())
+
+    def _buckets(self) -> list[Bucket]:
+        """The buckets that are known by now."""
+        return self.local.buckets()
 
     def current_loss_scale(self) -> float:
         """The loss scale that is on now.
 
         Raises:
-            ValueError: it is no positive finite number.
+            ValueError: it is not a positive finite number.
         """
         scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
         if not (isfinite(scale) and scale > 0):

@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdcompress.engine.observer import Observer
+from hvdcompress.method import Array
+
 
 @dataclass
 class Entry:
@@ -33,7 +36,7 @@ class Entry:
 
 
 @dataclass
-class Ledger:
+class Ledger(Observer):
     """Totals since it was made (or :meth:`reset`). ``rank=None`` means the rank that the ledger was made for."""
 
     world: int
@@ -44,42 +47,54 @@ class Ledger:
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
 
-    def add(
+    # -- events -----------------------------------------------------------------------------------------
+
+    def begun(self, rank: int, name: str, num_bytes: int) -> None:
+        """A gradient of ``num_bytes`` went through."""
+        self._ranks[rank].dense += num_bytes
+        self._tensors[rank, name].dense += num_bytes
+
+    def sent(
         self,
         rank: int,
         name: str,
         verb: str,
+        payload: Array | None,
         num_bytes: int,
-        gathered: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
         splits: Sequence[int] | None = None,
     ) -> None:
-        """One collective of ``num_bytes`` by ``rank`` for tensor ``name``; ``gathered``: all ranks' lengths;
-        ``splits``: those of an all-to-all whose pieces differ."""
+        """One collective of ``num_bytes``; the arguments are those of :meth:`Observer.sent`."""
         p = self.world
-        wire = {
-            "AllReduce": 2 * (p - 1) / p * num_bytes,
-            "Broadcast": 2 * (p - 1) / p * num_bytes,
-            "AllToAll": num_bytes - splits[rank] if splits else (p - 1) / p * num_bytes,
-            "AllGather": sum(gathered) - gathered[(rank + 1) % p] if gathered else (p - 1) * num_bytes,
-        }[verb]
+        if verb in ("AllReduce", "Broadcast"):
+            wire = 2 * (p - 1) / p * num_bytes
+        elif verb == "AllToAll":
+            wire = num_bytes - splits[rank] if splits else (p - 1) / p * num_bytes
+        else:
+            wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * num_bytes
         for entry in (self._ranks[rank], self._tensors[rank, name]):
             entry.sent += num_bytes
             entry.on_wire += wire
             entry.collectives += 1
 
-    def add_dense(self, rank: int, name: str, num_bytes: int) -> None:
-        """A gradient of ``num_bytes`` went through."""
-        self._ranks[rank].dense += num_bytes
-        self._tensors[rank, name].dense += num_bytes
+    def encoded(self, rank: int, name: str, seconds: float) -> None:
+        """Codec work; counted as "select"."""
+        self._seconds[rank, "select"] += seconds
 
-    def add_seconds(self, rank: int, what: str, seconds: float) -> None:
-        """Time spent on "select" (all codec work of this process) or "communicate" (waiting for collectives)."""
-        self._seconds[rank, what] += seconds
+    def decoded(self, rank: int, name: str, seconds: float) -> None:
+        """Codec work; counted as "select"."""
+        self._seconds[rank, "select"] += seconds
 
-    def count(self, rank: int, counters: dict[str, Any]) -> None:
-        """Add a method's counters, such as "saturated" and "kept"."""
-        for name, amount in counters.items():
-            self._counters[rank, name] += amount
+    def waited(self, rank: int, seconds: float) -> None:
+        """Waiting for collectives; counted as "communicate"."""
+        self._seconds[rank, "communicate"] += seconds
+
+    def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
+        """A method's counters, such as "saturated" and "kept", are added up."""
+        for counter, amount in counters.items():
+            self._counters[rank, counter] += amount
+
+    # -- figures ----------------------------------------------------------------------------------------
 
     def _rank(self, rank: int | None) -> int:
         return self.rank if rank is None else rank

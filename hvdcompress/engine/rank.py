@@ -1,22 +1,25 @@
-"""One rank's side of every exchange: state, steps and rollback, with no I/O. Drivers are built on it.
+"""One rank's side of every exchange, without I/O: state, exchanges, and undoing a step.
 
-A step of a driver is: :meth:`Worker.start` for each bucket (the generator runs to its first verb), carry
-out the verbs and :meth:`Flight.advance` with their results until each flight has ``reduced``, which
-:meth:`Worker.deliver` writes into the gradients; then either :meth:`Worker.commit` each flight's state or
-:meth:`Worker.abandon` them all, which leaves it as it was, exactly. :meth:`Worker.finish` delivers and commits.
+:meth:`Rank.start` begins a bucket's exchange and runs the method to its first verb. Whoever carries verbs out
+calls :meth:`Exchange.advance` with each result until ``reduced`` is there. :meth:`Rank.deliver` writes the
+reduced gradient. Then :meth:`Rank.commit` keeps the new state, or :meth:`Rank.abandon` leaves everything as it was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine import snapshot
+from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.state import copied, declared_slots, itemsize, num_bytes, spans
+from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.state import State, declared_slots, itemsize, spans
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
@@ -26,320 +29,354 @@ class ExchangeError(RuntimeError):
     """An exchange failed; the message names the tensor, the method, the round and the rank."""
 
 
-@dataclass
-class Flight:
-    """One bucket's exchange while it is under way; ``verb`` is what it waits for, until ``reduced`` is there."""
+@dataclass(eq=False)
+class Exchange:
+    """One bucket's exchange while it is under way.
 
-    worker: Worker
-    bucket: Bucket
+    Attributes:
+        rank, state, method, ctx: whose it is.
+        communication: the method's generator.
+        gradient: the bucket's gradient [n] in the working dtype; after :meth:`Rank.deliver` its memory is free.
+        outs: the members' flat arrays that receive the reduced gradient.
+        ops: the array verbs of their library.
+        scale: what the gradient is multiplied by on its way in.
+        finite: whether it had neither Inf nor NaN.
+        spare: the buffers that receive the new slots.
+        restart: the state's ``restart`` if the exchange is committed.
+        verb: what the method waits for; None when it has returned.
+        reduced: what it returned.
+        round: the number of the collective that it waits for.
+        pending: that collective under way.
+    """
+
+    rank: Rank
+    state: State
     method: Method
     ctx: Context
-    exchange: Communication
-    scale: float  #: what the gradient was multiplied by
+    communication: Communication
+    gradient: Array
+    outs: Sequence[Array]
+    ops: Any
+    scale: float
     finite: bool
-    dtype: str  #: what it is computed in
-    like: Array
+    spare: dict[str, Array]
+    restart: tuple[int, int]
     verb: Verb | None = None
     reduced: Reduced | None = None
     round: int = -1
-    handle: Any = None  #: the driver's, for the collective in flight
-    extra: dict[str, Any] = field(default_factory=dict)  #: the driver's own
+    pending: Pending | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """What is exchanged."""
+        return self.state.bucket
 
     @property
     def name(self) -> str:
         """The bucket's name."""
-        return self.bucket.spec.name
+        return self.state.bucket.spec.name
 
     def advance(self, result: Any = None) -> Verb | None:
-        """Give the method the result of its verb; returns the next one, or None when it is done.
+        """Give the method the result of its verb; returns the next verb, or None when the method is done.
 
         Raises:
             ExchangeError: the method failed.
         """
         began = time.perf_counter()
         try:
-            self.verb = self.exchange.send(result) if self.round >= 0 else next(self.exchange)
+            self.verb = self.communication.send(result) if self.round >= 0 else next(self.communication)
             self.round += 1
         except StopIteration as stop:
             self.verb, self.reduced = None, stop.value
         except Exception as error:
-            raise ExchangeError(self.worker.describe_error(self, error)) from error
+            where = f"method {self.method.id}, round {max(self.round, 0)}, rank {self.rank.rank}"
+            raise ExchangeError(f"tensor {self.name!r} ({where}): {type(error).__name__}: {error}") from error
         finally:
-            self.worker.ledger.add_seconds(self.worker.rank, "select", time.perf_counter() - began)
+            self.rank.worked(self.name, time.perf_counter() - began, last=self.reduced is not None)
         return self.verb
 
 
-class Worker:
-    """State and bookkeeping of one rank under one plan."""
+class Rank:
+    """State and bookkeeping of one rank under one plan.
+
+    Attributes:
+        states: by bucket name, of every bucket that has gone through.
+        observers: told of every event; the ledger is the first.
+        asks_for_trigger: whether this rank asks all ranks to restart their methods' schedules.
+    """
 
     def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
         self.plan, self.rank, self.world = plan, rank, world
         self.ledger = ledger or Ledger(world, rank)
-        self.states: dict[str, dict[str, Array]] = {}  # bucket name -> slot -> array
-        self._spare: dict[str, dict[str, Array]] = {}  # bucket name -> slot -> second buffer
-        self._joined: dict[str, Array] = {}  # bucket's name -> its members' gradients, then what they become
-        self.buckets: dict[str, Bucket] = {}
-        self.steps: dict[str, int] = {}  # bucket name -> steps done
-        self.triggers: dict[str, int] = {}  # bucket name -> how often all ranks have restarted its schedule
-        self.restarts: dict[str, tuple[int, int]] = {}  # bucket name -> (triggers acted upon, step of the last)
+        self.observers: list[Observer] = [self.ledger]
+        self.states: dict[str, State] = {}
         self.asks_for_trigger = False
-        self._range: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
+        self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
+        self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
+        self._copy: snapshot.Copy = np.concatenate
 
-    def describe_error(self, flight: Flight, error: Exception) -> str:
-        """The message of an :class:`ExchangeError`."""
-        return (
-            f"tensor {flight.name!r} (method {flight.method.id}, round {max(flight.round, 0)}, rank {self.rank}): "
-            f"{type(error).__name__}: {error}"
-        )
+    # -- where a bucket is in its program -------------------------------------------------------------------
+
+    def step_of(self, bucket: Bucket) -> int:
+        """The number of the bucket's next step."""
+        state = self.states.get(bucket.spec.name)
+        return state.step if state else 0
 
     def method_now(self, bucket: Bucket) -> Method:
-        """The method that is on for the bucket's next step."""
-        return bucket.program.at(self.steps.get(bucket.spec.name, 0))
+        """The method of the bucket's next step."""
+        return bucket.program.at(self.step_of(bucket))
 
     def phase_now(self, bucket: Bucket) -> tuple[int, int]:
-        """The phase of the bucket's next step, and the step of its last restart."""
-        step = self.steps.get(bucket.spec.name, 0)
-        seen, restart = self.restarts.get(bucket.spec.name, (0, 0))
-        if seen < self.triggers.get(bucket.spec.name, 0):
-            restart = step
-        return self.method_now(bucket).phase_of(step - max(bucket.program.since(step), restart)), restart
+        """The phase of the bucket's next step, and the step of its schedule's last restart."""
+        state = self.states.get(bucket.spec.name)
+        step, triggers, (seen, restart) = (state.step, state.triggers, state.restart) if state else (0, 0, (0, 0))
+        restart = step if seen < triggers else restart
+        return bucket.program.at(step).phase_of(step - max(bucket.program.since(step), restart)), restart
 
     def work_dtype(self, bucket: Bucket) -> str:
-        """What the bucket's gradients are computed in: float32, but float64 stays so under a ``wide`` method."""
-        return "float64" if self.method_now(bucket).wide and bucket.spec.dtype == "float64" else "float32"
+        """What the bucket is computed in: float32, or float64 for float64 gradients under a ``wide`` method."""
+        return "float64" if bucket.spec.dtype == "float64" and self.method_now(bucket).wide else "float32"
 
-    def state(self, bucket: Bucket, like: Array, ops: Any) -> dict[str, Array]:
-        """The bucket's state, allocated as zeros at first use."""
-        known = self.buckets.setdefault(bucket.spec.name, bucket)
-        if known.spec.shape != bucket.spec.shape:
-            shapes = f"had shape {known.spec.shape} before and has {bucket.spec.shape} now"
-            raise ValueError(f"tensor {bucket.spec.name!r} {shapes}")
-        if bucket.spec.name not in self.states:
-            self.states[bucket.spec.name] = {
-                slot: ops.zeros(int(np.prod(s.shape)), s.dtype, like=like) for slot, s in declared_slots(bucket).items()
-            }
-        return self.states[bucket.spec.name]
+    def piggyback(self, bucket: Bucket) -> int | None:
+        """The length of the bucket's next payload if a stock float32 all-reduce can carry it; None if not."""
+        if len(bucket.members) > 1 or self.work_dtype(bucket) != "float32":
+            return None
+        state = self.states.get(bucket.spec.name)
+        phase, _ = self.phase_now(bucket)
+        return self.method_now(bucket).piggyback(bucket.spec, phase, state.slots if state else {})
 
-    def join(self, bucket: Bucket, members: Sequence[Array], ops: Any) -> Array:
-        """The flat gradients of a bucket's members one after another, for :meth:`start`.
+    # -- one exchange ---------------------------------------------------------------------------------------
 
-        A bucket's have a buffer that is kept: fresh memory would cost more than the copying.
+    def start(
+        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Any, loss_scale: float = 1.0
+    ) -> Exchange:
+        """Begin a bucket's exchange and run it to its first verb.
+
+        A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
+        the step is to be abandoned.
+
+        Args:
+            bucket: what is exchanged.
+            members: its tensors' flat gradients in the working dtype; read only, until :meth:`deliver`.
+            outs: the flat arrays that receive the reduced gradients; may be ``members`` themselves.
+            ops: the array verbs of their library.
+            loss_scale: what the loss was multiplied by; residuals are kept unscaled.
+
+        Raises:
+            ExchangeError: the method failed.
+            ValueError: the bucket had another shape before.
         """
+        state = self._state(bucket, members[0], ops)
+        gradient = self._joined(state, members, ops)
+        spec, method, (phase, restart) = bucket.spec, bucket.program.at(state.step), self.phase_now(bucket)
+        if len(gradient) != spec.size:
+            raise ValueError(f"tensor {spec.name!r} has {spec.size} elements, {len(gradient)} came")
+        for observer in self.observers:
+            observer.begun(self.rank, spec.name, spec.size * itemsize(spec.dtype))
+        began = time.perf_counter()
+        finite = ops.all_finite(gradient)
+        if not finite:
+            gradient = ops.zeros(spec.size, self.work_dtype(bucket), like=gradient)
+        # what is kept between steps is kept unscaled; a method that keeps nothing need not unscale
+        scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, spec) else 1.0
+        spare, state.spare = state.spare, {}
+        for slot in feedback.names(method):
+            if slot not in spare:
+                spare[slot] = ops.zeros(spec.size, "float32", like=gradient)
+        ctx = Context(self.rank, self.world, state.step, spec, self.plan.seed, phase, state.triggers)
+        communication = feedback.exchange(method, gradient, scale, state.slots, spare, ctx, ops)
+        acted = (state.triggers, restart)
+        self.worked(spec.name, time.perf_counter() - began, last=False)
+        exchange = Exchange(self, state, method, ctx, communication, gradient, outs, ops, scale, finite, spare, acted)
+        exchange.advance()
+        return exchange
+
+    def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> float:
+        """Go on with what a stock all-reduce brought, ``factor`` times the sum; the factor that is left to apply."""
+        if exchange.method.linear:
+            exchange.advance(result)
+            return 1.0
+        exchange.advance(result * np.float32(1.0 / factor))
+        return factor
+
+    def deliver(self, exchange: Exchange, factor: float) -> None:
+        """Write ``factor`` times the total into the exchange's ``outs``."""
+        assert exchange.reduced is not None
+        began, ops, outs = time.perf_counter(), exchange.ops, exchange.outs
+        total, factor = exchange.reduced.total, factor / exchange.scale
+        if len(outs) == 1:
+            ops.write(outs[0], total, factor)
+        else:
+            ops.write(exchange.gradient, total, factor)  # nobody needs the gradient any more
+            for out, (start, stop) in zip(outs, spans(exchange.bucket), strict=True):
+                ops.write(out, exchange.gradient[start:stop], 1.0)
+        self.worked(exchange.name, time.perf_counter() - began, last=True)
+
+    def commit(self, exchange: Exchange) -> None:
+        """Keep the exchange's new state."""
+        assert exchange.reduced is not None
+        state, old, spare = exchange.state, exchange.state.slots, exchange.spare
+        state.slots = {**old, **exchange.reduced.state}
+        # a slot that now lives in its second buffer leaves the old array behind as the next one
+        state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
+        state.step += 1
+        state.restart = exchange.restart
+        self.asks_for_trigger |= exchange.reduced.trigger
+        for observer in self.observers:
+            observer.committed(self.rank, exchange.name, exchange.ctx.counters)
+
+    def abandon(self, exchange: Exchange, fill: bool = True) -> None:
+        """Leave the state as it was before the step; ``fill`` the results with NaN."""
+        exchange.communication.close()
+        exchange.state.spare = exchange.spare
+        for out in exchange.outs if fill else ():
+            exchange.ops.fill(out, float("nan"))
+
+    def worked(self, name: str, seconds: float, last: bool) -> None:
+        """Tell observers of codec work: before the exchange's last collective, or after it."""
+        for observer in self.observers:
+            (observer.decoded if last else observer.encoded)(self.rank, name, seconds)
+
+    def _state(self, bucket: Bucket, like: Array, ops: Any) -> State:
+        """The bucket's state; at first use what was loaded for it, or zeros."""
+        state = self.states.get(bucket.spec.name)
+        if state is None:
+            state = self.states[bucket.spec.name] = self._claim(bucket) or self._blank(bucket, like, ops)
+        elif state.bucket.spec.shape != bucket.spec.shape:
+            before, now = state.bucket.spec.shape, bucket.spec.shape
+            raise ValueError(f"tensor {bucket.spec.name!r} had shape {before} before and has {now} now")
+        return state
+
+    def _blank(self, bucket: Bucket, like: Array, ops: Any) -> State:
+        declared = declared_slots(bucket).items()
+        return State(bucket, {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared})
+
+    def _joined(self, state: State, members: Sequence[Array], ops: Any) -> Array:
+        """The members' gradients one after another, in a buffer that is kept: fresh memory costs more than copying."""
         if len(members) == 1:
             return members[0]
-        joined = self._joined.get(bucket.spec.name)
+        joined = state.joined
         if joined is None or joined.dtype != members[0].dtype or len(joined) != sum(map(len, members)):
-            joined = self._joined[bucket.spec.name] = ops.concat(list(members))
+            state.joined = joined = ops.concat(list(members))
         else:
-            for member, (start, stop) in zip(members, spans(bucket), strict=True):
+            for member, (start, stop) in zip(members, spans(state.bucket), strict=True):
                 ops.write(joined[start:stop], member, 1.0)
         return joined
 
-    def start(self, bucket: Bucket, gradient: Array, ops: Any, loss_scale: float = 1.0) -> Flight:
-        """Begin a bucket's exchange and run it to its first verb.
-
-        ``gradient`` [n] is flat, in the working dtype, and read only until ``deliver``. A non-finite one takes part
-        as zeros, so that no method ever sees a NaN, and marks the flight: the step is then to be abandoned.
-        """
-        step = self.steps.setdefault(bucket.spec.name, 0)
-        method = bucket.program.at(step)
-        phase, restart = self.phase_now(bucket)
-        triggers = self.triggers.get(bucket.spec.name, 0)
-        state = self.state(bucket, gradient, ops)
-        if len(gradient) != bucket.spec.size:
-            raise ValueError(f"tensor {bucket.spec.name!r} has {bucket.spec.size} elements, {len(gradient)} came")
-        began = time.perf_counter()
-        finite, dtype = ops.all_finite(gradient), self.work_dtype(bucket)
-        if not finite:
-            gradient = ops.zeros(bucket.spec.size, dtype, like=gradient)
-        # what is kept is kept in unscaled units; what keeps nothing need not be unscaled
-        scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
-        spare = self._spare.pop(bucket.spec.name, {})
-        for slot in feedback.names(method):
-            if slot not in spare:
-                spare[slot] = ops.zeros(bucket.spec.size, "float32", like=gradient)
-        ctx = Context(self.rank, self.world, step, bucket.spec, self.plan.seed, phase, triggers)
-        exchange = feedback.exchange(method, gradient, scale, state, spare, ctx, ops)
-        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
-        self.ledger.add_dense(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
-        flight = Flight(self, bucket, method, ctx, exchange, scale, finite, dtype, gradient)
-        flight.extra["spare"], flight.extra["restart"] = spare, (triggers, restart)
-        flight.advance()
-        return flight
-
-    def take_ride(self, flight: Flight, result: Array, factor: float) -> float:
-        """Go on with what the stock all-reduce brought, which is ``factor`` times the sum; returns what is left of
-        the factor for :meth:`deliver`."""
-        if flight.method.linear:
-            flight.advance(result)
-            return 1.0
-        flight.advance(result * np.float32(1.0 / factor))
-        return factor
-
-    def finish(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
-        """:meth:`deliver` and :meth:`commit`."""
-        self.deliver(flight, outs, factor, ops)
-        self.commit(flight)
-
-    def deliver(self, flight: Flight, outs: Sequence[Array], factor: float, ops: Any) -> None:
-        """Write factor · total into ``outs``, the flat members of the flight's bucket."""
-        assert flight.reduced is not None
-        began = time.perf_counter()
-        factor = factor / flight.scale
-        if len(outs) == 1:
-            ops.write(outs[0], flight.reduced.total, factor)
-        else:
-            ops.write(flight.like, flight.reduced.total, factor)  # nobody needs the gradient any more
-            for out, (start, stop) in zip(outs, spans(flight.bucket), strict=True):
-                ops.write(out, flight.like[start:stop], 1.0)
-        self.ledger.add_seconds(self.rank, "select", time.perf_counter() - began)
-
-    def commit(self, flight: Flight) -> None:
-        """Keep the flight's new state."""
-        assert flight.reduced is not None
-        name, old = flight.name, self.states[flight.name]
-        new = {**old, **flight.reduced.state}
-        self._spare[name] = {
-            slot: old[slot] if new.get(slot) is second else second for slot, second in flight.extra["spare"].items()
-        }
-        self.states[name] = new
-        self.steps[name] += 1
-        self.restarts[name] = flight.extra["restart"]
-        self.asks_for_trigger |= flight.reduced.trigger
-        self.ledger.count(self.rank, flight.ctx.counters)
-
-    def abandon(self, flight: Flight, outs: Sequence[Array], ops: Any) -> None:
-        """Leave the state as it was before the step, and fill the gradients with NaN."""
-        flight.exchange.close()
-        self._spare[flight.name] = flight.extra["spare"]
-        for out in outs:
-            ops.fill(out, float("nan"))
-
-    # -- triggers -----------------------------------------------------------------------------------
+    # -- triggers -------------------------------------------------------------------------------------------
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Show the methods a metric; if one of them takes it for a call to restart, ask for a trigger."""
-        methods = {self.method_now(bucket) for bucket in self.buckets.values()}
+        """Show metrics to the methods; if one of them takes it for a call to restart, ask for a trigger."""
+        methods = {self.method_now(state.bucket) for state in self.states.values()}
         for metric, value in metrics.items():
             value = float(value) if np.isfinite(value) else float("inf")  # a loss of NaN is as bad as can be
-            low, high = self._range.get(metric, (value, value))
-            self._range[metric] = low, high = min(low, value), max(high, value)
+            low, high = self.metrics.get(metric, (value, value))
+            self.metrics[metric] = low, high = min(low, value), max(high, value)
             self.asks_for_trigger |= any(method.notices(metric, value, low, high) for method in methods)
 
     def take_request(self) -> bool:
-        """Whether this rank asks for a trigger; asked once."""
+        """Whether this rank asks for a trigger; the request is taken back."""
         asked, self.asks_for_trigger = self.asks_for_trigger, False
         return asked
 
     def trigger(self, names: Iterable[str] | None = None) -> None:
-        """All ranks agreed, when the step's exchanges had begun: from the next step on, schedules start again.
+        """All ranks agreed: schedules restart with the next step, of these buckets, or of all."""
+        for name in list(self.states if names is None else names):
+            self.states[name].triggers += 1
+        self.metrics.clear()
 
-        ``names``: of the buckets that this is about; all by default.
-        """
-        for name in self.buckets if names is None else names:
-            self.triggers[name] = self.triggers.get(name, 0) + 1
-        self._range.clear()
+    # -- what is known --------------------------------------------------------------------------------------
 
-    # -- what is known, saved and restored ----------------------------------------------------------
-
-    def residual(self, name: str) -> Array | None:
-        """The residual of one tensor, flat; None where none is kept. ``KeyError`` if nothing is known of it."""
-        bucket, (start, stop) = self.find(name)
-        residual = self.states[bucket.spec.name].get(feedback.RESIDUAL)
-        return None if residual is None else residual[start:stop]
-
-    def find(self, name: str) -> tuple[Bucket, tuple[int, int]]:
-        """The bucket that a tensor belongs to, and its span there."""
-        for bucket in self.buckets.values():
-            for member, span in zip(bucket.members, spans(bucket), strict=True):
-                if member.name == name:
-                    return bucket, span
-        raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(sorted(self.names())) or 'none'}")
+    def buckets(self) -> list[Bucket]:
+        """The buckets that have gone through."""
+        return [state.bucket for state in self.states.values()]
 
     def names(self) -> list[str]:
         """The names of all tensors that have gone through."""
-        return [member.name for bucket in self.buckets.values() for member in bucket.members]
+        return [member.name for bucket in self.buckets() for member in bucket.members]
 
-    def num_state_bytes(self) -> int:
-        """Memory held for state, second buffers included."""
-        arrays = [a for slots in self.states.values() for a in slots.values()] + [
-            array for slots in self._spare.values() for array in slots.values()
-        ]
-        arrays += self._joined.values()
-        return sum(num_bytes(array) for array in arrays)
+    def find(self, name: str) -> tuple[State, int]:
+        """The state that a tensor belongs to, and its place among the members.
+
+        Raises:
+            KeyError: no tensor of that name has gone through.
+        """
+        for state in self.states.values():
+            for place, member in enumerate(state.bucket.members):
+                if member.name == name:
+                    return state, place
+        raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(sorted(self.names())) or 'none'}")
+
+    def residual(self, name: str) -> Array | None:
+        """The residual of one tensor, flat, a view; None where none is kept.
+
+        Raises:
+            KeyError: no tensor of that name has gone through.
+        """
+        state, place = self.find(name)
+        start, stop = spans(state.bucket)[place]
+        residual = state.slots.get(feedback.RESIDUAL)
+        return None if residual is None else residual[start:stop]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop the states of these buckets, as if they had never come."""
+        for name in names:
+            self.states.pop(name, None)
+
+    # -- saved and restored ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """{"format", "plan", "world", "rank", "metrics", "steps": {tensor: n},
-        "restarts": {tensor: [triggers, of which acted upon, step of the last]}, "merge": {tensor: {slot: how}},
-        "state": {tensor: {slot: flat copy}}}.
+        """This rank's state as plain data, arrays copied; ``snapshot.py`` says what is in it."""
+        head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
+        head |= {"world": self.world, "rank": self.rank}
+        head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
+        tables = snapshot.tables(self.states.values())
+        waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
+        return head | {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
-        A bucket's residual is cut into its members, so that it survives another bucketing.
+    def check_origin(self, saved: snapshot.Saved) -> None:
+        """Refuse the saved state of another format, world or rank.
+
+        Raises:
+            ValueError: it says which.
         """
-        state: dict[str, dict[str, Array]] = {}
-        merge: dict[str, dict[str, str]] = {}
-        for bucket in self.buckets.values():
-            declared = declared_slots(bucket)
-            for slot, array in self.states[bucket.spec.name].items():
-                parts = {bucket.spec.name: array}
-                if slot in feedback.BUFFERED:
-                    bounds = zip(bucket.members, spans(bucket), strict=True)
-                    parts = {member.name: array[start:stop] for member, (start, stop) in bounds}
-                for name, part in parts.items():
-                    state.setdefault(name, {})[slot] = copied(part)
-                    merge.setdefault(name, {})[slot] = declared[slot].merge
-        head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
-        head["metrics"] = {metric: list(pair) for metric, pair in self._range.items()}
-        home = {member.name: bucket.spec.name for bucket in self.buckets.values() for member in bucket.members}
-        steps = {name: self.steps[bucket] for name, bucket in home.items()}
-        restarts = {
-            name: [self.triggers[bucket], *self.restarts.get(bucket, (0, 0))]
-            for name, bucket in home.items()
-            if bucket in self.triggers
-        }
-        return {**head, "steps": steps, "restarts": restarts, "merge": merge, "state": state}
-
-    def check_origin(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a saved state of another format, world or rank with a ValueError."""
-        for key, mine in (("format", 1), ("world", self.world), ("rank", self.rank)):
+        for key, mine in (("format", snapshot.FORMAT), ("world", self.world), ("rank", self.rank)):
             if saved.get(key) != mine:
-                hint = "; hvdcompress.engine.reshard makes states for another world" if key == "world" else ""
+                hint = "; Compressor.load re-shards a folder with the states of all ranks" if key == "world" else ""
                 raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
 
     def load_state_dict(
-        self, saved: Mapping[str, Any], buckets: Sequence[Bucket], copy: Callable[[Any], Array]
+        self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None = None
     ) -> None:
-        """Take over a saved state, all of it or, on any error, none; ``copy`` makes a fresh array of a saved one.
+        """Take a saved state over: all of it or, on any error, none.
+
+        Args:
+            saved: what :meth:`state_dict` returned.
+            copy: makes a fresh array of a slot's saved parts.
+            buckets: all there are; the state must have no other tensors. None if that is not known yet: then each
+                bucket finds its state when it comes.
 
         Raises:
             ValueError: it is of another format, world, rank or set of tensors; the message says which.
         """
         self.check_origin(saved)
-        known = {member.name for bucket in buckets for member in bucket.members}
-        if unknown := sorted(saved["steps"].keys() - known):
-            raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
-        states: dict[str, dict[str, Array]] = {}
-        steps: dict[str, int] = {}
-        for bucket in buckets:
-            found = {saved["steps"].get(member.name) for member in bucket.members}
-            if found == {None}:
-                continue  # it has not gone through yet
-            if len(found) > 1:
-                raise ValueError(f"the saved state has the tensors of bucket {bucket.spec.name!r} at different steps")
-            steps[bucket.spec.name] = found.pop()
-            states[bucket.spec.name] = new = {}
-            for slot, declared in declared_slots(bucket).items():
-                names = [m.name for m in bucket.members] if slot in feedback.BUFFERED else [bucket.spec.name]
-                parts = [saved["state"].get(name, {}).get(slot) for name in names]
-                if any(part is None for part in parts):
-                    raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
-                new[slot] = copy(parts)
-                if len(new[slot]) != int(np.prod(declared.shape)):
-                    size = len(new[slot])
-                    raise ValueError(f"{slot!r} of {bucket.spec.name!r} has {size} elements, not {declared.shape}")
-        self.buckets = {bucket.spec.name: bucket for bucket in buckets if bucket.spec.name in states}
-        self.states, self.steps, self._spare = states, steps, {}
-        home = {bucket.spec.name: bucket.members[0].name for bucket in buckets}
-        restarts = {bucket: saved["restarts"][member] for bucket, member in home.items() if member in saved["restarts"]}
-        self.triggers = {bucket: entry[0] for bucket, entry in restarts.items()}
-        self.restarts = {bucket: (entry[1], entry[2]) for bucket, entry in restarts.items()}
-        self._range = {metric: tuple(pair) for metric, pair in saved["metrics"].items()}
+        if buckets is not None:
+            known = {member.name for bucket in buckets for member in bucket.members}
+            if unknown := sorted(saved["steps"].keys() - known):
+                raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
+        found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
+        self.states = {state.bucket.spec.name: state for state in found if state}
+        self._loaded, self._copy = snapshot.without(saved, self.buckets()), copy
+        self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
+
+    def _claim(self, bucket: Bucket) -> State | None:
+        """The state that was loaded for a bucket before it came."""
+        state = snapshot.restored(self._loaded, bucket, self._copy) if self._loaded else None
+        if state:
+            assert self._loaded is not None
+            self._loaded = snapshot.without(self._loaded, [bucket])
+        return state
+
+    def num_state_bytes(self) -> int:
+        """Memory held for state, second buffers included."""
+        return sum(int(array.nbytes) for state in self.states.values() for array in state.arrays())

@@ -1,8 +1,10 @@
-"""What a bucket's state is made of: its slots, where its members lie in them, and how much memory they take."""
+"""What a rank keeps of a bucket between steps: its slots, second buffers, and where it is in its schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -11,21 +13,32 @@ from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 
-def describe(buckets: Iterable[Bucket]) -> str:
-    """Which method each group of tensors gets, and the memory that its state takes on a rank, in lines."""
-    groups: dict[str, list[Bucket]] = {}
-    for bucket in buckets:
-        groups.setdefault(str(bucket.program), []).append(bucket)
-    lines = []
-    for text, group in sorted(groups.items(), key=lambda item: -sum(u.spec.size for u in item[1])):
-        elements, tensors = sum(bucket.spec.size for bucket in group), sum(len(bucket.members) for bucket in group)
-        memory = 0
-        for bucket in group:
-            for name, slot in declared_slots(bucket).items():
-                size = int(np.prod(slot.shape)) * itemsize(slot.dtype)
-                memory += 2 * size if name in feedback.BUFFERED else size  # a second buffer takes the next one
-        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
-    return "\n".join(lines)
+@dataclass(eq=False)
+class State:
+    """One bucket's state on one rank.
+
+    Attributes:
+        bucket: what is exchanged together.
+        slots: the current value of each declared slot, flat. Never written: a step makes new values and swaps them in.
+        spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
+        joined: the members' gradients one after another; None for a bucket of one tensor.
+        step: exchanges done.
+        triggers: how often all ranks agreed to restart the method's schedule.
+        restart: (triggers acted upon, the step of the last of them).
+    """
+
+    bucket: Bucket
+    slots: dict[str, Array]
+    spare: dict[str, Array] = field(default_factory=dict)
+    joined: Array | None = None
+    step: int = 0
+    triggers: int = 0
+    restart: tuple[int, int] = (0, 0)
+
+    def arrays(self) -> list[Array]:
+        """Every array that it holds."""
+        joined = [] if self.joined is None else [self.joined]
+        return [*self.slots.values(), *self.spare.values(), *joined]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:
@@ -36,22 +49,31 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
     return declared
 
 
-def copied(array: Array) -> Array:
-    """A fresh copy: of a torch tensor a tensor, of anything else a numpy array."""
-    return array.clone() if hasattr(array, "clone") else np.array(array)
-
-
-def num_bytes(array: Array) -> int:
-    """The memory of an array; TensorFlow's know it by the element only."""
-    return array.nbytes if hasattr(array, "nbytes") else len(array) * array.dtype.size
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes an element."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-
-
 def spans(bucket: Bucket) -> list[tuple[int, int]]:
     """(start, stop) of each member in the bucket's joined vector."""
     stops = np.cumsum([member.size for member in bucket.members]).tolist()
     return [(stop - member.size, stop) for stop, member in zip(stops, bucket.members, strict=True)]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def describe(buckets: Iterable[Bucket]) -> str:
+    """Which method each group of tensors gets, and the memory that its state takes on a rank; a line a group."""
+    groups: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(str(bucket.program), []).append(bucket)
+    lines = []
+    for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
+        elements, tensors = sum(bucket.spec.size for bucket in group), sum(len(bucket.members) for bucket in group)
+        memory = sum(_memory(bucket) for bucket in group)
+        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
+    return "\n".join(lines)
+
+
+def _memory(bucket: Bucket) -> int:
+    """Bytes of state, second buffers included."""
+    sizes = {name: prod(slot.shape) * itemsize(slot.dtype) for name, slot in declared_slots(bucket).items()}
+    return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes.items())

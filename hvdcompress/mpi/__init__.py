@@ -1,5 +1,6 @@
 """MPI without a framework: any method on numpy arrays, under plain ``mpirun -np N``."""
 
-from hvdcompress.mpi.compressor import Compressor, PeerError
+from hvdcompress.engine.agreement import PeerError
+from hvdcompress.mpi.compressor import Compressor
 
 __all__ = ["Compressor", "PeerError"]

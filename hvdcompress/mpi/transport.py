@@ -1,8 +1,15 @@
-"""MPI's non-blocking collectives as the verbs want them, and the alarm by which a rank that fails frees the others."""
+"""MPI's non-blocking collectives, and the alarm by which a rank that fails frees the others.
+
+MPI's collectives have no names: order is all there is, and what was begun cannot be taken back. So a rank that fails
+in the middle of a step sends every other rank an *alarm*, a message on a communicator of its own, for which ranks look
+wherever they wait. Then all ranks tell each other which collectives they have begun, and each makes up for those that
+it has not: nobody waits for ever, and the next step finds all in order. Alarms carry the number of their step, as a
+rank may hear one of the next step while it waits for the last answer of this one.
+"""
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,76 +19,58 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdcompress.engine.agreement import failure
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.loopback import cut
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
+from hvdcompress.engine.transport import Request
 
 Array = np.ndarray[Any, Any]
-FUSED = 1 << 15  #: bytes from which an all-reduce goes by itself; smaller ones that follow each other are one
 
 
 class Alarm(Exception):
-    """Another rank has failed and waits in :meth:`Net.fail`."""
+    """Another rank has failed in this step and waits in :meth:`MPITransport.fail`."""
 
 
 class Call(NamedTuple):
-    """One of MPI's collectives as this rank called it, so that a rank that failed before it can make it up.
-
-    ``kind``: "reduce" (of ``dtype``, ``size`` and ``op``), "gather" or "exchange" (bytes given to and got from
-    each rank: ``gives``, ``gets``).
-    """
+    """A collective that this rank has begun, for ranks that have not: without the payload."""
 
     kind: str
-    dtype: str = "uint8"
-    size: int = 0
-    op: str = "sum"
-    gives: tuple[int, ...] = ()
-    gets: tuple[int, ...] = ()
+    dtype: str
+    size: int
+    op: str
+    gives: tuple[int, ...] | None
+    gets: tuple[int, ...] | None
 
 
 @dataclass(eq=False)
-class Running:
+class Handle:
     """A collective under way: MPI's request, where its result goes, and all buffers, which must live as long as it."""
 
     request: MPI.Request
     out: Array
     buffers: list[Any]
-    done: bool = False
 
 
-@dataclass(eq=False)
-class Pending:
-    """A verb on its way: the collective that it is part of, from ``start`` on, or None before that is called; and the
-    lengths of the ranks' payloads, once an all-gather knows them."""
+class MPITransport:
+    """Collectives over one communicator, by order.
 
-    name: str
-    verb: Verb
-    payload: Array
-    running: Running | None = None
-    start: int = 0
-    lengths: list[int] | None = None
+    Two communicators of our own keep them apart from the program's and from alarms. Making one is collective, and so is
+    :meth:`close`.
 
-
-class Net:
-    """Collectives over one communicator, charged to a ledger.
-
-    MPI's collectives have no names: all ranks call them in one order. Two communicators of our own keep them apart
-    from the program's and from the alarm. Making one is collective, and so is :meth:`close`.
+    Args:
+        comm: an intracommunicator; it is duplicated.
     """
 
-    def __init__(self, comm: MPI.Comm, ledger: Ledger):
+    ordered, broadcasts, unequal = True, False, False
+
+    def __init__(self, comm: MPI.Comm):
         self.comm, self.side = comm.Dup(), comm.Dup()
-        self.ledger, self.rank, self.world = ledger, comm.rank, comm.size
-        self.calls: list[Call] = []  # of this step
-        self._running: list[Running] = []
-        self._open: list[Pending] = []  # all-reduces of one kind that wait for more of it
+        self.rank, self.world = comm.rank, comm.size
+        self.step = 0  # the number of this step, the same on all ranks
+        self._calls: list[Call] = []  # of this step
+        self._running: list[Handle] = []
+        self._heard: Counter[int] = Counter()  # alarms by the step that they are of
         self._listen()
 
-    def _listen(self) -> None:
-        self._alarm = self.side.Irecv(bytearray(0), MPI.ANY_SOURCE)
-
     def close(self) -> None:
-        """Give the communicators back. Nothing may be under way."""
+        """Give the communicators back; collective. Nothing may be under way."""
         self.silence()
         self.comm.Free()
         self.side.Free()
@@ -94,184 +83,118 @@ class Net:
 
     def begin(self) -> None:
         """A step begins: nothing is left of the last one, however it ended."""
-        self.calls.clear()
-        self._open.clear()
+        self.step += 1
+        self._calls.clear()
 
-    # -- verbs -------------------------------------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------------------------
 
-    def submit(self, name: str, verb: Verb) -> Pending:
-        """Start a verb's collective for tensor ``name``, or let it wait for more (:meth:`flush`); returns at once."""
-        payload: Array
-        if isinstance(verb, AllReduce | Broadcast):
-            if isinstance(verb, AllReduce):
-                payload = np.ascontiguousarray(verb.x)
-            elif self.rank == int(verb.root):  # as a sum, like the other drivers, so that all ledgers agree
-                payload = np.ascontiguousarray(verb.make()).view(np.int32)
-            else:
-                payload = np.zeros(verb.num_bytes // 4, np.int32)
-            self.ledger.add(self.rank, name, type(verb).__name__, payload.nbytes)
-            return self._fuse(Pending(name, verb, payload))
-        self.flush()
-        payload = np.ascontiguousarray(verb.x)
-        if isinstance(verb, AllGather):  # first, their lengths
-            self.ledger.add(self.rank, "lengths", "AllGather", 8, [8] * self.world)
-            length = np.array([len(payload)], np.int64).view(np.uint8)
-            return Pending(name, verb, payload, self._call(Call("gather", gets=(8,) * self.world), length))
-        self.ledger.add(self.rank, name, "AllToAll", len(payload), splits=verb.splits)
-        equal = (len(payload) // self.world,) * self.world
-        call = Call("exchange", gives=verb.splits or equal, gets=verb.receives or equal)
-        return Pending(name, verb, payload, self._call(call, payload))
+    def start(self, name: str, request: Request) -> Handle:
+        """Begin a collective; returns at once."""
+        payload = np.ascontiguousarray(request.payload)
+        call = Call(request.kind, str(payload.dtype), len(payload), request.op, request.gives, request.gets)
+        return self._begin(call, payload)
 
-    def _fuse(self, pending: Pending) -> Pending:
-        """Put an all-reduce to those that wait, if it is small and of their kind. What a call costs is then shared.
+    def ready(self, handle: Handle) -> bool:
+        """Whether :meth:`wait` would return at once. MPI works on what is under way only when it is called."""
+        return handle.request == MPI.REQUEST_NULL or handle.request.Get_status()
 
-        All of that follows from the verbs, so ranks agree on it.
-        """
-        if self._open and (_kind(pending) != _kind(self._open[0]) or pending.payload.nbytes >= FUSED):
-            self.flush()
-        self._open.append(pending)
-        if sum(each.payload.nbytes for each in self._open) >= FUSED:
-            self.flush()
-        return pending
-
-    def flush(self) -> None:
-        """Start the all-reduces that wait for more of their kind, as one."""
-        if not self._open:
-            return
-        together, self._open = self._open, []
-        joined = together[0].payload if len(together) == 1 else np.concatenate([each.payload for each in together])
-        dtype, op = _kind(together[0])
-        running, start = self._call(Call("reduce", dtype, len(joined), op), joined), 0
-        for each in together:
-            each.running, each.start = running, start
-            start += len(each.payload)
-
-    def advance(self, pending: Pending) -> bool:
-        """Wait for what is under way; whether the verb is done. If not, it has gone on to its next collective.
+    def wait(self, handle: Handle) -> Array:
+        """The result.
 
         Raises:
-            Alarm: a rank has failed.
+            Alarm: a rank has failed in this step.
         """
-        if pending.running is None:
-            self.flush()
-        assert pending.running is not None
-        self._wait(pending.running)
-        if not isinstance(pending.verb, AllGather) or pending.lengths is not None:
-            return True
-        pending.lengths = pending.running.out.view(np.int64).tolist()
-        self.ledger.add(self.rank, pending.name, "AllGather", len(pending.payload), pending.lengths)
-        pending.running = self._call(Call("gather", gets=tuple(pending.lengths)), pending.payload)
-        return False
+        while handle in self._running:
+            if self._heard[self.step]:
+                raise Alarm
+            if MPI.Request.Waitany([handle.request, self._alarm]) == 0:
+                self._running.remove(handle)
+            else:
+                self._hear()  # one of the next step must wait until this step has ended
+        return handle.out
 
-    def result(self, pending: Pending) -> Any:
-        """What a verb that is done has brought, as the method expects it."""
-        assert pending.running is not None
-        verb, out = pending.verb, pending.running.out
-        if isinstance(verb, AllGather):
-            assert pending.lengths is not None
-            return cut(out, pending.lengths)
-        if isinstance(verb, AllToAll):
-            return cut(out, verb.receives or [len(out) // self.world] * self.world)
-        out = out[pending.start : pending.start + len(pending.payload)]
-        return out.view(np.uint8) if isinstance(verb, Broadcast) else out
+    def idle(self, handle: Handle) -> None:
+        """Wait for the result."""
+        self.wait(handle)
 
-    def progress(self) -> None:
-        """Let MPI work on what is under way; without a thread of its own it does so only when it is called."""
-        if self._running:
-            self._running[0].request.Get_status()
-
-    def run(self, name: str, verb: Verb) -> Any:
-        """A verb's result; waits."""
-        pending = self.submit(name, verb)
-        while not self.advance(pending):
-            pass
-        return self.result(pending)
-
-    def gather_text(self, name: str, text: str) -> list[str]:
-        """Every rank's text, in rank order; waits."""
-        pieces = self.run(name, AllGather(np.frombuffer(text.encode(), np.uint8)))
-        return [piece.tobytes().decode() for piece in pieces]
-
-    # -- MPI ---------------------------------------------------------------------------------------------
-
-    def _call(self, call: Call, payload: Array) -> Running:
+    def _begin(self, call: Call, payload: Array) -> Handle:
         """Call MPI, and note what was called."""
         out: Array
         buffers: list[Any]
-        if call.kind == "reduce":
+        if call.kind == "all_reduce":
             out = np.empty_like(payload)
             half = call.dtype == "float16"  # MPI has no such type: it carries 16 bits, and we add them
             buffers = [payload.view(np.uint16), out.view(np.uint16)] if half else [payload, out]
             request = self.comm.Iallreduce(buffers[0], buffers[1], _half(call.op) if half else OPS[call.op])
         else:
-            out = np.empty(sum(call.gets), np.uint8)
-            taken = [out, (call.gets, _starts(call.gets)), MPI.BYTE]
-            if call.kind == "gather":
+            gets = call.gets or ()
+            out = np.empty(sum(gets), np.uint8)
+            taken = [out, (gets, _starts(gets)), MPI.BYTE]
+            if call.kind == "all_gather":
                 buffers = [[payload, MPI.BYTE], taken]
                 request = self.comm.Iallgatherv(*buffers)
             else:
-                buffers = [[payload, (call.gives, _starts(call.gives)), MPI.BYTE], taken]
+                gives = call.gives or ()
+                buffers = [[payload, (gives, _starts(gives)), MPI.BYTE], taken]
                 request = self.comm.Ialltoallv(*buffers)
-        self.calls.append(call)
-        self._running.append(Running(request, out, buffers))
+        self._calls.append(call)
+        self._running.append(Handle(request, out, buffers))
         return self._running[-1]
 
-    def _wait(self, running: Running) -> None:
-        if running.done:
-            return
-        began = time.perf_counter()
-        first = MPI.Request.Waitany([running.request, self._alarm])
-        self.ledger.add_seconds(self.rank, "communicate", time.perf_counter() - began)
-        if first != 0:
-            raise Alarm
-        running.done = True
-        self._running.remove(running)
+    # -- failure --------------------------------------------------------------------------------------------
 
-    # -- failure -----------------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        self._number = np.zeros(1, np.int64)
+        self._alarm = self.side.Irecv(self._number, MPI.ANY_SOURCE)
+
+    def _hear(self) -> None:
+        """An alarm has come: note its step, and listen for the next one."""
+        self._heard[int(self._number[0])] += 1
+        self._listen()
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed; returns the error that all raise, the same everywhere.
+        """End the step on all ranks, one of which has failed.
 
         The rank that failed calls it with its error, and the others, which then meet an :class:`Alarm`, with None.
-        Collectives cannot be taken back: each rank makes up, with zeros, for those that others have begun, so that none
-        waits for ever and the next step finds all in order.
+
+        Returns:
+            The error that every rank raises, the same everywhere.
         """
-        self._open.clear()  # nobody has been told of them
         alarms = []
         if error is not None:
-            alarms = [self.side.Isend(b"", rank) for rank in range(self.world) if rank != self.rank]
+            number = np.array([self.step], np.int64)
+            alarms = [self.side.Isend(number, rank) for rank in range(self.world) if rank != self.rank]
         text = "" if error is None else str(error) or type(error).__name__
-        everyone: list[tuple[str, list[Call]]] = self.side.allgather((text, self.calls))
-        came = self._alarm == MPI.REQUEST_NULL
-        for _ in range(sum(bool(text) for rank, (text, _) in enumerate(everyone) if rank != self.rank)):
-            if not came:
-                self._alarm.Wait()
-            self._listen()
-            came = False
+        everyone: list[tuple[int, str, list[Call]]] = self.side.allgather((self.step, text, self._calls))
+        # every other rank that failed by itself has sent an alarm: take them all in
+        expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.rank)
+        while self._heard[self.step] < expected:
+            self._alarm.Wait()
+            self._hear()
+        del self._heard[self.step]
         MPI.Request.Waitall(alarms)
-        self._catch_up([calls for _, calls in everyone])
-        return failure([text for text, _ in everyone])
+        if len({step for step, _, _ in everyone}) > 1:
+            counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
+            return RuntimeError(f"the ranks are in different steps, so they cannot go on: {counts}")
+        self._catch_up([calls for _, _, calls in everyone])
+        return failure([text for _, text, _ in everyone])
 
     def _catch_up(self, everyone: Sequence[Sequence[Call]]) -> None:
-        for number in range(len(self.calls), max(map(len, everyone))):
+        """Take part, with zeros, in every collective of this step that another rank has begun."""
+        for number in range(len(self._calls), max(map(len, everyone))):
             there = {rank: calls[number] for rank, calls in enumerate(everyone) if number < len(calls)}
             call = next(iter(there.values()))
-            payload: Array = np.zeros(call.size, call.dtype)
-            if call.kind == "gather":
-                payload = np.zeros(call.gets[self.rank], np.uint8)
-            elif call.kind == "exchange":
+            size = call.size
+            if call.kind == "all_gather":
+                size = (call.gets or ())[self.rank]
+            elif call.kind == "all_to_all":
                 ranks = range(self.world)
-                gives = tuple(there[r].gets[self.rank] if r in there else 0 for r in ranks)
-                gets = tuple(there[r].gives[self.rank] if r in there else 0 for r in ranks)
-                call, payload = call._replace(gives=gives, gets=gets), np.zeros(sum(gives), np.uint8)
-            self._call(call, payload)
-        MPI.Request.Waitall([running.request for running in self._running])
+                gives = tuple((there[r].gets or ())[self.rank] if r in there else 0 for r in ranks)
+                gets = tuple((there[r].gives or ())[self.rank] if r in there else 0 for r in ranks)
+                call, size = call._replace(gives=gives, gets=gets), sum(gives)
+            self._begin(call, np.zeros(size, call.dtype))
+        MPI.Request.Waitall([handle.request for handle in self._running])
         self._running.clear()
-
-
-def _kind(pending: Pending) -> tuple[str, str]:
-    """What all-reduces must have alike to be one: type and operation."""
-    return str(pending.payload.dtype), pending.verb.op if isinstance(pending.verb, AllReduce) else "sum"
 
 
 OPS = {"sum": MPI.SUM, "max": MPI.MAX}

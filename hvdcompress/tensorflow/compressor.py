@@ -34,20 +34,13 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.agreement import PeerError, compare_plans
-from hvdcompress.engine.compressor import RankState
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rank import Worker
+from hvdcompress.engine import checkpoint, compressor
+from hvdcompress.engine.agreement import compare_terms
+from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
-from hvdcompress.engine.reshard import only
-from hvdcompress.engine.state import describe
-from hvdcompress.loopback import cut
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
-
-__all__ = ["Compressor", "PeerError"]
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
 _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -60,7 +53,7 @@ class Ticket:
         self.gradient, self.bucket, self.done = gradient, bucket, done
 
 
-class Compressor(RankState, tf.train.experimental.PythonState):
+class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
     """One optimizer's compression, for ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
 
     Make it once, outside of the training step: it holds the residuals. A program with several makes them in the
@@ -89,27 +82,24 @@ class Compressor(RankState, tf.train.experimental.PythonState):
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
-        self.plan = plan_of(method, **settings)
-        if self.plan.bucket_elements:
+        plan = plan_of(method, **settings)
+        if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: in TensorFlow each gradient has a graph of its own")
         if names is not None and len(set(names)) < len(names):
             raise ValueError(f"two tensors have one name: {sorted({n for n in names if list(names).count(n) > 1})}")
         self.names = None if names is None else list(names)
-        self.process_set, self.loss_scale = process_set, loss_scale
+        super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
+        self.process_set = process_set
         set_id = process_set.process_set_id
         self.prefix = f"hvdcompress.tf.{set_id}.{next(_numbers[set_id])}"
-        rank, world = process_set.rank(), process_set.size()
-        self.ledger = Ledger(world, rank)
-        self.worker = Worker(self.plan, rank, world, self.ledger)
         self.buckets: dict[str, Bucket] = {}
-        self._segments = Segments(self.worker, self.current_loss_scale)
+        self._segments = Segments(self.local, self.current_loss_scale)
         # names of what was traced, by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._eager = itertools.count()
-        self._turns: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
+        self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
         self._name: str | None = None
         self._agreed = False
-        self._waiting: Mapping[str, Any] | None = None  # a state that was loaded before the tensors were known
 
     # -- Horovod's interface -------------------------------------------------------------------------
 
@@ -121,11 +111,12 @@ class Compressor(RankState, tf.train.experimental.PythonState):
         flat = tf.reshape(tensor, [-1])
         work = _work(bucket)
         flat = flat if flat.dtype == work else tf.cast(flat, work)
-        rides = self._rides(bucket)
-        turn = tf.raw_ops.ReadVariableOp(resource=self._turns[bucket.spec.name], dtype=tf.int64)
-        probe = _segment(lambda gradient, _: self._segments.begin(bucket, gradient, rides), [flat, turn], tf.float32)
-        probe.set_shape([PROBE + (rides or 0)])
-        return probe, Ticket(tensor, bucket, probe if rides is not None else self._exchange(bucket, probe))
+        piggyback = self._piggyback(bucket)
+        ended = tf.raw_ops.ReadVariableOp(resource=self._ended[bucket.spec.name], dtype=tf.int64)
+        segments = self._segments
+        probe = _segment(lambda gradient, _: segments.begin(bucket, gradient, piggyback), [flat, ended], tf.float32)
+        probe.set_shape([PROBE + (piggyback or 0)])
+        return probe, Ticket(tensor, bucket, probe if piggyback is not None else self._exchange(bucket, probe))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
@@ -135,14 +126,14 @@ class Compressor(RankState, tf.train.experimental.PythonState):
         bucket, gradient = ctx.bucket, ctx.gradient
         out = _segment(lambda probe, done: self._segments.finish(bucket, probe), [output, ctx.done], _work(bucket))
         with tf.control_dependencies([out]):
-            tf.raw_ops.AssignAddVariableOp(resource=self._turns[bucket.spec.name], value=tf.constant(1, tf.int64))
+            tf.raw_ops.AssignAddVariableOp(resource=self._ended[bucket.spec.name], value=tf.constant(1, tf.int64))
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
 
     def _exchange(self, bucket: Bucket, begun: tf.Tensor) -> tf.Tensor:
         """The chain of segments and collectives that follows ``begun``; its end is known by a scalar."""
-        world = self.worker.world
+        world = self.local.world
         plans = {
             (stage, phase): rehearse(method, phase, world, bucket.spec)
             for stage, (_, method) in enumerate(bucket.program.stages)
@@ -195,10 +186,9 @@ class Compressor(RankState, tf.train.experimental.PythonState):
             self.buckets[name] = known
             with tf.init_scope(), tf.device("CPU:0"):
                 # no tf.Variable, which a function may only make in its first trace
-                turn = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
-                tf.raw_ops.AssignVariableOp(resource=turn, value=tf.constant(0, tf.int64))
-                self._turns[name] = turn
-            self._take_over(known)
+                ended = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
+                tf.raw_ops.AssignVariableOp(resource=ended, value=tf.constant(0, tf.int64))
+                self._ended[name] = ended
         if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
             raise ValueError(
                 f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
@@ -233,10 +223,10 @@ class Compressor(RankState, tf.train.experimental.PythonState):
         finally:
             self._name = None
 
-    def _rides(self, bucket: Bucket) -> int | None:
+    def _piggyback(self, bucket: Bucket) -> int | None:
         """The length of a payload that is the stock all-reduce itself; never where a tensor has several stages."""
         (_, method), *more = bucket.program.stages
-        if more or len(method.phases) > 1 or self.worker.work_dtype(bucket) != "float32" or _work(bucket) != tf.float32:
+        if more or len(method.phases) > 1 or self.local.work_dtype(bucket) != "float32" or _work(bucket) != tf.float32:
             return None
         return method.piggyback(bucket.spec, 0, {})
 
@@ -251,7 +241,7 @@ class Compressor(RankState, tf.train.experimental.PythonState):
         with tf.init_scope():
             mine = np.frombuffer(json.dumps([self.plan.to_dict(), self.names]).encode(), np.uint8)
             texts = self._gather(mine)
-        compare_plans([(plan, {"names": str(names)}) for plan, names in map(json.loads, texts)])
+        compare_terms([(plan, {"names": str(names)}) for plan, names in map(json.loads, texts)])
         self._agreed = True
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
@@ -259,22 +249,24 @@ class Compressor(RankState, tf.train.experimental.PythonState):
         name = f"{self.prefix}.plan"
         sizes = hvd.allgather(tf.constant([len(data)]), name=f"{name}.size", process_set=self.process_set).numpy()
         joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
-        self.ledger.add(self.worker.rank, "plan", "AllGather", len(data) + 4, [int(size) + 4 for size in sizes])
+        lengths = [int(size) + 4 for size in sizes]
+        for observer in self.local.observers:
+            observer.sent(self.local.rank, "plan", "AllGather", data, len(data) + 4, lengths)
         return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
 
     # -- state -------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> np.ndarray[Any, Any]:
-        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept."""
+        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+
+        Raises:
+            KeyError: no such tensor has been traced.
+        """
         if name not in self.buckets:
             raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(self.buckets) or 'none'}")
         shape = self.buckets[name].spec.shape
-        flat = self.worker.residual(name) if name in self.worker.names() else None
+        flat = self.local.residual(name) if name in self.local.names() else None
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as numpy arrays."""
-        return self.worker.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
@@ -283,21 +275,10 @@ class Compressor(RankState, tf.train.experimental.PythonState):
             ValueError: it is of another rank or world, or, as soon as the tensors are known, of other tensors;
                 nothing is changed then.
         """
-        if set(saved["steps"]) <= set(self.buckets):
-            self.worker.load_state_dict(saved, list(self.buckets.values()), np.concatenate)
-            self._waiting = None
-        elif self.buckets:
-            unknown = sorted(set(saved["steps"]) - set(self.buckets))
-            raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
-        else:
-            self.worker.check_origin(saved)
-            self._waiting = saved
+        self.local.load_state_dict(saved, np.concatenate, self._buckets() or None)
 
-    def _take_over(self, bucket: Bucket) -> None:
-        """Give a tensor that has just become known its part of a state that was loaded earlier."""
-        if self._waiting is not None and bucket.spec.name in self._waiting["steps"]:
-            known = [u for name, u in self.buckets.items() if name in self._waiting["steps"]]
-            self.worker.load_state_dict(only(self._waiting, [u.spec.name for u in known]), known, np.concatenate)
+    def _buckets(self) -> list[Bucket]:
+        return list(self.buckets.values())
 
     def serialize(self) -> bytes:
         """For ``tf.train.Checkpoint(compressor=…)``, of which every rank must write its own."""
@@ -306,10 +287,6 @@ class Compressor(RankState, tf.train.experimental.PythonState):
     def deserialize(self, string_value: bytes) -> None:
         """For ``tf.train.Checkpoint``."""
         self.load_state_dict(checkpoint.from_bytes(string_value))
-
-    def describe(self) -> str:
-        """Which method each group of tensors gets, and its memory; known after the first trace."""
-        return describe(self.buckets.values())
 
 
 def _work(bucket: Bucket) -> tf.DType:

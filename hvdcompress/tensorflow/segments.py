@@ -16,7 +16,7 @@ import ctypes.util
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import isclose
 from typing import Any
@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.rank import Flight, Worker
+from hvdcompress.engine.collectives import gathered_lengths, lift, lower
+from hvdcompress.engine.rank import Exchange, Rank
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
-from hvdcompress.loopback import cut
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast
-from hvdcompress.parts import wire
 from hvdcompress.plan import Bucket
 
 _MATHS = ctypes.util.find_library("m") if sys.platform == "linux" else None
@@ -59,30 +58,39 @@ class Segments:
     """The exchanges of one Compressor, by the names of their tensors.
 
     Args:
-        worker: this rank's state and bookkeeping.
+        local: this rank's state.
         loss_scale: returns the factor by which the loss was multiplied.
     """
 
-    def __init__(self, worker: Worker, loss_scale: Callable[[], float]):
-        self.worker, self.loss_scale = worker, loss_scale
-        self.flights: dict[str, Flight] = {}
+    def __init__(self, local: Rank, loss_scale: Callable[[], float]):
+        self.local, self.loss_scale = local, loss_scale
+        self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
         self.together: dict[str, list[str]] = {}  # the tensors that are exchanged in one step with a tensor
         self._ended: Counter[str] = Counter()  # how often each tensor's exchange has ended, well or not
         self._since_failure: set[str] = set()
         self._asked = 0  # triggers that this rank asked for, and how many of them each tensor's probe has carried
+        self._asking: dict[str, int] = {}
         self._carried: dict[str, int] = {}
         self._lengths: dict[tuple[str, Round, int], int] = {}
         self._lock = threading.RLock()
 
     # -- the segments ---------------------------------------------------------------------------------
 
-    def begin(self, bucket: Bucket, gradient: Array, rides: int | None) -> Array:
-        """Start the exchange of a gradient [n]; returns this rank's probe [PROBE] float32, after the payload, of
-        length ``rides``, if that goes along with the stock all-reduce."""
+    def begin(self, bucket: Bucket, gradient: Array, piggyback: int | None) -> Array:
+        """Start the exchange of a gradient [n].
+
+        Args:
+            bucket: the tensor.
+            gradient: its gradient, flat.
+            piggyback: the payload's length, if the stock all-reduce carries it.
+
+        Returns:
+            What Horovod shall all-reduce: this rank's probe [PROBE] float32, after the payload if it goes along.
+        """
         with self._lock:
-            name, p, rank = bucket.spec.name, self.worker.world, self.worker.rank
+            name, p, rank = bucket.spec.name, self.local.world, self.local.rank
             self.errors.pop(name, None)
             finite, asks = True, False
             try:
@@ -90,48 +98,47 @@ class Segments:
                     raise self.failure
                 scale = self.loss_scale()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    work = gradient.astype(self.worker.work_dtype(bucket), copy=False)
-                self.flights[name] = flight = self.worker.start(bucket, work, fast, scale)
-                finite = flight.finite
-                asks = self._asks(flight)
+                    work = gradient.astype(self.local.work_dtype(bucket), copy=False)
+                out = np.empty(bucket.spec.size, gradient.dtype)
+                self.exchanges[name] = exchange = self.local.start(bucket, [work], [out], fast, scale)
+                finite = exchange.finite
+                asks = self._asks(exchange)
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
             probe = [1.0 / p, (rank + 1.0) / p**2, float(not finite), float(asks), failed, failed * (rank + 1)]
             stock = np.array(probe, np.float32)
-            if rides is not None:
-                payload = np.zeros(rides, np.float32) if failed else flight.verb.x  # type: ignore[union-attr]
+            if piggyback is not None:
+                payload = np.zeros(piggyback, np.float32) if failed else exchange.verb.x  # type: ignore[union-attr]
                 stock = np.concatenate([payload, stock])
-            self.worker.ledger.add(rank, name, "AllReduce", stock.nbytes)
+            self._sent(name, "AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes)
             return stock
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
         """The stage and phase that are on in the bucket's step."""
         with self._lock:
-            step = self.worker.steps.get(bucket.spec.name, 0)
-            return bucket.program.stage(step), self.worker.phase_now(bucket)[0]
+            return bucket.program.stage(self.local.step_of(bucket)), self.local.phase_now(bucket)[0]
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
         """The payload of the exchange's next collective, which is its ``number``-th and as planned; for an
         all-to-all also how many bytes go to each rank."""
         with self._lock:
             name = bucket.spec.name
-            flight = self.flights.get(name)
+            exchange = self.exchanges.get(name)
             try:
-                if name in self.errors or flight is None or flight.verb is None:
+                if name in self.errors or exchange is None or exchange.verb is None:
                     raise self.errors.get(name) or RuntimeError(f"tensor {name!r} has no collective left to do")
-                verb = flight.verb
+                verb = exchange.verb
                 if (found := round_of(verb)) != planned:
-                    raise RuntimeError(f"method {flight.method.id!r} asks for {found}, planned was {planned}")
-                payload = self._outgoing(name, verb)
+                    raise RuntimeError(f"method {exchange.method.id!r} asks for {found}, planned was {planned}")
+                payload, splits = self._outgoing(name, verb)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
                 self.errors[name] = error
-                payload, verb = self._nothing(bucket, number, planned), None
+                payload, splits = self._nothing(bucket, number, planned), None
             if planned.verb != "AllToAll":
                 return [payload]
-            splits = verb.splits if isinstance(verb, AllToAll) and verb.splits else None
-            equal = [len(payload) // self.worker.world] * self.worker.world
+            equal = [len(payload) // self.local.world] * self.local.world
             return [payload, np.array(splits or equal, np.int32)]
 
     def receive(self, bucket: Bucket, result: Array) -> None:
@@ -141,9 +148,9 @@ class Segments:
             if name in self.errors:
                 return
             try:
-                flight = self.flights[name]
-                assert flight.verb is not None
-                flight.advance(self._incoming(name, flight.verb, result))
+                exchange = self.exchanges[name]
+                assert exchange.verb is not None
+                exchange.advance(self._incoming(name, exchange.verb, result))
             except Exception as error:
                 self.errors[name] = error
 
@@ -154,11 +161,9 @@ class Segments:
             PeerError: a rank failed, or the optimizer's operation is neither Average nor Sum.
         """
         with self._lock:
-            name, spec = bucket.spec.name, bucket.spec
-            flight = self.flights.pop(name, None)
-            rode, probe = probe[:-PROBE], probe[-PROBE:]
-            out = np.empty(spec.size, "float64" if spec.dtype == "float64" else "float32")
-            error = self.errors.pop(name, None)
+            name = bucket.spec.name
+            exchange, error = self.exchanges.pop(name, None), self.errors.pop(name, None)
+            payload, probe = probe[:-PROBE], probe[-PROBE:]
             try:
                 factor = self._factor(probe)
                 non_finite, triggered, failed, who = (value / factor for value in probe[2:])
@@ -166,24 +171,28 @@ class Segments:
                     raise self._failed(name, error, failed, who)
             except PeerError as failure:
                 self.failure = self.failure or failure
-                out.fill(np.nan)
+                if exchange:
+                    self.local.abandon(exchange)
+                out = np.full(bucket.spec.size, np.nan, _work(bucket))
             else:
-                assert flight is not None
-                if flight.reduced is None:
-                    factor = self.worker.take_ride(flight, rode, factor)
+                assert exchange is not None
+                out = exchange.outs[0]
+                if exchange.reduced is None:
+                    factor = self.local.receive_piggyback(exchange, payload, factor)
                 if non_finite > 0.5:
-                    self.worker.abandon(flight, [out], fast)
+                    self.local.abandon(exchange)
                 else:
-                    self._commit(flight, out, factor, triggered > 0.5)
+                    self._commit(exchange, factor, triggered > 0.5)
             self._raise_at_the_end_of_a_step(name)
             return out
 
-    def _commit(self, flight: Flight, out: Array, factor: float, triggered: bool) -> None:
-        self.worker.finish(flight, [out], factor, fast)
-        self._carried[flight.name] = flight.extra["asked"]
+    def _commit(self, exchange: Exchange, factor: float, triggered: bool) -> None:
+        self.local.deliver(exchange, factor)
+        self.local.commit(exchange)
+        self._carried[exchange.name] = self._asking[exchange.name]
         if triggered:
-            self.worker.trigger([flight.name])
-        self.worker.ledger.steps = max(self.worker.steps.values())
+            self.local.trigger([exchange.name])
+        self.local.ledger.steps = max(state.step for state in self.local.states.values())
 
     def _raise_at_the_end_of_a_step(self, name: str) -> None:
         """Raise what failed once no rank waits for another any more: all tensors of the step that ``name`` is of
@@ -198,53 +207,57 @@ class Segments:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _asks(self, flight: Flight) -> bool:
+    def _asks(self, exchange: Exchange) -> bool:
         """Whether this tensor's probe carries a trigger; it does, for each request, until a step goes well."""
-        self._asked += self.worker.take_request()
-        flight.extra["asked"] = self._asked
-        return self._carried.get(flight.name, 0) < self._asked
+        self._asked += self.local.take_request()
+        self._asking[exchange.name] = self._asked
+        return self._carried.get(exchange.name, 0) < self._asked
 
-    def _outgoing(self, name: str, verb: Verb) -> Array:
-        """A verb's payload as it goes into Horovod, charged to the ledger (a gather's when all lengths are known)."""
-        ledger, rank = self.worker.ledger, self.worker.rank
-        if isinstance(verb, Broadcast):  # as an int32 sum in which the others give zeros
-            mine = rank == int(verb.root)
-            payload = verb.make().view(np.int32) if mine else np.zeros(verb.num_bytes // 4, np.int32)
-            ledger.add(rank, name, "Broadcast", payload.nbytes)
-            return payload
-        if not isinstance(verb, AllGather):
-            ledger.add(rank, name, type(verb).__name__, verb.x.nbytes, splits=getattr(verb, "splits", None))
-        return np.ascontiguousarray(verb.x)
+    def _outgoing(self, name: str, verb: Verb) -> tuple[Array, tuple[int, ...] | None]:
+        """A verb's payload as it goes into Horovod, and of an all-to-all the bytes for each rank.
+
+        Observers are told (of a gather when all lengths are known).
+        """
+        request = lower(verb, self.local.rank, self.local.world, fast, np.zeros(0))
+        payload = np.ascontiguousarray(request.payload)
+        if isinstance(verb, Broadcast):
+            mine = self.local.rank == int(verb.root)
+            self._sent(name, "Broadcast", payload if mine else None, payload.nbytes)
+        elif not isinstance(verb, AllGather):
+            splits = verb.splits if isinstance(verb, AllToAll) else None
+            self._sent(name, type(verb).__name__, verb.x, verb.x.nbytes, splits=splits)
+        return payload, request.gives
 
     def _incoming(self, name: str, verb: Verb, result: Array) -> Any:
         """A collective's result as the method expects it."""
-        p = self.worker.world
-        if isinstance(verb, Broadcast):
-            return result.view(np.uint8)
+        pieces: Sequence[int] = ()
         if isinstance(verb, AllGather):
-            own = len(verb.x)
-            lengths = [own] * p if len(result) == own * p else wire.split(bytes(result), p)
-            self.worker.ledger.add(self.worker.rank, name, "AllGather", own, lengths)
-            return cut(result, lengths)
-        if isinstance(verb, AllToAll):
-            return cut(result, verb.receives or [len(result) // p] * p)
-        return result
+            own = verb.x
+            pieces = gathered_lengths(result, len(own), self.local.world, fast)
+            self._sent(name, "AllGather", own, len(own), pieces)
+        elif isinstance(verb, AllToAll):
+            pieces = verb.receives or [len(result) // self.local.world] * self.local.world
+        return lift(verb, result, pieces, fast)
+
+    def _sent(self, name: str, verb: str, payload: Array | None, num_bytes: int, *more: Any, **options: Any) -> None:
+        for observer in self.local.observers:
+            observer.sent(self.local.rank, name, verb, payload, num_bytes, *more, **options)
 
     def _nothing(self, bucket: Bucket, number: int, planned: Round) -> Array:
         """A payload of zeros, as long as the other ranks', for a rank that failed."""
         dtype = "int32" if planned.verb == "Broadcast" else planned.dtype
         length = 0 if planned.verb == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
-            method, (phase, _) = self.worker.method_now(bucket), self.worker.phase_now(bucket)
+            method, (phase, _) = self.local.method_now(bucket), self.local.phase_now(bucket)
             with suppress(Exception):  # what failed here may fail there
-                length = lengths(method, phase, self.worker.world, bucket.spec)[number] // (
+                length = lengths(method, phase, self.local.world, bucket.spec)[number] // (
                     4 if planned.verb == "Broadcast" else 1
                 )
         return np.zeros(length or 0, dtype)
 
     def _factor(self, probe: Array) -> float:
         """1/p if the optimizer averages, 1 if it sums."""
-        p = self.worker.world
+        p = self.local.world
         for factor in (1.0 / p, 1.0):
             if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], factor * (p + 1) / (2 * p), rel_tol=0.01):
                 return factor
@@ -253,9 +266,14 @@ class Segments:
     def _failed(self, name: str, error: Exception | None, failed: float, who: float) -> PeerError:
         if isinstance(error, PeerError):
             return error
-        rank, count, guilty = self.worker.rank, round(failed), round(who) - 1
+        rank, count, guilty = self.local.rank, round(failed), round(who) - 1
         if count == 1 and guilty != rank:  # an error of this rank's, if there is one, came of it
             where = f"rank {guilty} failed, see its log"
         else:
             where = f"rank {rank}: {error}" if error else f"{count} ranks failed, see their logs"
         return PeerError(f"a gradient exchange failed, so every rank stops: tensor {name!r}: {where}")
+
+
+def _work(bucket: Bucket) -> str:
+    """The dtype that a bucket's gradient has in the graph."""
+    return "float64" if bucket.spec.dtype == "float64" else "float32"

@@ -28,7 +28,8 @@ def check_bytes(case: Case) -> None:
         for step in range(case.steps if len(case.method.phases) > 1 else 1):
             before = [net.ledger.bytes_sent(rank) for rank in range(case.world)]
             method, phase = bucket.program.main, net.ranks[0].phase_now(bucket)[0]
-            rest = (phase, net.ranks[0].states.get(name)) if len(method.phases) > 1 else ()
+            state = net.ranks[0].states.get(name)
+            rest = (phase, state.slots if state else None) if len(method.phases) > 1 else ()
             net.log.clear()
             net.allreduce([g.astype(dtype) for g in case.gradients(n, step)], name)
             formula = method.num_bytes(bucket.spec, case.world, *rest)
@@ -210,7 +211,7 @@ def check_state(case: Case) -> None:
     for step in range(case.steps):
         net.allreduce(case.gradients(n, step), "w")
         for rank, worker in enumerate(net.ranks):
-            state = worker.states["w"]
+            state = worker.states["w"].slots
             require(
                 state.keys() == declared.keys(),
                 f"slots {sorted(state)} are kept, {sorted(declared)} declared",
@@ -225,7 +226,7 @@ def check_state(case: Case) -> None:
                 require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared {want.dtype}")
     for slot, want in declared.items():
         if want.scope == "shared":
-            copies = [to_numpy(worker.states["w"][slot]).tobytes() for worker in net.ranks]
+            copies = [to_numpy(worker.states["w"].slots[slot]).tobytes() for worker in net.ranks]
             require(len(set(copies)) == 1, f"slot {slot!r} is declared shared, and differs between ranks")
 
 

@@ -14,8 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from hvdcompress import registry
+from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Broadcast, Density, Method, Sparse, TensorSpec, Values, Verb
+from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -82,6 +83,10 @@ class Collective:
     splits: bool = False  #: an all-to-all of unequal pieces
 
 
+#: what a request of each kind is in ``Collective.verb``
+VERBS = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all": "AllToAll", "broadcast": "Broadcast"}
+
+
 def plan_for(method: Method | Plan, **settings: Any) -> Plan:
     """A plan that gives every tensor ``method``, however small; an unregistered method will do."""
     if isinstance(method, Plan):
@@ -104,56 +109,50 @@ class Trial(Loopback):
         super().__init__(plan_for(method, **settings), world, loss_scale=loss_scale, **given)
         self.log: list[Collective] = []
 
-    def _carry_out(self, name: str, verbs: list[Any]) -> list[Any]:
-        first = verbs[0]
-        step = self.ranks[0].steps.get(name, 0)
-        verbs = [_on_host(verb) for verb in verbs]
-        if isinstance(first, Broadcast):
-            made = verbs[int(first.root) % self.world].make()
-            arrays, num_bytes = [made], tuple(int(verb.num_bytes) for verb in verbs)
+    def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
+        requests = [replace(request, payload=to_numpy(request.payload)) for request in requests]
+        first, kind = requests[0], requests[0].kind
+        if kind == "broadcast":
+            made = requests[first.root or 0].payload
+            arrays, num_bytes = [made], tuple((request.gives or (0,))[0] for request in requests)
         else:
-            arrays = [verb.x for verb in verbs]
+            arrays = [request.payload for request in requests]
             num_bytes = tuple(array.nbytes for array in arrays)
-        root = int(first.root) if isinstance(first, Broadcast) else None
         self.log.append(
             Collective(
                 name,
-                step,
-                type(first).__name__,
-                getattr(first, "op", ""),
+                self.ranks[0].states[name].step,
+                VERBS[kind],
+                first.op if kind == "all_reduce" else "",
                 tuple(str(array.dtype) for array in arrays),
                 tuple(len(array) for array in arrays),
                 tuple(array.tobytes() for array in arrays),
                 num_bytes,
-                root,
-                getattr(first, "splits", None) is not None,
+                first.root,
+                kind == "all_to_all" and any(len(set(request.gives or ())) > 1 for request in requests),
             )
         )
-        results = super()._carry_out(name, verbs)
-        return [[to_ops(self.ops, a) for a in r] if isinstance(r, list) else to_ops(self.ops, r) for r in results]
+        return [to_ops(self.ops, result) for result in super()._carry_out(name, requests)]
 
     def saved(self) -> list[dict[str, Any]]:
         """Every rank's ``state_dict``, with numpy arrays."""
-        return [_numpy_tree(worker.state_dict()) for worker in self.ranks]
+        return [_numpy_tree(rank.state_dict()) for rank in self.ranks]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec]) -> None:
         """Load what :meth:`saved` gave, into the tensors of ``specs``."""
         buckets = self.plan.buckets(specs)
-        for worker, one in zip(self.ranks, saved, strict=True):
-            worker.load_state_dict(one, buckets, lambda parts: kept(self.ops, np.concatenate(parts)))
+        for rank, one in zip(self.ranks, saved, strict=True):
+            rank.load_state_dict(one, lambda parts: kept(self.ops, np.concatenate(parts)), buckets)
 
     def residual(self, name: str, rank: int) -> Array:
         """As the loopback's, and always a fresh numpy array."""
         return to_numpy(super().residual(name, rank)).copy()
 
 
-def _on_host(verb: Verb) -> Verb:
-    if isinstance(verb, Broadcast):
-        return Broadcast(lambda: to_numpy(verb.make()), int(verb.root), int(verb.num_bytes))
-    return replace(verb, x=to_numpy(verb.x))  # type: ignore[union-attr]
-
-
-def to_numpy(x: Any) -> Array:
+def to_numpy(x: Any) -> Any:
+    """A tensor or array as a numpy array; None as it is."""
+    if x is None:
+        return None
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 

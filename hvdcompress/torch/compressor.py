@@ -1,18 +1,9 @@
 """The PyTorch driver: any method behind the unmodified ``hvd.DistributedOptimizer(compression=…)``.
 
 Horovod calls ``compress(gradient)`` from backward hooks, all-reduces what it returns, and calls
-``decompress(output, ctx)`` inside ``synchronize()``. It passes no name, no step, and offers no other
-collective. So this driver
-
-* finds the parameter by identity (``p.grad is tensor``),
-* starts its own, named collectives in ``compress`` and returns a tiny placeholder (a probe, which tells
-  Average from Sum) for the stock all-reduce; a method that needs just one float32 all-reduce returns its
-  payload with the probe appended, and costs no collective of its own;
-* on a step's first ``decompress``, sends a status to all ranks, and on its last reads theirs, before it waits for any
-  collective of its own, so that a rank that failed, or has another plan, is an error on all of them and a hang on
-  none; and then
-* pumps: exchanges are advanced as their results come, until all are done. Waiting for one tensor after the other
-  deadlocks as soon as two ranks' hooks fire in different order.
+``decompress(output, ctx)`` inside ``synchronize()``. It passes no name and no step. So ``compress`` finds the
+parameter by identity, starts the exchange's own, named collectives, and returns a placeholder: a probe that tells
+Average from Sum. ``docs/architecture.md`` says more.
 """
 
 from __future__ import annotations
@@ -27,18 +18,15 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.compressor import RankState
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rank import Worker
-from hvdcompress.engine.state import describe
+from hvdcompress.engine import compressor
+from hvdcompress.engine.agreement import PeerError, Terms
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.rank import Exchange
+from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Bucket, Plan, plan_of
-from hvdcompress.torch.step import Step, ops_for
-from hvdcompress.torch.transport import Net
-
-__all__ = ["Compressor", "PeerError"]
+from hvdcompress.torch.transport import HorovodTransport
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
 _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -48,16 +36,35 @@ class Ticket:
     """What ``compress`` hands to ``decompress``: whose gradient it was, and whether its payload went along."""
 
     def __init__(self, gradient: torch.Tensor):
-        self.gradient, self.name, self.rides = gradient, "", False
+        self.gradient, self.name, self.piggyback = gradient, "", False
 
 
-class Compressor(RankState):
+class Arrivals:
+    """The gradients of one step, and the exchanges that they are part of.
+
+    Attributes:
+        step: the engine's step.
+        gradients: by bucket and tensor name.
+        order: tensor names as their gradients came.
+        left: names of gradients that have not been handed back.
+        sealed: the first ``decompress`` has been called: every exchange is under way.
+    """
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.gradients: dict[str, dict[str, torch.Tensor]] = {}
+        self.order: list[str] = []
+        self.left: set[str] = set()
+        self.sealed = False
+
+
+class Compressor(compressor.Compressor):
     """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
 
     A program with several makes them in the same order on every rank.
 
     Args:
-        method: a method id with hyper-parameters, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
         named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name.
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
@@ -66,10 +73,12 @@ class Compressor(RankState):
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
-        plan: what each tensor gets. ledger: bytes and seconds so far, on this rank. parameters: by name.
+        plan: what each tensor gets.
+        ledger: bytes and seconds so far, on this rank.
+        parameters: the parameters by name.
 
     Raises:
-        ValueError: a bad plan; two parameters with one name; ``hvd.init()`` was not called.
+        ValueError: the plan is wrong; two parameters have one name; ``hvd.init()`` was not called.
     """
 
     def __init__(
@@ -86,53 +95,55 @@ class Compressor(RankState):
             raise ValueError("call hvd.init() before making a Compressor")
         if ops not in ("auto", "torch"):
             raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
-        self.plan = plan_of(method, **settings)
+        super().__init__(plan_of(method, **settings), process_set.rank(), process_set.size(), loss_scale)
         pairs = list(named_parameters)
         self.parameters = dict(pairs)
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
-        self.process_set, self.loss_scale, self.force_torch = process_set, loss_scale, ops == "torch"
+        self.process_set, self.force_torch = process_set, ops == "torch"
         set_id = process_set.process_set_id
         self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
         specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs)}
         self.bucket_of = {member.name: bucket for bucket in self.buckets.values() for member in bucket.members}
-        rank, world = process_set.rank(), process_set.size()
-        self.ledger = Ledger(world, rank)
-        self.worker = Worker(self.plan, rank, world, self.ledger)
-        self._probe = torch.tensor([1.0 / world, (rank + 1.0) / world**2])
+        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        world = self.local.world
+        self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
-        self._step: Step | None = None
+        self._arrivals: Arrivals | None = None
         self._agreed = False  # the ranks' plans have been compared
         self._failure: PeerError | None = None
 
-    # -- Horovod's interface -------------------------------------------------------------------------
+    # -- Horovod's interface --------------------------------------------------------------------------------
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
         """Start the exchange of a gradient; returns what Horovod shall all-reduce, and a ticket.
 
-        An error is not raised here but by ``decompress``, on all ranks: the others wait in the stock all-reduce
+        An error is not raised here but by :meth:`decompress`, on all ranks: the others wait in the stock all-reduce
         of this very tensor before they ask anything, so this rank must still take part in it.
         """
         if self._failure:
             raise self._failure
-        ticket = Ticket(tensor)
-        step = self._current_step()
+        ticket, arrivals = Ticket(tensor), self._current()
+        step = arrivals.step
         try:
-            ticket.name = self._identify(tensor, len(step.order))
-            ticket.rides = step.take_in(ticket.name, tensor)
-            step.pump_ready()
+            ticket.name = self._identify(tensor, len(arrivals.order))
+            ticket.piggyback = self._receive_gradient(arrivals, ticket.name, tensor)
+            step.poll()
         except HorovodInternalError:
-            self._step = None  # a peer is gone: nothing of this step is kept, so an elastic run can go on
+            self._drop()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
             raise
         except Exception as error:
             step.error = step.error or error
         return self._for_stock_allreduce(ticket, step), ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
-        """Go on with the step's exchanges, and end them at its last gradient; returns the gradient, in whose own memory
-        the reduced one is by then (Horovod hands out none before it has asked for all).
+        """Go on with the step's exchanges, and end them at its last gradient.
+
+        Returns:
+            The gradient. The reduced one is in its memory when the step's last call returns: Horovod hands out none
+            before it has asked for all.
 
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank, with one message.
@@ -143,42 +154,46 @@ class Compressor(RankState):
             return output
         if self._failure:
             raise self._failure
-        step = self._step
-        assert step is not None
+        arrivals = self._arrivals
+        assert arrivals is not None
         try:
-            step.seal()
-            step.take_back(ctx.name, output[:-2] if ctx.rides else None, self._factor(output[-2:]))
-            if not step.left:
-                step.end()
+            self._seal(arrivals)
+            self._hand_back(arrivals, ctx, output)
+            if not arrivals.left:
+                arrivals.step.finish()
         except HorovodInternalError:
-            self._step = None
+            self._drop()
             raise
         except PeerError as failure:
             self._failure = failure
+            self._drop()
             raise
-        if not step.left:
-            self._last_order = step.order
-            self.ledger.steps += step.finite
-            self._step = None
+        if not arrivals.left:
+            self._last_order, self._arrivals, self._agreed = arrivals.order, None, True
+            self.ledger.steps += arrivals.step.finite
         return ctx.gradient
 
-    # -- state -------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> torch.Tensor:
-        """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept."""
+        """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
         shape = self.parameters[name].shape
-        flat = self.worker.residual(name) if name in self.worker.names() else None
+        flat = self.local.residual(name) if name in self.local.names() else None
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state (every rank has its own: save one file a rank): plan, steps, residuals as tensors.
+        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file a rank.
 
         Raises:
             RuntimeError: a step is under way.
         """
-        if self._step and self._step.flights:
+        if self._arrivals and self._arrivals.step.exchanges:
             raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
-        saved = self.worker.state_dict()
+        saved = super().state_dict()
         state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
         return {**saved, "state": state}
 
@@ -192,58 +207,114 @@ class Compressor(RankState):
 
         def copy(parts: list[Any]) -> Any:
             joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
-            return joined.numpy() if ops_for(anywhere, self.force_torch) is fast else joined
+            return joined.numpy() if self._ops(anywhere) is fast else joined
 
-        self.worker.load_state_dict(saved, list(self.buckets.values()), copy)
+        self.local.load_state_dict(saved, copy, self._buckets())
 
-    def describe(self) -> str:
-        """Which method each group of parameters gets, and the memory that its residuals take on this rank."""
-        return describe(self.buckets.values())
+    def _buckets(self) -> list[Bucket]:
+        return list(self.buckets.values())
 
-    # -- what a step asks ------------------------------------------------------------------------------
+    # -- a step ---------------------------------------------------------------------------------------------
 
-    def ride_length(self, bucket: Bucket, phase: int) -> int | None:
-        """The length of the bucket's payload if it can be the stock all-reduce itself, else None.
+    def _current(self) -> Arrivals:
+        """The step that gradients come in for now; one that was not handed back to its end is dropped."""
+        if self._arrivals is None or self._arrivals.sealed:
+            if self.process_set.size() != self.local.world:
+                raise RuntimeError(f"there were {self.local.world} ranks, now there are {self.process_set.size()}")
+            self._drop()
+            transport = HorovodTransport(self.prefix, self.process_set)
+            collectives = Collectives(transport, self.local.observers)
+            step = Step(self.local, collectives, self._terms, agree=Agree.BEFORE_WAITING, written=self._store)
+            self._arrivals = Arrivals(step)
+        return self._arrivals
 
-        Never before the plans are known to agree: Horovod's complaint about unequal shapes would come before
-        ours about unequal plans.
-        """
-        if not self._agreed or len(bucket.members) > 1 or self.worker.work_dtype(bucket) != "float32":
-            return None
-        return self.worker.method_now(bucket).piggyback(
-            bucket.spec, phase, self.worker.states.get(bucket.spec.name, {})
-        )
+    def _drop(self) -> None:
+        """Leave the step that is under way, if any, as if it had not been."""
+        if self._arrivals:
+            self._arrivals.step.abandon()
+            self._arrivals = None
 
-    def compare_plans_once(self, net: Net) -> None:
-        """Before the first status: make sure that all ranks have the same plan and parameters."""
-        if not self._agreed:
-            net.compare_plans(
-                self.plan.to_dict(), {name: f"{tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()}
+    def _receive_gradient(self, arrivals: Arrivals, name: str, gradient: torch.Tensor) -> bool:
+        """Note a gradient, and launch its bucket once it is whole; whether it travels by piggyback."""
+        bucket = self.bucket_of[name]
+        members = arrivals.gradients.setdefault(bucket.spec.name, {})
+        if name in members:
+            raise RuntimeError(
+                f"a second gradient of {name!r} came before the first was used: call optimizer.step() "
+                "(or synchronize()) after every backward_passes_per_step backward passes"
             )
-            self._agreed = True
+        members[name] = gradient
+        arrivals.order.append(name)
+        arrivals.left.add(name)
+        return len(members) == len(bucket.members) and self._launch(arrivals, bucket)
 
-    # -- inside ------------------------------------------------------------------------------------------
+    def _launch(self, arrivals: Arrivals, bucket: Bucket) -> bool:
+        """Start a bucket's exchange. A member that has no gradient on this rank takes part as zeros."""
+        members = arrivals.gradients[bucket.spec.name]
+        for member in bucket.members:
+            if member.name not in members:
+                members[member.name] = torch.zeros_like(self.parameters[member.name])
+        ops, dtype = self._ops(next(iter(members.values()))), getattr(torch, self.local.work_dtype(bucket))
+        flats = [_flat(members[member.name], dtype, ops) for member in bucket.members]
+        # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
+        piggyback = self._agreed and self.local.piggyback(bucket) is not None
+        arrivals.step.loss_scale = self.current_loss_scale()
+        arrivals.step.launch(bucket, flats, flats, ops, piggyback)
+        return piggyback
 
-    def _current_step(self) -> Step:
-        if self._step is None or self._step.sealed:  # a step that was not handed back to its end is dropped
-            if self.process_set.size() != self.worker.world:
-                raise RuntimeError(f"there were {self.worker.world} ranks, now there are {self.process_set.size()}")
-            self._step = Step(self, Net(self.prefix, self.ledger, self.process_set))
-        return self._step
+    def _seal(self, arrivals: Arrivals) -> None:
+        """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
+        if arrivals.sealed:
+            return
+        arrivals.sealed, step = True, arrivals.step
+        with step.errors_wait():
+            for name in sorted(arrivals.gradients.keys() - step.exchanges.keys()):
+                self._launch(arrivals, self.buckets[name])
+        step.say()
+
+    def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
+        """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
+        arrivals.left.discard(ticket.name)
+        step = arrivals.step
+        step.factor = self._factor(output[-2:])
+        with step.errors_wait():
+            if ticket.piggyback:
+                exchange = step.exchanges[self.bucket_of[ticket.name].spec.name]
+                payload = output[:-2]
+                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
+            step.poll()
+
+    def _store(self, exchange: Exchange) -> None:
+        """Bring an exchange's results into the gradients' memory, where they are not there already."""
+        assert self._arrivals is not None
+        members = self._arrivals.gradients[exchange.name]
+        for member, out in zip(exchange.bucket.members, exchange.outs, strict=True):
+            gradient, result = members[member.name], torch.as_tensor(out)
+            if result.data_ptr() != gradient.data_ptr() or result.dtype != gradient.dtype:
+                gradient.detach().copy_(result.view(gradient.shape))
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _ops(self, tensor: torch.Tensor) -> Any:
+        """The array verbs for a gradient: the numpy core on the CPU, through views; torch's on a GPU."""
+        if tensor.device.type == "cpu" and not self.force_torch:
+            return fast
+        import hvdcompress.ops.torch as torch_ops
+
+        return torch_ops
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
-        """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that rides."""
-        rank = self.worker.rank
+        """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along."""
         probe = self._probe.clone()  # Horovod reduces it in place
-        payload = None
-        bucket = self.bucket_of.get(ticket.name)
-        if bucket and ticket.rides:
-            payload = torch.as_tensor(step.flights[bucket.spec.name].verb.x)  # type: ignore[union-attr]
-        elif bucket and step.error:  # the others' payloads may ride: match their length
-            length = self.ride_length(bucket, self.worker.phase_now(bucket)[0])
+        payload, bucket = None, self.bucket_of.get(ticket.name)
+        if bucket and ticket.piggyback:
+            payload = torch.as_tensor(step.exchanges[bucket.spec.name].verb.x)  # type: ignore[union-attr]
+        elif bucket and step.error and self._agreed:  # the others' payloads may go along: match their length
+            length = self.local.piggyback(bucket)
             payload = None if length is None else torch.zeros(length)
         stock = probe if payload is None else torch.cat([payload, probe.to(payload.device)])
-        self.ledger.add(rank, ticket.name, "AllReduce", stock.nbytes)
+        for observer in self.local.observers:
+            observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock
 
     def _factor(self, probe: torch.Tensor) -> float:
@@ -252,7 +323,7 @@ class Compressor(RankState):
         Raises:
             PeerError: it does something else.
         """
-        p = self.worker.world
+        p = self.local.world
         first, second = probe.tolist()
         for factor in (1.0 / p, 1.0):
             if isclose(first, factor, rel_tol=0.01) and isclose(second, factor * (p + 1) / (2 * p), rel_tol=0.01):
@@ -285,3 +356,9 @@ class Compressor(RankState):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
+
+
+def _flat(tensor: torch.Tensor, dtype: torch.dtype, ops: Any) -> Any:
+    """The gradient as a flat array of the working dtype: a view of its memory where that can be."""
+    flat = tensor.detach().to(dtype).contiguous().view(-1)
+    return flat.numpy() if ops is fast else flat

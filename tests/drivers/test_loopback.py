@@ -9,7 +9,7 @@ import pytest
 
 import hvdcompress
 from hvdcompress.engine.rank import ExchangeError
-from hvdcompress.engine.reshard import reshard
+from hvdcompress.engine.snapshot import reshard
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.plan import Plan
@@ -248,7 +248,7 @@ def test_load_state_dict_takes_all_or_nothing() -> None:
     good, kept = net.saved(), other.saved()
     worker = other.ranks[0]
     for damage, words in [
-        (lambda s: {**s, "world": 3}, "world 3.*reshard"),
+        (lambda s: {**s, "world": 3}, "world 3.*re-shards"),
         (lambda s: {**s, "rank": 1}, "rank 1"),
         (lambda s: {**s, "format": 2}, "format 2"),
         (lambda s: {**s, "steps": {**s["steps"], "c": 1}}, "not here: c"),
@@ -256,7 +256,7 @@ def test_load_state_dict_takes_all_or_nothing() -> None:
         (lambda s: {**s, "state": {**s["state"], "b": {"residual": np.zeros(5, np.float32)}}}, "5"),
     ]:
         with pytest.raises(ValueError, match=words):
-            worker.load_state_dict(damage(good[0]), other.plan.buckets(specs), np.concatenate)
+            worker.load_state_dict(damage(good[0]), np.concatenate, other.plan.buckets(specs))
         assert worker.state_dict()["steps"] == kept[0]["steps"]
         np.testing.assert_array_equal(worker.residual("b"), kept[0]["state"]["b"]["residual"])
 

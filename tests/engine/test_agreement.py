@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError, Status, compare_plans, failure, fingerprint
+from hvdcompress.engine.agreement import PeerError, Status, compare_terms, failure, fingerprint
 
 
 def together(*ranks: Status) -> Status:
@@ -17,13 +17,13 @@ def test_ranks_that_agree() -> None:
     state = fingerprint("plan", [("w", 3)])
     one = together(*[Status(state=state, loss_scale=1024.0)] * 3)
     assert one == Status(state=state, loss_scale=1024.0, least_loss_scale=1024.0)
-    one.check_loss_scale()
+    assert one.agreed
 
 
 @pytest.mark.parametrize("flag", ("failed", "non_finite", "triggered"))
 def test_a_flag_of_one_rank_is_seen_by_all(flag: str) -> None:
     agreed = together(Status(), Status(**{flag: True}), Status())
-    assert agreed == Status(**{flag: True})
+    assert agreed == Status(**{flag: True}, least_loss_scale=1.0)
 
 
 def test_a_difference_that_an_average_would_hide() -> None:
@@ -40,7 +40,7 @@ def test_fingerprints_are_held_exactly_and_differ() -> None:
 
 def test_different_loss_scales() -> None:
     with pytest.raises(PeerError, match=r"1\.0 on one and 8\.0 on another"):
-        together(Status(loss_scale=8.0), Status(loss_scale=1.0)).check_loss_scale()
+        together(Status(loss_scale=8.0), Status(loss_scale=1.0)).explain()
 
 
 def test_failures_are_told_with_their_ranks() -> None:
@@ -49,8 +49,8 @@ def test_failures_are_told_with_their_ranks() -> None:
 
 def test_plans_and_tensors_are_compared_by_key() -> None:
     same = ({"method": "topk", "density": 0.1}, {"w": "(3,) float32"})
-    compare_plans([same, same])
+    compare_terms([same, same])
     with pytest.raises(PeerError, match="plan key 'method' is 'topk' on rank 0 and 'fft' on rank 2"):
-        compare_plans([same, same, ({"method": "fft", "density": 0.2}, same[1])])
+        compare_terms([same, same, ({"method": "fft", "density": 0.2}, same[1])])
     with pytest.raises(PeerError, match=r"tensor 'w' is '\(3,\) float32' on rank 0 and None on rank 1"):
-        compare_plans([same, (same[0], {})])
+        compare_terms([same, (same[0], {})])

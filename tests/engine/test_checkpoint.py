@@ -65,7 +65,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_not_summed() -> None:
-    from hvdcompress.engine.reshard import reshard
+    from hvdcompress.engine.snapshot import reshard
 
     head = {"world": 2, "steps": {"w": 3}, "merge": {"w": {"basis": "keep", "residual": "sum"}}}
     slots = {"basis": np.ones(3, np.float32), "residual": np.ones(3, np.float32)}

@@ -86,7 +86,7 @@ def test_a_trigger_on_one_rank_acts_on_all_in_the_next_step(rank: int) -> None:
     assert run(net, 4) == [8, 8, 4, 4]
     net.ranks[rank].asks_for_trigger = True
     assert run(net, 4) == [4, 8, 8, 4]
-    assert [worker.triggers for worker in net.ranks] == [{"w": 1}] * 2
+    assert [rank.states["w"].triggers for rank in net.ranks] == [1, 1]
 
 
 def test_a_metric_may_trigger() -> None:

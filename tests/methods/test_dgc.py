@@ -50,7 +50,7 @@ class Oracle:
 
 def velocity(net: Loopback, rank: int, name: str = "w") -> np.ndarray:
     """A rank's velocity of one tensor, flat."""
-    return net.ranks[rank].states[name]["velocity"].copy()
+    return net.ranks[rank].states[name].slots["velocity"].copy()
 
 
 def residual(net: Loopback, rank: int, name: str = "w") -> np.ndarray:

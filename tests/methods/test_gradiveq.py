@@ -102,7 +102,7 @@ def run_beside_oracle(
         expected = oracle.step([g.astype(np.float64) for g in gradients])
         found = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max(), err_msg=f"step {step}")
-    assert int(net.ranks[0].states["w"]["rank"][0]) == oracle.d
+    assert int(net.ranks[0].states["w"].slots["rank"][0]) == oracle.d
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> 
 
 def basis(net: Trial) -> tuple[np.ndarray, np.ndarray]:
     """U [slice × d] and μ [slices × slice], in float64."""
-    state, size = net.ranks[0].states["w"], net.plan.program.main.slice_of(net.ranks[0].buckets["w"].spec)  # type: ignore[attr-defined]
+    state, size = net.ranks[0].states["w"].slots, net.plan.program.main.slice_of(net.ranks[0].states["w"].bucket.spec)  # type: ignore[attr-defined]
     d = int(state["rank"][0])
     return state["basis"].reshape(-1, size)[:d].T.astype(np.float64), state["mean"].reshape(-1, size).astype(np.float64)
 
@@ -138,7 +138,7 @@ def test_the_sum_of_the_compressed_is_the_sum_compressed() -> None:
     """Σ Q(g_n) = Q(Σ g_n): three ranks, or one that has their sum, get the same."""
     given = [gradient(rank, 99) for rank in range(3)]
     together, alone = trained(3), trained(1)
-    alone.ranks[0].states["w"] = {**together.ranks[0].states["w"]}
+    alone.ranks[0].states["w"].slots = {**together.ranks[0].states["w"].slots}
     a = together.allreduce(given, "w", op="sum")[0]
     b = alone.allreduce([sum(given)], "w", op="sum")[0]
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
@@ -150,7 +150,7 @@ def test_vectors_in_the_span_come_back_exactly() -> None:
     u, mu = basis(net)
     for step in range(3):
         parts = [numbers((len(mu), u.shape[1]), rank, step) for rank in range(2)]
-        spec = net.ranks[0].buckets["w"].spec
+        spec = net.ranks[0].states["w"].bucket.spec
         flat = [(part @ u.T + mu / 2).astype(np.float32).ravel() for part in parts]
         given = [matrices.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
         out = net.allreduce(given, "w", op="sum")[0]
@@ -163,7 +163,7 @@ def test_the_basis_is_orthonormal_and_the_same_on_all_ranks(settings: dict[str, 
     u, _ = basis(net)
     np.testing.assert_allclose(u.T @ u, np.eye(u.shape[1]), atol=1e-6)
     for slot in ("basis", "rank", "mean", "history"):
-        assert len({worker.states["w"][slot].tobytes() for worker in net.ranks}) == 1
+        assert len({worker.states["w"].slots[slot].tobytes() for worker in net.ranks}) == 1
 
 
 def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("lam", [0.0, 0.001, 0.01, 0.1, 0.5, 0.99])
 def test_d_is_the_least_that_drops_at_most_lam(lam: float) -> None:
     net = trained(2, dense_steps=12, lam=lam)
-    history = net.ranks[0].states["w"]["history"].reshape(12, 24).astype(np.float64)
+    history = net.ranks[0].states["w"].slots["history"].reshape(12, 24).astype(np.float64)
     energy = np.linalg.svd(history - history.mean(0), compute_uv=False) ** 2
     u, _ = basis(net)
     d, centred = u.shape[1], history - history.mean(0)
@@ -277,7 +277,7 @@ def test_warm_up_comes_before_the_training() -> None:
     net = Loopback("gradiveq", world=2, warmup={"steps": 5}, min_elements=1, **SHORT)
     for _ in range(5):
         net.allreduce([gradient(rank, 0) for rank in range(2)], "w")
-    assert not net.ranks[0].states["w"]["history"].any()
+    assert not net.ranks[0].states["w"].slots["history"].any()
     assert [is_dense(net, key=step) for step in range(8)] == 4 * [True] + 3 * [False] + [True]
 
 
@@ -296,7 +296,7 @@ def test_forced_training(at: int) -> None:
         found.append(is_dense(net, key=step))
         is_dense(fresh, key=step)
         for slot in ("mean", "rank", "count"):
-            a, b = [one.ranks[0].states["w"][slot] for one in (net, fresh)]
+            a, b = [one.ranks[0].states["w"].slots[slot] for one in (net, fresh)]
             if step >= 3 or slot == "count":
                 np.testing.assert_allclose(a, b, atol=1e-5)
     assert found == 4 * [True] + 3 * [False] + 2 * [True]
@@ -309,10 +309,10 @@ def test_the_mean_is_that_of_the_last_round() -> None:
     for step in range(11):
         given = [gradient(rank, step) for rank in range(2)]
         net.allreduce(given, "w")
-    spec = net.ranks[0].buckets["w"].spec
+    spec = net.ranks[0].states["w"].bucket.spec
     sums = [matrices.collocated(sum(gradient(r, s) for r in range(2)).ravel(), spec, reference) for s in range(7, 11)]
-    np.testing.assert_allclose(net.ranks[0].states["w"]["mean"], np.mean(sums, axis=0), atol=1e-5)
-    np.testing.assert_array_equal(net.ranks[0].states["w"]["history"].reshape(4, 24), [v[:24] for v in sums])
+    np.testing.assert_allclose(net.ranks[0].states["w"].slots["mean"], np.mean(sums, axis=0), atol=1e-5)
+    np.testing.assert_array_equal(net.ranks[0].states["w"].slots["history"].reshape(4, 24), [v[:24] for v in sums])
 
 
 def test_a_falling_learning_rate_trains_again() -> None:
@@ -364,12 +364,12 @@ def test_state_is_shared_and_kept_when_the_world_changes() -> None:
 @pytest.mark.parametrize("size", [24, 20])
 def test_bytes(world: int, size: int) -> None:
     net = trained(world, slice_elements=size, matrix_rank=2)
-    spec, method = net.ranks[0].buckets["w"].spec, net.plan.program.main
+    spec, method = net.ranks[0].states["w"].bucket.spec, net.plan.program.main
     before = net.ledger.bytes_sent(0)
     net.allreduce([gradient(rank, 9) for rank in range(world)], "w")
     values = 2 * (72 // size) + 72 % size
     assert net.ledger.bytes_sent(0) - before == 4 * values
-    assert method.num_bytes(spec, world, 2, net.ranks[0].states["w"]) == 4 * values
+    assert method.num_bytes(spec, world, 2, net.ranks[0].states["w"].slots) == 4 * values
     assert [(c.verb, c.lengths[0], c.dtypes[0]) for c in net.log] == [("AllReduce", values, "float32")]
     assert before == 4 * 4 * 72 + 4 + 4 * 2 * 4
 
@@ -484,19 +484,19 @@ def test_finite_in_finite_out(kind: Any, values: str) -> None:
         given = [numbers(SHAPE, rank, step, kind=kind) for rank in range(3)]
         out = net.allreduce(given, "w", op="sum")[0]
         assert np.isfinite(out).all() and all(np.isfinite(net.residual("w", rank)).all() for rank in range(3))
-        for array in net.ranks[0].states["w"].values():
+        for array in net.ranks[0].states["w"].slots.values():
             assert np.isfinite(array).all()
         if kind in ("zero", "constant"):
             np.testing.assert_allclose(out, sum(given), rtol=1e-5 if values == "fp32" else 5e-3)
     if kind in ("zero", "constant"):
-        assert int(net.ranks[0].states["w"]["rank"][0]) == 1
+        assert int(net.ranks[0].states["w"].slots["rank"][0]) == 1
 
 
 def test_a_gradient_at_odds_with_the_basis_stays_finite() -> None:
     """A projection can be larger than any of its elements: it is held at float32's end."""
     net = trained(3, lam=0.5)
     u, _ = basis(net)
-    spec = net.ranks[0].buckets["w"].spec
+    spec = net.ranks[0].states["w"].bucket.spec
     ones = np.sign(np.tile(u[:, 0], 3)).astype(np.float32) * np.float32(1e38)
     given = [matrices.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
     assert np.isfinite(net.allreduce(given, "w")[0]).all()
@@ -507,7 +507,7 @@ def test_huge_gradients_in_the_span_come_back() -> None:
     shape = (16, 16, 3, 3)
     net = trained(8, shape, slice_elements=768, matrix_rank=2)
     u, mu = basis(net)
-    spec = net.ranks[0].buckets["w"].spec
+    spec = net.ranks[0].states["w"].bucket.spec
     given = np.tile(u[:, 0] / np.abs(u[:, 0]).max() * 2e37, 3).astype(np.float32)
     given = matrices.as_it_lay(given, spec, reference).reshape(shape)
     np.testing.assert_allclose(net.allreduce([given] * 8, "w")[0], given, atol=1e33)

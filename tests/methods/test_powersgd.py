@@ -208,7 +208,7 @@ def test_lossy_factors_are_the_same_on_all_ranks_and_nothing_is_lost(values: str
         gradients = [numbers(SHAPE, rank, step) for rank in range(3)]
         given += np.sum(gradients, axis=0)
         sent += net.allreduce(gradients, "w", op="sum")[0]
-        assert len({worker.states["w"]["q"].tobytes() for worker in net.ranks}) == 1
+        assert len({worker.states["w"].slots["q"].tobytes() for worker in net.ranks}) == 1
     kept = np.sum([net.residual("w", rank) for rank in range(3)], axis=0)
     np.testing.assert_allclose(sent + kept, given, atol=1e-4)
 

@@ -75,7 +75,7 @@ def places(net: Trial) -> np.ndarray:
     """The places that the last step of tensor w sent, from the broadcast's bytes."""
     method, worker = net.plan.program.main, net.ranks[0]
     sent = next(c for c in reversed(net.log) if c.verb == "Broadcast").sent[0]
-    return method.unpack(np.frombuffer(sent, np.uint8), worker.buckets["w"].spec.size, net.ops)
+    return method.unpack(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec.size, net.ops)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -93,7 +93,7 @@ def test_leader_counter_is_in_the_checkpoint() -> None:
         net.allreduce([numbers((50,), rank, step) for rank in range(3)], "w")
     saved = net.saved()
     assert [one["steps"] for one in saved] == [{"w": 4}] * 3
-    resumed.restore(saved, [net.ranks[0].buckets["w"].spec])
+    resumed.restore(saved, [net.ranks[0].states["w"].bucket.spec])
     resumed.allreduce([numbers((50,), rank, 9) for rank in range(3)], "w")
     assert next(c.root for c in resumed.log) == 4 % 3
 

@@ -25,7 +25,7 @@ import test_wire
 import hvdcompress
 from hvdcompress import testing
 from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rank import Worker
+from hvdcompress.engine.rank import Rank
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Broadcast, Method
 from hvdcompress.ops import numpy as reference
@@ -184,16 +184,12 @@ def bf16_is_cut_off_instead_of_rounded(patch: Patch) -> None:
 
 
 def bad_step_is_not_rolled_back(patch: Patch) -> None:
-    abandon = Worker.abandon
+    def keep(self: Rank, exchange: Any, fill: bool = True) -> None:
+        self.commit(exchange)
+        for out in exchange.outs:
+            exchange.ops.fill(out, float("nan"))
 
-    def keep(self: Worker, flight: Any, outs: Any, ops: Any) -> None:
-        scratch = [np.empty_like(out) for out in outs]
-        self.finish(flight, scratch, 1.0, ops)
-        for out in outs:
-            ops.fill(out, float("nan"))
-
-    assert abandon
-    patch.setattr(Worker, "abandon", keep)
+    patch.setattr(Rank, "abandon", keep)
 
 
 def nan_is_not_noticed(patch: Patch) -> None:
@@ -222,13 +218,14 @@ def input_is_written(patch: Patch) -> None:
 
 
 def steps_are_not_restored(patch: Patch) -> None:
-    load = Worker.load_state_dict
+    load = Rank.load_state_dict
 
-    def forget(self: Worker, *args: Any, **more: Any) -> None:
+    def forget(self: Rank, *args: Any, **more: Any) -> None:
         load(self, *args, **more)
-        self.steps = dict.fromkeys(self.steps, 0)
+        for state in self.states.values():
+            state.step = 0
 
-    patch.setattr(Worker, "load_state_dict", forget)
+    patch.setattr(Rank, "load_state_dict", forget)
 
 
 def residual_of_rank_0_is_loaded_everywhere(patch: Patch) -> None:
@@ -242,21 +239,22 @@ def residual_of_rank_0_is_loaded_everywhere(patch: Patch) -> None:
 
 
 def state_dict_is_a_view(patch: Patch) -> None:
-    patch.setattr(Worker, "state_dict", _view)
+    patch.setattr(Rank, "state_dict", _view)
 
 
-def _view(self: Worker) -> dict[str, Any]:
+def _view(self: Rank) -> dict[str, Any]:
     head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
-    return {**head, "steps": dict(self.steps), "state": self.states}
+    steps = {name: state.step for name, state in self.states.items()}
+    return {**head, "steps": steps, "state": {name: state.slots for name, state in self.states.items()}}
 
 
 def residual_is_kept_scaled(patch: Patch) -> None:
-    start = Worker.start
+    start = Rank.start
 
-    def scaled(self: Worker, bucket: Any, gradient: Any, ops: Any, loss_scale: float = 1.0) -> Any:
-        return start(self, bucket, gradient, ops, 1.0)
+    def scaled(self: Rank, bucket: Any, members: Any, outs: Any, ops: Any, loss_scale: float = 1.0) -> Any:
+        return start(self, bucket, members, outs, ops, 1.0)
 
-    patch.setattr(Worker, "start", scaled)
+    patch.setattr(Rank, "start", scaled)
 
 
 def ranks_draw_different_places(patch: Patch) -> None:

@@ -1,0 +1,291 @@
+"""From a method's verbs to what is really sent, and back: written once, for every transport.
+
+===========  ===========================================================================
+verb         what is sent
+===========  ===========================================================================
+all-reduce   as it is; over transports without names, small ones that follow each other as one
+all-gather   as it is; over transports that must know lengths, 8 bytes of lengths before it
+all-to-all   as it is
+broadcast    as it is, or as an int32 sum to which the other ranks give zeros
+===========  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.transport import Handle, Request, Transport
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
+from hvdcompress.ops import fast
+from hvdcompress.parts import wire
+
+FUSED = 1 << 15  #: bytes from which an all-reduce goes by itself where transports do not fuse
+
+
+def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
+    """Consecutive pieces of ``x`` of these lengths, as views.
+
+    Raises:
+        RuntimeError: the lengths do not add up to ``len(x)``.
+    """
+    stops = np.cumsum(lengths).tolist()
+    if stops[-1] != len(x):
+        raise RuntimeError(f"pieces of {list(lengths)} bytes do not fill {len(x)} bytes")
+    return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
+
+
+def lower(verb: Verb, rank: int, world: int, ops: Any, like: Array, broadcasts: bool = False) -> Request:
+    """What ``rank`` sends for a verb.
+
+    Args:
+        verb: what the method asks for.
+        rank: this rank.
+        world: number of ranks.
+        ops: the array verbs of the payload's library.
+        like: an array on the device that every rank's payload must lie on.
+        broadcasts: send a broadcast as it is, not as a sum.
+    """
+    if isinstance(verb, AllReduce):
+        return Request("all_reduce", verb.x, verb.op)
+    if isinstance(verb, AllGather):
+        return Request("all_gather", verb.x)
+    if isinstance(verb, AllToAll):
+        equal = (len(verb.x) // world,) * world
+        return Request("all_to_all", verb.x, gives=verb.splits or equal, gets=verb.receives or equal)
+    root = int(verb.root)
+    made = verb.make() if rank == root else None
+    if broadcasts:
+        return Request("broadcast", made, gives=(verb.num_bytes,), root=root)
+    zeros_or_made = ops.zeros(verb.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
+    return Request("all_reduce", zeros_or_made)
+
+
+def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Any) -> Any:
+    """A collective's result as the method expects it; ``lengths``: of the pieces that came, in rank order."""
+    if isinstance(verb, AllGather | AllToAll):
+        return cut(out, lengths)
+    return ops.to_bytes(out) if isinstance(verb, Broadcast) else out
+
+
+def gathered_lengths(out: Array, own: int, world: int, ops: Any) -> list[int]:
+    """The lengths of the payloads in a gathered buffer: this rank's, if ``world`` of it fill it; else by headers.
+
+    Raises:
+        WireError: the payloads' headers do not fill the buffer.
+    """
+    return [own] * world if len(out) == own * world else wire.split(ops.head_bytes(out, len(out)), world)
+
+
+@dataclass(eq=False)
+class Running:
+    """A collective under way, and its result once it is there; several fused verbs share one."""
+
+    handle: Handle
+    out: Array | None = None
+
+
+@dataclass(eq=False)
+class Pending:
+    """A verb under way.
+
+    Attributes:
+        running: its collective; None while it waits to be fused with others.
+        start: where its part of a fused all-reduce begins.
+        lengths: of an all-gather or all-to-all, the bytes from each rank, once they are known.
+    """
+
+    name: str
+    verb: Verb
+    request: Request
+    ops: Any
+    running: Running | None = None
+    start: int = 0
+    lengths: Sequence[int] | None = None
+
+
+class Collectives:
+    """The verbs of one rank's exchanges over a transport, told to observers.
+
+    Args:
+        transport: the network.
+        observers: told of what is sent and of the time spent waiting; the list may grow.
+    """
+
+    def __init__(self, transport: Transport, observers: Sequence[Observer]):
+        self.transport, self.observers = transport, observers
+        self.rank, self.world, self.ordered = transport.rank, transport.world, transport.ordered
+        self._open: list[Pending] = []  # small all-reduces of one kind, to be sent as one
+
+    # -- one verb -----------------------------------------------------------------------------------------
+
+    def start(self, name: str, round: int, verb: Verb, ops: Any = fast, like: Array | None = None) -> Pending:
+        """Start the collective of a verb; returns at once.
+
+        Args:
+            name: the tensor or bucket.
+            round: which of its collectives this is in this step, from 0.
+            verb: what the method asks for.
+            ops: the array verbs of its payload's library.
+            like: an array on the payloads' device.
+        """
+        request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
+        pending = Pending(name, verb, request, ops, lengths=request.gets)
+        full = f"{name}.{round}"
+        if isinstance(verb, AllGather):
+            if not self.transport.unequal:
+                self.flush()
+                length = np.array([len(verb.x)], np.int64).view(np.uint8)
+                self._sent("lengths", "AllGather", length, 8, [8] * self.world)
+                equal = (8,) * self.world
+                pending.running = self._start(f"{full}.lengths", Request("all_gather", length, gets=equal))
+                return pending
+        else:
+            root = isinstance(verb, Broadcast) and self.rank == int(verb.root)
+            payload = verb.x if not isinstance(verb, Broadcast) else request.payload if root else None
+            num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
+            splits = verb.splits if isinstance(verb, AllToAll) else None
+            self._sent(name, type(verb).__name__, payload, num_bytes, splits=splits)
+        if self.ordered and request.kind == "all_reduce":
+            self._fuse(pending)
+        else:
+            self.flush()
+            pending.running = self._start(full, request)
+        return pending
+
+    def ready(self, pending: Pending) -> bool:
+        """Whether :meth:`advance` would return at once."""
+        running = self._running(pending)
+        return running.out is not None or self.transport.ready(running.handle)
+
+    def advance(self, pending: Pending) -> bool:
+        """Wait for what is under way; whether the verb is done. If not, it has gone on to its next collective."""
+        out = self._wait(self._running(pending))
+        if not isinstance(pending.verb, AllGather):
+            return True
+        own = pending.verb.x
+        if pending.lengths is None and not self.transport.unequal:
+            pending.lengths = np.asarray(out).view(np.int64).tolist()
+            self._sent(pending.name, "AllGather", own, len(own), pending.lengths)
+            request = Request("all_gather", own, gets=tuple(pending.lengths))
+            pending.running = self._start(pending.name, request)
+            return False
+        if pending.lengths is None:
+            pending.lengths = gathered_lengths(out, len(own), self.world, pending.ops)
+            self._sent(pending.name, "AllGather", own, len(own), pending.lengths)
+        return True
+
+    def result(self, pending: Pending) -> Any:
+        """What a verb that is done has brought, as the method expects it."""
+        assert pending.running is not None and pending.running.out is not None
+        out, verb = pending.running.out, pending.verb
+        if pending.request.kind == "all_reduce" and len(out) != len(pending.request.payload):
+            out = out[pending.start : pending.start + len(pending.request.payload)]
+        return lift(verb, out, pending.lengths or (), pending.ops)
+
+    def progress(self, under_way: Sequence[Any]) -> None:
+        """Let a transport that has no thread of its own work on the oldest of these exchanges' collectives."""
+        if under_way and under_way[0].pending.running:
+            self.transport.ready(under_way[0].pending.running.handle)
+
+    def idle(self, pending: Pending) -> None:
+        """Nothing is there: let the transport go on until ``pending`` may be, or for a moment."""
+        self._timed(self.transport.idle, self._running(pending).handle)
+
+    # -- sums of texts, for errors and comparisons ---------------------------------------------------------
+
+    def run(self, name: str, verb: Verb, round: int = 0) -> Any:
+        """The result of a verb on numpy arrays; waits."""
+        pending = self.start(name, round, verb)
+        self.flush()
+        while not self.advance(pending):
+            pass
+        return self.result(pending)
+
+    def gather_text(self, what: str, text: str) -> list[str]:
+        """Every rank's text, in rank order; waits."""
+        data = np.frombuffer(text.encode(), np.uint8).copy()
+        sizes = cut(self._gather(f"{what}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
+        lengths = [int(size.view(np.int64)[0]) for size in sizes]
+        joined = self._gather(what, data, lengths)
+        self._sent(what, "AllGather", data, len(data) + 8, [length + 8 for length in lengths])
+        return [piece.tobytes().decode() for piece in cut(joined, lengths)]
+
+    def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
+        self.flush()
+        gets = tuple(lengths or [len(data)] * self.world)
+        return self._wait(self._start(name, Request("all_gather", data, gets=gets)))
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Start the all-reduces that wait for more of their kind, as one."""
+        if not self._open:
+            return
+        together, self._open = self._open, []
+        first = together[0]
+        payload = first.ops.concat([each.request.payload for each in together])
+        running, start = self._start(first.name, Request("all_reduce", payload, first.request.op)), 0
+        for each in together:
+            each.running, each.start = running, start
+            start += len(each.request.payload)
+
+    def forget(self) -> None:
+        """Drop what waits to be fused: the step has failed."""
+        self._open.clear()
+
+    def _fuse(self, pending: Pending) -> None:
+        """Put an all-reduce to those that wait, if it is small and of their kind: a call then costs them all once.
+
+        Everything here follows from the verbs, so ranks do the same.
+        """
+        size = int(pending.request.payload.nbytes)
+        if self._open and (_kind(pending) != _kind(self._open[0]) or size >= FUSED):
+            self.flush()
+        self._open.append(pending)
+        if sum(int(each.request.payload.nbytes) for each in self._open) >= FUSED:
+            self.flush()
+
+    def _start(self, name: str, request: Request) -> Running:
+        return Running(self.transport.start(name, request))
+
+    def _running(self, pending: Pending) -> Running:
+        if pending.running is None:
+            self.flush()
+        assert pending.running is not None
+        return pending.running
+
+    def _wait(self, running: Running) -> Array:
+        if running.out is None:
+            running.out = self._timed(self.transport.wait, running.handle)
+        return running.out
+
+    def _timed(self, function: Callable[[Handle], Any], handle: Handle) -> Any:
+        began = time.perf_counter()
+        result = function(handle)
+        seconds = time.perf_counter() - began
+        for observer in self.observers:
+            observer.waited(self.rank, seconds)
+        return result
+
+    def _sent(
+        self,
+        name: str,
+        verb: str,
+        payload: Array | None,
+        num_bytes: int,
+        lengths: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        for observer in self.observers:
+            observer.sent(self.rank, name, verb, payload, num_bytes, lengths, splits)
+
+
+def _kind(pending: Pending) -> tuple[str, str]:
+    """What all-reduces must have alike to be one: dtype and operation."""
+    return str(pending.request.payload.dtype), pending.request.op

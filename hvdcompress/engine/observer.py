@@ -1,0 +1,53 @@
+"""Looking on: the events of a rank's exchanges, for the ledger, benchmarks, timelines and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdcompress.method import Array
+
+
+class Observer:
+    """Base class of all that look on; ``compressor.watch(observer)`` adds one. Override the events you need.
+
+    Every event says which ``rank`` it happened on (in loopback there are several) and, where that applies, the
+    ``name`` of the tensor or bucket.
+    """
+
+    def begun(self, rank: int, name: str, num_bytes: int) -> None:
+        """A gradient of ``num_bytes``, in its own dtype, came in."""
+
+    def encoded(self, rank: int, name: str, seconds: float) -> None:
+        """The codec worked for ``seconds`` before the exchange's last collective."""
+
+    def sent(
+        self,
+        rank: int,
+        name: str,
+        verb: str,
+        payload: Array | None,
+        num_bytes: int,
+        lengths: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        """``num_bytes`` were handed to a collective.
+
+        Args:
+            rank: this rank.
+            name: the tensor or bucket; or what else the collective was for, such as "status".
+            verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+            payload: what was handed over; None for a broadcast of another rank.
+            num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
+            lengths: of an all-gather, the bytes of every rank.
+            splits: of an all-to-all of unequal pieces, the bytes for each rank.
+        """
+
+    def waited(self, rank: int, seconds: float) -> None:
+        """The rank was blocked in its transport for ``seconds``."""
+
+    def decoded(self, rank: int, name: str, seconds: float) -> None:
+        """The codec worked for ``seconds`` after the exchange's last collective; writing results included."""
+
+    def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
+        """The exchange ended well and its new state is kept; ``counters``: what the method counted."""

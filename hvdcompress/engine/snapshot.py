@@ -1,0 +1,105 @@
+"""A rank's state as plain data, and back: by tensor, so that it survives another bucketing.
+
+A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and four
+tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, of which acted upon, step of the last]},
+``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.engine.state import State, declared_slots, spans
+from hvdcompress.method import Array
+from hvdcompress.parts import feedback
+from hvdcompress.plan import Bucket
+
+FORMAT = 1
+TABLES = ("steps", "restarts", "merge", "state")  #: of a saved state, by tensor
+Saved = Mapping[str, Any]
+Copy = Callable[[list[Any]], Array]  #: saved arrays of a slot's parts -> one fresh array
+
+
+def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
+    """The four tables by tensor; arrays are fresh copies."""
+    steps: dict[str, int] = {}
+    restarts: dict[str, list[int]] = {}
+    merge: dict[str, dict[str, str]] = {}
+    arrays: dict[str, dict[str, Array]] = {}
+    for state in states:
+        bucket, declared = state.bucket, declared_slots(state.bucket)
+        for member in bucket.members:
+            steps[member.name] = state.step
+            if state.triggers:
+                restarts[member.name] = [state.triggers, *state.restart]
+        for slot, array in state.slots.items():
+            for name, part in _parts(bucket, slot, array):
+                arrays.setdefault(name, {})[slot] = part.clone() if hasattr(part, "clone") else np.array(part)
+                merge.setdefault(name, {})[slot] = declared[slot].merge
+    return {"steps": steps, "restarts": restarts, "merge": merge, "state": arrays}
+
+
+def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array]]:
+    """A slot's array by tensor: a slot of the gradient's own shape is cut, another belongs to the whole bucket."""
+    if slot not in feedback.BUFFERED:
+        return [(bucket.spec.name, array)]
+    places = zip(bucket.members, spans(bucket), strict=True)
+    return [(member.name, array[start:stop]) for member, (start, stop) in places]
+
+
+def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
+    """The bucket's state from a saved one; None if it has none of its tensors.
+
+    Raises:
+        ValueError: its tensors are at different steps, or a slot is missing or of another size.
+    """
+    members = [member.name for member in bucket.members]
+    steps = {saved["steps"].get(name) for name in members}
+    if steps == {None}:
+        return None
+    if len(steps) > 1:
+        raise ValueError(f"the saved state has the tensors of bucket {bucket.spec.name!r} at different steps")
+    slots: dict[str, Array] = {}
+    for slot, declared in declared_slots(bucket).items():
+        names = members if slot in feedback.BUFFERED else [bucket.spec.name]
+        parts = [saved["state"].get(name, {}).get(slot) for name in names]
+        if any(part is None for part in parts):
+            raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
+        slots[slot] = copy(parts)
+        if len(slots[slot]) != prod(declared.shape):
+            size = len(slots[slot])
+            raise ValueError(f"{slot!r} of {bucket.spec.name!r} has {size} elements, not {declared.shape}")
+    triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
+    return State(bucket, slots, step=steps.pop(), triggers=triggers, restart=(restart[0], restart[1]))
+
+
+def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
+    """What a saved state has beside these buckets; None if that is nothing."""
+    gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
+    left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
+    return {**saved, **left} if left["steps"] else None
+
+
+def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
+    """The saved states of all ranks, made into states for ``world`` ranks.
+
+    Each new rank gets an equal part of what is summed, so that no gradient is lost or counted twice.
+
+    Raises:
+        ValueError: a rank's state is missing.
+    """
+    first = saved[0]
+    ranks = sorted(one["rank"] for one in saved)
+    if ranks != list(range(first["world"])):
+        raise ValueError(f"states of all {first['world']} ranks are needed, these are of ranks {ranks}")
+
+    def merged(name: str, slot: str) -> Array:
+        arrays = [one["state"][name][slot] for one in saved]
+        return sum(arrays) / world if first["merge"][name][slot] == "sum" else arrays[0]
+
+    state = {name: {slot: merged(name, slot) for slot in slots} for name, slots in first["state"].items()}
+    return [{**first, "world": world, "rank": rank, "state": state} for rank in range(world)]

@@ -1,0 +1,279 @@
+"""One rank's part in one step, from the first gradient to the state that is kept or dropped.
+
+A driver makes a :class:`Step`, calls :meth:`Step.launch` for each bucket whose gradients are there, then
+:meth:`Step.finish`. What differs between networks is a value: whether collectives go by order or by name
+(``transport.ordered``), and when the ranks agree (:class:`Agree`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.engine.agreement import PeerError, Status, Terms, compare_terms, failure
+from hvdcompress.engine.collectives import Collectives, Pending
+from hvdcompress.engine.rank import Exchange, ExchangeError, Rank
+from hvdcompress.method import AllReduce, Array
+from hvdcompress.plan import Bucket
+
+
+class Agree(Enum):
+    """When the ranks tell each other how a step stands."""
+
+    FIRST_AND_LAST = "before the first collective, and after the last"
+    """Where collectives cannot be taken back and go by order: nothing is sent before all ranks have the same tensors,
+    and no state is kept before all have come to the end."""
+    BEFORE_WAITING = "when all exchanges are under way, before any is waited for"
+    """Where collectives go by name: what was started under a name that not every rank uses is left alone."""
+
+
+class Step:
+    """The exchanges of one step on one rank.
+
+    Args:
+        rank: this rank's state.
+        collectives: its network.
+        terms: what all ranks must have alike.
+        loss_scale: what the loss was multiplied by.
+        agree: when the ranks agree; None where the driver compares them itself.
+        written: called when an exchange's results are in its ``outs``.
+
+    Attributes:
+        exchanges: by bucket name.
+        error: the first error of this rank that waits to be everyone's.
+        factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
+        finite: whether no rank had an Inf or a NaN, as far as this rank knows.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        collectives: Collectives,
+        terms: Terms,
+        loss_scale: float = 1.0,
+        agree: Agree | None = None,
+        written: Callable[[Exchange], None] = lambda exchange: None,
+    ):
+        self.rank, self.collectives, self.terms, self.agree = rank, collectives, terms, agree
+        self.loss_scale, self.written = loss_scale, written
+        self.exchanges: dict[str, Exchange] = {}
+        self.error: Exception | None = None
+        self.factor: float | None = None
+        self.finite = True
+        self.triggered = False  # the ranks agreed to restart their schedules
+        self._under_way: deque[Exchange] = deque()  # those with a collective under way, oldest first
+        self._done: list[Exchange] = []  # those at their end, whose results have not been written
+        self._first: Pending | None = None  # the first status, until it is heard
+        self._told = ""  # what this rank said has failed
+        self._asked = False  # this rank asks for a trigger
+
+    # -- gradients come in ----------------------------------------------------------------------------------
+
+    def launch(
+        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Any, piggyback: bool = False
+    ) -> Exchange:
+        """Start a bucket's exchange and its first collective; see :meth:`Rank.start` for the arguments.
+
+        With ``piggyback`` the first collective is not started: the driver's own all-reduce carries the payload, and
+        :meth:`receive_piggyback` gets the result.
+
+        Raises:
+            ExchangeError: the exchange failed on this rank.
+            PeerError: the ranks disagree, or another one failed before.
+        """
+        try:
+            exchange = self.rank.start(bucket, members, outs, ops, self.loss_scale)
+        except ExchangeError:
+            raise
+        except Exception as error:
+            where = f"tensor {bucket.spec.name!r} (rank {self.rank.rank})"
+            raise ExchangeError(f"{where}: {type(error).__name__}: {error}") from error
+        self.exchanges[exchange.name] = exchange
+        self.finite &= exchange.finite
+        if self._first and self.agree is Agree.FIRST_AND_LAST:
+            self._hear()  # it was on its way while the first bucket was encoded
+        if exchange.verb is None:
+            self._done.append(exchange)
+        elif not piggyback:
+            self._submit(exchange)
+        if self.collectives.ordered:
+            self.collectives.progress(self._under_way)
+        return exchange
+
+    def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> None:
+        """Go on with what the driver's own all-reduce brought: ``factor`` times the sum of the payloads."""
+        self._deliver(exchange, self.rank.receive_piggyback(exchange, result, factor))
+
+    def poll(self) -> None:
+        """Go on with what has come, oldest first and no further than the first that has not; waits for nothing.
+
+        Second rounds so overlap with gradients that are still to come. Not for transports that go by order.
+        """
+        while self._under_way and self.collectives.ready(self._under_way[0].pending):
+            self._advance(self._under_way.popleft())
+        self._deliver_done()
+
+    @contextlib.contextmanager
+    def errors_wait(self) -> Iterator[None]:
+        """Inside, an error waits for the ranks' agreement, which makes it everyone's."""
+        try:
+            yield
+        except Exception as error:
+            self.error = self.error or error
+
+    # -- the ranks agree ------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """How the step stands on this rank. A request for a trigger goes out with it."""
+        self._asked |= self.rank.take_request()
+        steps = sorted((name, state.step) for name, state in self.rank.states.items() if state.step)
+        scale = self.loss_scale if self.error is None else 1.0
+        return Status(self.error is not None, not self.finite, self._asked, self.terms.fingerprint(steps), scale)
+
+    def say(self) -> None:
+        """Tell all ranks how the step stands on this one; returns at once."""
+        self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
+        self._first = self._tell(0, self.status().numbers())
+
+    def _tell(self, round: int, numbers: list[float]) -> Pending:
+        pending = self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
+        self.collectives.flush()
+        return pending
+
+    def _hear(self) -> None:
+        """Wait for the ranks' status, and obey it.
+
+        Raises:
+            PeerError: a rank failed, or ranks disagree; the same message on every rank.
+        """
+        pending, self._first = self._first, None
+        assert pending is not None
+        self.collectives.advance(pending)
+        status = Status.of(self.collectives.result(pending).tolist())
+        if status.failed:
+            raise failure(self.collectives.gather_text("error", self._told)) from self.error
+        if not status.agreed:
+            mine = json.dumps([self.terms.plan, self.terms.tensors])
+            compare_terms([json.loads(text) for text in self.collectives.gather_text("terms", mine)])
+            status.explain()
+        if self.error:
+            raise self.error
+        self.obey(status)
+
+    def obey(self, status: Status) -> None:
+        """Do in this step as all ranks do."""
+        self.finite &= not status.non_finite
+        self.triggered |= status.triggered
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
+
+        Raises:
+            PeerError: a rank failed, or ranks disagree; on every rank.
+        """
+        if self.agree is Agree.BEFORE_WAITING:
+            assert self._first is not None  # said
+            while not self.collectives.ready(self._first):
+                with self.errors_wait():
+                    self._go_on()
+        if self._first:
+            self._hear()
+        self.drain()
+        if self.agree is Agree.FIRST_AND_LAST:
+            last = self._tell(1, [float(not self.finite)])
+            self.collectives.advance(last)
+            self.finite = not self.collectives.result(last)[0]
+        self.close()
+
+    def drain(self) -> None:
+        """Wait for all exchanges: of transports that go by order round by round, of others whichever has come.
+
+        To wait for one tensor in particular would be a deadlock there: other ranks may wait for another one.
+        """
+        self.collectives.flush()
+        left_in_round = len(self._under_way)
+        while self._under_way:
+            if not self.collectives.ordered:
+                self._go_on()
+                continue
+            self._advance(self._under_way.popleft())
+            left_in_round -= 1
+            if not left_in_round:
+                self.collectives.flush()
+                left_in_round = len(self._under_way)
+        self._deliver_done()
+
+    def close(self) -> None:
+        """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
+        for exchange in self.exchanges.values():
+            if self.finite:
+                self.rank.commit(exchange)
+            else:
+                self.rank.abandon(exchange)
+                self.written(exchange)
+        if self.triggered and self.finite:
+            self.rank.trigger()
+        elif self.triggered:  # as if the step had not been: the request waits for the next one
+            self.rank.asks_for_trigger = True
+
+    def abandon(self) -> None:
+        """The step has failed: leave everything as it was before."""
+        self.collectives.forget()
+        for exchange in self.exchanges.values():
+            self.rank.abandon(exchange, fill=False)
+        # ranks then know the same tensors: only some may have come as far as one that is new
+        self.rank.forget([exchange.name for exchange in self.exchanges.values() if exchange.state.step == 0])
+        self.rank.asks_for_trigger |= self._asked
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _submit(self, exchange: Exchange) -> None:
+        assert exchange.verb is not None
+        name, gradient = exchange.name, exchange.gradient
+        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, gradient)
+        self._under_way.append(exchange)
+
+    def _advance(self, exchange: Exchange) -> None:
+        """Give an exchange the result of its collective, which is waited for, and start the next one."""
+        assert exchange.pending is not None
+        if not self.collectives.advance(exchange.pending):
+            self._under_way.append(exchange)
+            return
+        result, exchange.pending = self.collectives.result(exchange.pending), None
+        if exchange.advance(result) is None:
+            self._done.append(exchange)
+        else:
+            self._submit(exchange)
+
+    def _go_on(self) -> None:
+        """Advance one exchange whose result has come; if there is none, let the transport go on for a moment."""
+        for number, exchange in enumerate(self._under_way):
+            assert exchange.pending is not None
+            if self.collectives.ready(exchange.pending):
+                del self._under_way[number]
+                self._advance(exchange)
+                self._deliver_done()
+                return
+        waiting = self._under_way[0].pending if self._under_way else self._first
+        if waiting:
+            self.collectives.idle(waiting)
+
+    def _deliver_done(self) -> None:
+        while self._done and self.factor is not None:
+            self._deliver(self._done.pop(), self.factor)
+
+    def _deliver(self, exchange: Exchange, factor: float) -> None:
+        """Write an exchange's results; its state waits for :meth:`close`."""
+        self.rank.deliver(exchange, factor)
+        self.written(exchange)
+
+
+__all__ = ["Agree", "ExchangeError", "PeerError", "Step"]

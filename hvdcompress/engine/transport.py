@@ -1,0 +1,69 @@
+"""What the engine asks of a network: one collective at a time, started, asked for, waited for.
+
+A driver implements :class:`Transport` for its framework. The engine does everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from hvdcompress.method import Array
+
+Handle = Any  #: whatever a transport returns from ``start``; the engine only hands it back
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One collective as it is really sent; ``collectives.lower`` makes it from a method's verb.
+
+    Attributes:
+        kind: the collective.
+        payload: this rank's flat array [n]; of a broadcast None, but on the root.
+        op: the reduction of an all-reduce.
+        gives: of an all-to-all, the bytes for each rank; of a broadcast, (its bytes,).
+        gets: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
+            the transport finds that out.
+        root: the rank that broadcasts.
+    """
+
+    kind: Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+    payload: Array
+    op: Literal["sum", "max"] = "sum"
+    gives: tuple[int, ...] | None = None
+    gets: tuple[int, ...] | None = None
+    root: int | None = None
+
+
+class Transport(Protocol):
+    """Collectives among ``world`` ranks, of which this one is ``rank``."""
+
+    rank: int
+    world: int
+    ordered: bool
+    """Collectives have no names: every rank must start them in the same order (MPI, torch.distributed). Otherwise
+    they are matched by name, and ranks may start them in any order (Horovod)."""
+    broadcasts: bool
+    """Whether a broadcast is as fast as a sum. If not, the engine sends a sum to which the others give zeros."""
+    unequal: bool
+    """Whether an all-gather takes payloads of different lengths without being told the lengths."""
+
+    def start(self, name: str, request: Request) -> Handle:
+        """Start a collective; returns at once.
+
+        Args:
+            name: equal on all ranks, and different from that of any other collective under way.
+            request: what to send.
+        """
+
+    def ready(self, handle: Handle) -> bool:
+        """Whether :meth:`wait` would return at once."""
+
+    def wait(self, handle: Handle) -> Array:
+        """The collective's result: a flat array of the payload's library, dtype and device.
+
+        An all-gather's and an all-to-all's pieces stand one after another, in rank order.
+        """
+
+    def idle(self, handle: Handle) -> None:
+        """Nothing has come yet: wait until ``handle``'s result may be there, or for a moment."""
