@@ -70,8 +70,10 @@ class Ledger(Observer):
             wire = 2 * (p - 1) / p * num_bytes
         elif verb == "AllToAll":
             wire = num_bytes - splits[rank] if splits else (p - 1) / p * num_bytes
-        else:
+        elif verb == "AllGather":
             wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * num_bytes
+        else:
+            raise KeyError(verb)
         for entry in (self._ranks[rank], self._tensors[rank, name]):
             entry.sent += num_bytes
             entry.on_wire += wire

@@ -51,8 +51,8 @@ def _broadcast(requests: Sequence[Request]) -> Results:
     if len(roots) != 1:
         raise RuntimeError(f"ranks disagree on the root of a broadcast: {sorted(map(str, roots))}")
     made = requests[roots.pop() or 0].payload
-    announced = requests[0].gives
-    if (len(made),) != announced or len(made) % 4:
+    (announced,) = requests[0].gives or (0,)
+    if len(made) != announced or len(made) % 4:
         raise RuntimeError(f"a broadcast of {len(made)} bytes was announced as {announced}")
     return [made] * len(requests)
 

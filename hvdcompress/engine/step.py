@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.agreement import PeerError, Status, Terms, compare_terms, failure
+from hvdcompress.engine.agreement import Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.rank import Exchange, ExchangeError, Rank
+from hvdcompress.engine.rank import Exchange, Rank
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.plan import Bucket
 
@@ -84,16 +84,11 @@ class Step:
         :meth:`receive_piggyback` gets the result.
 
         Raises:
-            ExchangeError: the exchange failed on this rank.
+            ExchangeError: the method failed on this rank.
+            ValueError: the bucket had another shape before.
             PeerError: the ranks disagree, or another one failed before.
         """
-        try:
-            exchange = self.rank.start(bucket, members, outs, ops, self.loss_scale)
-        except ExchangeError:
-            raise
-        except Exception as error:
-            where = f"tensor {bucket.spec.name!r} (rank {self.rank.rank})"
-            raise ExchangeError(f"{where}: {type(error).__name__}: {error}") from error
+        exchange = self.rank.start(bucket, members, outs, ops, self.loss_scale)
         self.exchanges[exchange.name] = exchange
         self.finite &= exchange.finite
         if self._first and self.agree is Agree.FIRST_AND_LAST:
@@ -115,7 +110,7 @@ class Step:
 
         Second rounds so overlap with gradients that are still to come. Not for transports that go by order.
         """
-        while self._under_way and self.collectives.ready(self._under_way[0].pending):
+        while self._under_way and self._is_there(self._under_way[0]):
             self._advance(self._under_way.popleft())
         self._deliver_done()
 
@@ -180,8 +175,9 @@ class Step:
             PeerError: a rank failed, or ranks disagree; on every rank.
         """
         if self.agree is Agree.BEFORE_WAITING:
-            assert self._first is not None  # said
-            while not self.collectives.ready(self._first):
+            said = self._first
+            assert said is not None, "say() comes before finish()"
+            while not self.collectives.ready(said):
                 with self.errors_wait():
                     self._go_on()
         if self._first:
@@ -253,11 +249,13 @@ class Step:
         else:
             self._submit(exchange)
 
+    def _is_there(self, exchange: Exchange) -> bool:
+        return exchange.pending is not None and self.collectives.ready(exchange.pending)
+
     def _go_on(self) -> None:
         """Advance one exchange whose result has come; if there is none, let the transport go on for a moment."""
         for number, exchange in enumerate(self._under_way):
-            assert exchange.pending is not None
-            if self.collectives.ready(exchange.pending):
+            if self._is_there(exchange):
                 del self._under_way[number]
                 self._advance(exchange)
                 self._deliver_done()
@@ -275,5 +273,3 @@ class Step:
         self.rank.deliver(exchange, factor)
         self.written(exchange)
 
-
-__all__ = ["Agree", "ExchangeError", "PeerError", "Step"]

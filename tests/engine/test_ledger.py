@@ -20,7 +20,7 @@ from hvdcompress.testing import numbers
 def test_bytes_on_the_wire_of_a_ring_of_four(verb: str, wire: int) -> None:
     """m = 800, p = 4: all-reduce 2·3/4·m, all-to-all 3/4·m, all-gather 3·m."""
     ledger = Ledger(world=4)
-    ledger.add(0, "w", verb, 800)
+    ledger.sent(0, "w", verb, None, 800)
     assert (ledger.bytes_sent(), ledger.bytes_on_wire(), ledger.collectives()) == (800, wire, 1)
 
 
@@ -34,7 +34,7 @@ def ring_all_gather(lengths: list[int], rank: int) -> int:
 def test_uneven_all_gather_is_what_a_ring_passes_on(lengths: list[int]) -> None:
     ledger = Ledger(world=len(lengths))
     for rank, length in enumerate(lengths):
-        ledger.add(rank, "w", "AllGather", length, lengths)
+        ledger.sent(rank, "w", "AllGather", None, length, lengths)
     for rank in range(len(lengths)):
         assert ledger.bytes_on_wire(rank) == ring_all_gather(lengths, rank)
         assert ledger.bytes_sent(rank) == lengths[rank]
@@ -49,10 +49,10 @@ def test_one_worker_transmits_nothing() -> None:
 
 def test_ranks_and_tensors_are_kept_apart() -> None:
     ledger = Ledger(world=2, rank=1)
-    ledger.add(0, "a", "AllReduce", 10)
-    ledger.add(1, "a", "AllReduce", 20)
-    ledger.add(1, "b", "AllReduce", 40)
-    ledger.add_dense(1, "b", 400)
+    ledger.sent(0, "a", "AllReduce", None, 10)
+    ledger.sent(1, "a", "AllReduce", None, 20)
+    ledger.sent(1, "b", "AllReduce", None, 40)
+    ledger.begun(1, "b", 400)
     assert [ledger.bytes_sent(rank) for rank in (0, 1, None)] == [10, 60, 60]
     assert {name: (e.sent, e.dense, e.collectives) for name, e in ledger.tensors().items()} == {
         "a": (20, 0, 1),
@@ -108,11 +108,11 @@ def test_seconds_and_steps() -> None:
 
 def test_counters_add_up_and_reset_forgets() -> None:
     ledger = Ledger(world=2)
-    ledger.count(0, {"kept": 3})
-    ledger.count(0, {"kept": 4, "saturated": 1})
-    ledger.count(1, {"kept": 100})
+    ledger.committed(0, "w", {"kept": 3})
+    ledger.committed(0, "w", {"kept": 4, "saturated": 1})
+    ledger.committed(1, "w", {"kept": 100})
     assert ledger.counters(0) == {"kept": 7, "saturated": 1}
-    ledger.add(0, "w", "AllReduce", 8)
+    ledger.sent(0, "w", "AllReduce", None, 8)
     ledger.reset()
     assert ledger.counters(0) == {} and ledger.bytes_sent(0) == 0 and ledger.tensors(0) == {} and ledger.steps == 0
 
@@ -125,4 +125,4 @@ def test_asking_changes_nothing() -> None:
 
 def test_unknown_verb_is_an_error() -> None:
     with pytest.raises(KeyError):
-        Ledger(world=2).add(0, "w", "SendRecv", 8)
+        Ledger(world=2).sent(0, "w", "SendRecv", None, 8)

@@ -1,38 +1,65 @@
-"""Imports point one way, and importing the package imports no framework; the documented examples run."""
+"""The rule of the house, held as data: imports point one way, there is no circle, and nothing needs a file outside."""
 
 from __future__ import annotations
 
 import ast
-import doctest
-import importlib
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hvdcompress
 
 PACKAGE = Path(hvdcompress.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py"}
-DRIVERS = {"loopback", "torch", "tensorflow", "keras", "mpi"}
-CORE = ("methods", "parts", "ops")
-#: what each layer may import of the package: methods -> parts -> ops, all three -> method
-ALLOWED = {
-    "methods": {"method", "parts", "registry", "wire"},
-    "parts": {"method", "ops", "parts", "wire"},
-    "ops": {"method", "ops", "wire"},
-    "method": set(),
-    "wire": set(),
-    "ledger": set(),
+
+#: Rooms by floor, the lowest first. A file imports from its own room and from lower floors: never from a room above,
+#: and never from a room beside its own. The longest prefix of a file's path names its room.
+FLOORS: list[set[str]] = [
+    {"ops"},
+    {"method"},
+    {"parts"},
+    {"methods"},
+    {"registry"},
+    {"plan"},
+    {"__init__"},
+    {"engine"},
+    {"loopback", "torch", "tensorflow", "mpi"},
+    {"keras"},
+    {"testing", "lab", "lab/nets", "lab/configfile", "lab/cluster"},
+    {"lab/output"},
+    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/training"},
+    {"lab/bench"},
+    {"lab/scale"},
+    {"cli"},
+    {"__main__"},
+]
+#: Frameworks that a room may import; every other room imports none.
+FRAMEWORKS_OF = {
+    "ops/torch": {"torch"},
+    "torch": {"torch", "horovod"},
+    "tensorflow": {"tensorflow", "horovod"},
+    "keras": {"keras", "tensorflow", "horovod"},
+    "mpi": {"mpi4py"},
+    "lab": FRAMEWORKS,
+    "testing": {"torch"},
 }
 
 
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    """``lab/output/table`` for hvdcompress/lab/output/table.py; a folder's face has the folder's name."""
+    relative = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    return relative.removesuffix("/__init__")
+
+
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, inside functions too: "numpy", "hvdcompress.parts.seed"."""
-    found = set()
+    """Every module that a file names in an import, wherever it stands: lazy and TYPE_CHECKING ones, too."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -42,56 +69,106 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def layers(path: Path) -> set[str]:
-    """The parts of hvdcompress that a file imports: "parts", "method", …"""
-    own = [name.split(".") for name in imports(path) if name.split(".")[0] == "hvdcompress"]
-    return {words[1] for words in own if len(words) > 1}
+def resolved(module: str) -> str | None:
+    """The file of the package that a dotted name stands for: the module itself, or the one that defines the name."""
+    head, *words = module.split(".")
+    if head != "hvdcompress":
+        return None
+    while words:
+        place = PACKAGE.joinpath(*words)
+        if place.with_suffix(".py").is_file() or (place / "__init__.py").is_file():
+            return "/".join(words)
+        words.pop()
+    return "__init__"
 
 
-def files(layer: str) -> list[Path]:
-    folder = PACKAGE / layer
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{layer}.py"]
+def graph() -> dict[str, set[str]]:
+    found = {}
+    for path in files():
+        targets = {target for module in imports(path) if (target := resolved(module))}
+        found[name_of(path)] = targets - {name_of(path)}
+    return found
 
 
-@pytest.mark.parametrize("layer", ALLOWED)
-def test_imports_point_one_way(layer: str) -> None:
-    for path in files(layer):
-        wrong = layers(path) - ALLOWED[layer] - {"__version__"}
-        assert not wrong, f"{path.relative_to(PACKAGE)} imports {sorted(wrong)}; {layer} may import {ALLOWED[layer]}"
+GRAPH = graph()
 
 
-def test_nothing_imports_a_driver() -> None:
-    """But for the suite and the command line, which run one, and a driver itself (keras on tensorflow)."""
-    users = {"testing", "cli", "checkup", "selftest", "launcher", "experiment", "compare", "choreography"}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if name.lstrip("_").split("_")[0] not in DRIVERS | users:
-            wrong = layers(path) & DRIVERS
-            assert not wrong, f"{path.relative_to(PACKAGE)} imports the driver {sorted(wrong)}"
+def room_of(name: str) -> str:
+    """The longest prefix of a file's name that is a room."""
+    rooms = {room for floor in FLOORS for room in floor}
+    words = name.split("/")
+    for end in range(len(words), 0, -1):
+        if "/".join(words[:end]) in rooms:
+            return "/".join(words[:end])
+    raise AssertionError(f"{name} is in no room: say in FLOORS where it belongs")
 
 
-def test_the_core_imports_no_framework() -> None:
-    for layer in (
-        *CORE,
-        "method",
-        "wire",
-        "ledger",
-        "registry",
-        "plan",
-        "yamlfile",
-        "worker",
-        "loopback",
-        "testing",
-    ):
-        for path in files(layer):
-            used = {name.split(".")[0] for name in imports(path)} & FRAMEWORKS
-            own = set(path.stem.split("_")) if layer == "ops" else {"torch"} if layer == "testing" else set()
-            assert used <= own, f"{path.relative_to(PACKAGE)} imports {sorted(used)}"
+def floor_of(name: str) -> int:
+    return next(number for number, floor in enumerate(FLOORS) if room_of(name) in floor)
+
+
+@pytest.mark.parametrize("name", GRAPH)
+def test_imports_point_down(name: str) -> None:
+    for target in GRAPH[name]:
+        if room_of(target) != room_of(name):
+            assert floor_of(target) < floor_of(name), f"{name} imports {target}, which is not below it"
+
+
+def test_there_is_no_circle() -> None:
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(name: str) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        path.append(name)
+        for target in sorted(GRAPH.get(name, ())):
+            visit(target)
+        path.pop()
+        done.add(name)
+
+    for name in GRAPH:
+        visit(name)
+
+
+def test_only_drivers_and_the_lab_import_frameworks() -> None:
+    for path in files():
+        name = name_of(path)
+        used = {module.split(".")[0] for module in imports(path)} & FRAMEWORKS
+        allowed = next((may for room, may in FRAMEWORKS_OF.items() if f"{name}/".startswith(f"{room}/")), set())
+        assert used <= allowed, f"{name} imports {sorted(used - allowed)}"
+
+
+def test_the_top_is_small() -> None:
+    modules = [path for path in PACKAGE.glob("*.py")]
+    folders = [path for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()]
+    assert len(modules) <= 8 and len(folders) <= 10, (len(modules), len(folders))
+
+
+def test_files_have_plain_names_and_import_by_name() -> None:
+    for path in files():
+        assert path.stem.startswith("__") or not path.stem.startswith("_") or "kernels" in path.stem, path
+        assert not any(module.endswith(".*") for module in imports(path)), f"{path}: import *"
+
+
+def test_the_package_needs_no_file_outside_of_it() -> None:
+    """A wheel has the package alone: no path may lead out of it."""
+    for path in files():
+        depth = len(path.relative_to(PACKAGE).parts)  # parents[depth - 1] is the package itself
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Subscript)
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr == "parents"
+            ):
+                number = ast.literal_eval(node.slice)
+                assert number < depth, f"{path.relative_to(PACKAGE)}:{node.lineno} leads out of the package"
 
 
 def test_methods_use_no_array_library_but_ops() -> None:
     """A method speaks through ``ops``, or it would not run on a GPU; numpy is there for scalars' dtypes."""
-    for path in files("methods"):
+    for path in sorted((PACKAGE / "methods").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         used = {
             node.attr
@@ -122,16 +199,3 @@ def test_the_public_face() -> None:
     for name in ("available", "get", "load", "__version__"):
         assert hasattr(hvdcompress, name)
     assert set(hvdcompress.__all__) >= {"available", "get", "load", "__version__"}
-
-
-def _modules() -> list[str]:
-    methods = [f"hvdcompress.methods.{info.name}" for info in pkgutil.iter_modules([str(PACKAGE / "methods")])]
-    return [*methods, "hvdcompress.loopback", "hvdcompress.registry", "hvdcompress.testing"]
-
-
-@pytest.mark.parametrize("name", _modules())
-def test_doctests(name: str) -> None:
-    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
-        pytest.skip("numpy 2 writes numbers another way")
-    failed, tried = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
-    assert tried and not failed

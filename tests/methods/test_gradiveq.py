@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress import loopback
+from hvdcompress.engine import rehearsal
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.ops import numpy as reference
@@ -222,7 +222,7 @@ def pump(method: Any, specs: list[TensorSpec], xs: list[np.ndarray], states: lis
     running = [method.exchange(x, s, ctx, reference) for x, s, ctx in zip(xs, states, turns, strict=True)]
     verbs, done = [next(one) for one in running], []
     while not done:
-        results = loopback.RUN[type(verbs[0])](verbs)[0]
+        results = rehearsal.carry_out(verbs)
         verbs = []
         for one, result in zip(running, results, strict=True):
             try:
