@@ -73,13 +73,22 @@ def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Any) -> Any:
     return ops.to_bytes(out) if isinstance(verb, Broadcast) else out
 
 
-def gathered_lengths(out: Array, own: int, world: int, ops: Any) -> list[int]:
-    """The lengths of the payloads in a gathered buffer: this rank's, if ``world`` of it fill it; else by headers.
+def gathered_lengths(out: Array, mine: Array, world: int, ops: Any) -> list[int]:
+    """The lengths of the payloads in a gathered buffer.
+
+    They are that of ``mine`` where ``world`` of it fill the buffer, and all headers, if there are any, are alike: other
+    lengths might have the same sum. Otherwise the headers tell.
 
     Raises:
         WireError: the payloads' headers do not fill the buffer.
     """
-    return [own] * world if len(out) == own * world else wire.split(ops.head_bytes(out, len(out)), world)
+    own = len(mine)
+    if len(out) == own * world:
+        head = mine[: wire.NUM_BYTES]
+        alike = not wire.is_header(ops.head_bytes(head, len(head)), own)
+        if alike or bool((out.reshape(world, own)[:, : wire.NUM_BYTES] == head).all()):
+            return [own] * world
+    return wire.split(ops.head_bytes(out, len(out)), world)
 
 
 @dataclass(eq=False)
@@ -176,7 +185,7 @@ class Collectives:
             pending.running = self._start(pending.name, request)
             return False
         if pending.lengths is None:
-            pending.lengths = gathered_lengths(out, len(own), self.world, pending.ops)
+            pending.lengths = gathered_lengths(out, own, self.world, pending.ops)
             self._sent(pending.name, "AllGather", own, len(own), pending.lengths)
         return True
 

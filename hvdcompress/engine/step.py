@@ -272,4 +272,3 @@ class Step:
         """Write an exchange's results; its state waits for :meth:`close`."""
         self.rank.deliver(exchange, factor)
         self.written(exchange)
-

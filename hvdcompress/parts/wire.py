@@ -76,6 +76,14 @@ def length(buffer: bytes) -> int:
     return num_bytes
 
 
+def is_header(head: bytes, num_bytes: int) -> bool:
+    """Whether a payload of ``num_bytes`` that begins with ``head`` has a header."""
+    try:
+        return length(head) == num_bytes
+    except WireError:
+        return False
+
+
 def check(buffer: bytes, num_bytes: int, expected: Header) -> None:
     """Check the header at the start of a payload of ``num_bytes`` against the one expected.
 

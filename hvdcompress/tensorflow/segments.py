@@ -233,7 +233,7 @@ class Segments:
         pieces: Sequence[int] = ()
         if isinstance(verb, AllGather):
             own = verb.x
-            pieces = gathered_lengths(result, len(own), self.local.world, fast)
+            pieces = gathered_lengths(result, own, self.local.world, fast)
             self._sent(name, "AllGather", own, len(own), pieces)
         elif isinstance(verb, AllToAll):
             pieces = verb.receives or [len(result) // self.local.world] * self.local.world

@@ -1,0 +1,116 @@
+"""Verbs are lowered to what is sent, and results lifted: the same over any transport, and told to observers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from threads import ThreadTransport, run
+
+from hvdcompress.engine.collectives import FUSED, Collectives, cut, gathered_lengths, lower
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
+from hvdcompress.ops import fast
+from hvdcompress.parts import wire
+
+
+def results(transport: ThreadTransport, make: Any) -> list[Any]:
+    """What the verbs of one rank bring, one after another."""
+    ledger = Ledger(transport.world, transport.rank)
+    collectives = Collectives(transport, [ledger])
+    found = [collectives.run("w", verb, number) for number, verb in enumerate(make(transport.rank))]
+    return [*found, ledger]
+
+
+def verbs(rank: int) -> list[Verb]:
+    x = np.float32([1, 2, 3]) * (rank + 1)
+    made = np.arange(8, dtype=np.uint8)
+    pieces = np.arange(6, dtype=np.uint8) + 10 * rank
+    to_next = tuple(2 if other == (rank + 1) % 3 else 0 for other in range(3))
+    from_previous = tuple(2 if other == (rank - 1) % 3 else 0 for other in range(3))
+    return [
+        AllReduce(x),
+        AllReduce(x, op="max"),
+        AllGather(np.uint8([rank, rank])),
+        Broadcast(lambda: made, 1, 8),
+        AllToAll(pieces),
+        AllToAll(pieces[:2], to_next, from_previous),
+    ]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_every_verb_brings_what_the_method_expects(ordered: bool) -> None:
+    found, _ = run(3, ordered, lambda transport: results(transport, verbs))
+    for rank, (total, largest, gathered, made, pieces, one, ledger) in enumerate(found):
+        assert total.tolist() == [6, 12, 18] and largest.tolist() == [3, 6, 9]
+        assert [piece.tolist() for piece in gathered] == [[0, 0], [1, 1], [2, 2]]
+        assert made.tolist() == list(range(8)) and made.dtype == np.uint8
+        assert [piece.tolist() for piece in pieces] == [[2 * rank + 10 * r, 2 * rank + 1 + 10 * r] for r in range(3)]
+        assert [len(piece) for piece in one] == [2 if r == (rank - 1) % 3 else 0 for r in range(3)]
+        lengths = 8 if ordered else 0  # where a gather must know them beforehand
+        assert ledger.bytes_sent() == 12 + 12 + 2 + 8 + 6 + 2 + lengths
+        assert ledger.tensors()["w"].collectives == 6
+
+
+def test_unequal_payloads_are_cut_by_their_headers() -> None:
+    """Even where a rank's own length times the ranks is the buffer's, as here on rank 1."""
+
+    def make(rank: int) -> list[Verb]:
+        payload = wire.pack(wire.Header("topk", 0, 0, 9, 1, wire.NUM_BYTES + 4 * rank)) + bytes(4 * rank)
+        return [AllGather(np.frombuffer(payload, np.uint8))]
+
+    for ordered in (True, False):
+        found, _ = run(3, ordered, lambda transport: results(transport, make))
+        assert all([len(piece) for piece in pieces] == [24, 28, 32] for pieces, _ in found)
+    with pytest.raises(wire.WireError):
+        gathered_lengths(np.zeros(50, np.uint8), np.zeros(24, np.uint8), 2, fast)
+
+
+def test_small_sums_that_follow_each_other_are_one_where_order_counts() -> None:
+    """Only of one dtype and operation; larger ones go by themselves."""
+
+    def program(transport: ThreadTransport) -> list[Any]:
+        collectives = Collectives(transport, [])
+        arrays = [np.full(n, transport.rank + 1, np.float32) for n in (3, 4, FUSED // 4, 5)] + [np.ones(2, np.int32)]
+        pending = [collectives.start(f"t{number}", 0, AllReduce(x)) for number, x in enumerate(arrays)]
+        collectives.flush()
+        for one in pending:
+            assert collectives.advance(one)
+        return [collectives.result(one) for one in pending]
+
+    found, medium = run(2, True, program)
+    assert [len(requests[0].payload) for requests in medium.requests.values()] == [7, FUSED // 4, 5, 2]
+    for arrays in found:
+        assert [len(x) for x in arrays] == [3, 4, FUSED // 4, 5, 2] and all((x == 3).all() for x in arrays[:4])
+    _, medium = run(2, False, program)
+    assert len(medium.requests) == 5, "by name, Horovod fuses by itself"
+
+
+def test_the_zeros_of_a_broadcast_are_made_where_the_gradient_is() -> None:
+    """On a GPU build a sum of one rank's CUDA tensor and another's CPU tensor is an error."""
+
+    class OnADevice:
+        def zeros(self, size: int, dtype: str, like: Any) -> Any:
+            return ("zeros", size, dtype, like)
+
+        def from_bytes(self, buffer: Any, dtype: str) -> Any:
+            return ("made", buffer, dtype)
+
+    verb = Broadcast(lambda: "payload", 0, 12)  # type: ignore[arg-type, return-value]
+    gradient: Any = "a gradient on a device"
+    assert lower(verb, 1, 2, OnADevice(), gradient).payload == ("zeros", 3, "int32", gradient)
+    assert lower(verb, 0, 2, OnADevice(), gradient).payload == ("made", "payload", "int32")
+
+
+def test_pieces_must_fill_what_is_cut() -> None:
+    assert [piece.tolist() for piece in cut(np.arange(5), [2, 0, 3])] == [[0, 1], [], [2, 3, 4]]
+    with pytest.raises(RuntimeError, match="do not fill 5"):
+        cut(np.arange(5), [2, 2])
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_texts_of_different_lengths_are_gathered(ordered: bool) -> None:
+    words = ["", "zwölf", "x" * 1000]
+    found, _ = run(3, ordered, lambda t: Collectives(t, []).gather_text("error", words[t.rank]))
+    assert found == [words] * 3

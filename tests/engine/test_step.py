@@ -1,0 +1,172 @@
+"""One step on every rank, over transports with and without names: agreement, errors, undoing, triggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from threads import ThreadTransport, run
+
+from hvdcompress.engine.agreement import PeerError, Terms
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.loopback import Loopback
+from hvdcompress.method import TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.plan import plan_of
+from hvdcompress.testing import numbers
+
+SHAPES = {"a": (40, 50), "b": (9,), "c": (300,), "d": (17, 3)}
+WORLD = 3
+TERMS = Terms({"method": "x"}, {"a": "float32"})
+AGREE = {True: Agree.FIRST_AND_LAST, False: Agree.BEFORE_WAITING}
+
+
+def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
+    return {name: numbers(shape, number, rank, step) for number, (name, shape) in enumerate(SHAPES.items())}
+
+
+class Door:
+    """A driver in a few lines: what a new transport needs beyond :class:`Step`."""
+
+    def __init__(self, transport: ThreadTransport, method: str, **settings: Any):
+        self.plan = plan_of(method, **settings)
+        self.local = Rank(self.plan, transport.rank, transport.world)
+        self.collectives = Collectives(transport, self.local.observers)
+
+    def reduce(
+        self, given: dict[str, np.ndarray], terms: Terms = TERMS, error: Exception | None = None, scale: float = 1.0
+    ) -> dict[str, np.ndarray]:
+        agree = AGREE[self.collectives.ordered]
+        step = Step(self.local, self.collectives, terms, scale, agree)
+        step.factor, step.error = 1.0 / self.local.world, error
+        outs = {name: np.empty_like(g) for name, g in given.items()}
+        try:
+            if agree is Agree.FIRST_AND_LAST:
+                step.say()
+            if not error:
+                for bucket in self.plan.buckets(TensorSpec(name, g.shape) for name, g in given.items()):
+                    members = [given[m.name].ravel() for m in bucket.members]
+                    step.launch(bucket, members, [outs[m.name].reshape(-1) for m in bucket.members], fast)
+            if agree is Agree.BEFORE_WAITING:
+                step.say()
+            step.finish()
+        except BaseException:
+            step.abandon()
+            raise
+        return outs
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("method", ["none", "fp16", "topk", "scalecom", "gtopk", "qsgd", "powersgd"])
+def test_any_transport_gives_loopbacks_results_and_bytes(method: str, ordered: bool) -> None:
+    settings = {"min_elements": 100}
+    net = Loopback(method, WORLD, **settings)
+    want = [net.allreduce_many([gradients(step, rank) for rank in range(WORLD)]) for step in range(3)]
+
+    def program(transport: ThreadTransport) -> Any:
+        door = Door(transport, method, **settings)
+        return [door.reduce(gradients(step, transport.rank)) for step in range(3)], door.local
+
+    found, _ = run(WORLD, ordered, program)
+    for rank, (outs, local) in enumerate(found):
+        for step in range(3):
+            for name in SHAPES:
+                np.testing.assert_array_equal(outs[step][name], want[step][rank][name], err_msg=f"{name}, {step}")
+        for name in SHAPES:
+            assert local.ledger.tensors()[name] == net.ledger.tensors(rank)[name]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_infinity_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bool) -> None:
+    settings = {"dense_steps": 2, "compressed_steps": 4, "tensors": "all", "min_elements": 100}
+
+    def program(transport: ThreadTransport) -> Any:
+        door, triggers = Door(transport, "gradiveq", **settings), []
+        for step in range(4):
+            given = gradients(step, transport.rank)
+            if step == 2:
+                door.local.asks_for_trigger = transport.rank == 1
+                given["c"][5] = np.inf if transport.rank == 2 else given["c"][5]
+            before = door.local.state_dict()
+            outs = door.reduce(given)
+            if step == 2:
+                assert all(np.isnan(out).all() for out in outs.values())
+                after = door.local.state_dict()
+                assert before["steps"] == after["steps"] and door.local.asks_for_trigger
+            triggers.append(door.local.states["a"].triggers)
+        return triggers
+
+    found, _ = run(WORLD, ordered, program)
+    assert found == [[0, 0, 0, 1]] * WORLD
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_one_ranks_error_is_everyones_and_the_next_step_is_good(ordered: bool) -> None:
+    def program(transport: ThreadTransport) -> Any:
+        door, control = Door(transport, "topk", min_elements=100), Door(transport, "topk", min_elements=100)
+        messages = []
+        for step in range(3):
+            error = ValueError("a wrong input") if transport.rank == 1 else None
+            try:
+                door.reduce(gradients(9, transport.rank), error=error)
+            except PeerError as failure:
+                messages.append(str(failure))
+            got, want = door.reduce(gradients(step, transport.rank)), control.reduce(gradients(step, transport.rank))
+            assert all((got[name] == want[name]).all() for name in SHAPES)
+        return messages
+
+    if not ordered:
+        pytest.skip("by name, what other ranks have started stays behind: the drivers end their Compressor")
+    found, _ = run(WORLD, ordered, program)
+    assert found == [["a gradient exchange failed, so every rank stops. rank 1: a wrong input"] * 3] * WORLD
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
+    def told(**changes: Any) -> set[str]:
+        def program(transport: ThreadTransport) -> Any:
+            odd = transport.rank == 2
+            terms = Terms({"method": "x"}, {"a": "float16" if odd and "dtype" in changes else "float32"})
+            door = Door(transport, "topk", min_elements=100)
+            if "step" in changes:
+                door.reduce(gradients(0, transport.rank))
+                door.local.states["c"].step += odd
+            return door.reduce(gradients(1, transport.rank), terms, scale=2.0 if odd and "scale" in changes else 1.0)
+
+        found, _ = run(WORLD, ordered, program)
+        assert all(isinstance(one, PeerError) for one in found), found
+        return {str(one) for one in found}
+
+    assert told(dtype=True) == {
+        "ranks disagree: tensor 'a' is 'float32' on rank 0 and 'float16' on rank 2; give every rank the same plan and "
+        "the same model"
+    }
+    assert told(scale=True) == {"ranks disagree on the loss scale: it is 1.0 on one and 2.0 on another"}
+    (words,) = told(step=True)
+    assert "ranks disagree on the step" in words
+
+
+def test_state_loaded_before_a_tensor_comes_is_found_when_it_comes() -> None:
+    plan = plan_of("topk", min_elements=1, density=0.1)
+    saved = []
+
+    def program(transport: ThreadTransport) -> Any:
+        door = Door(transport, "topk", min_elements=1, density=0.1)
+        for step in range(2):
+            door.reduce(gradients(step, transport.rank))
+        return door.local.state_dict()
+
+    saved, _ = run(2, True, program)
+    fresh = Rank(plan, 0, 2)
+    fresh.load_state_dict(saved[0], np.concatenate)
+    assert fresh.state_dict()["steps"] == saved[0]["steps"], "what waits is saved again, too"
+    for name, shape in SHAPES.items():
+        (bucket,) = plan.buckets([TensorSpec(name, shape)])
+        g = gradients(2, 0)[name].ravel()
+        exchange = fresh.start(bucket, [g], [np.empty_like(g)], fast)
+        assert exchange.ctx.step == 2
+        np.testing.assert_array_equal(exchange.state.slots["residual"], saved[0]["state"][name]["residual"])
+        fresh.abandon(exchange)
