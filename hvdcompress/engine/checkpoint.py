@@ -20,18 +20,19 @@ from safetensors.numpy import save_file
 
 from hvdcompress.engine.snapshot import reshard
 
+METADATA = "hvdcompress"  #: the key of what is no array: plan, steps, world, …
 _SEPARATOR = "\n"  # between a tensor's name and its slot: no parameter name has a line break
 
 
 def path_of(folder: str | Path, rank: int, world: int) -> Path:
-    """The file of one rank."""
+    """The file of one rank in ``folder``."""
     return Path(folder) / f"rank-{rank}-of-{world}.safetensors"
 
 
 def to_bytes(saved: Mapping[str, Any]) -> bytes:
-    """One rank's ``state_dict()`` as one string of bytes: 8 bytes of length, a head in JSON, safetensors."""
+    """One rank's ``state_dict()`` as the bytes of a safetensors file."""
     head, arrays = _flattened(saved)
-    return len(head.encode()).to_bytes(8, "little") + head.encode() + serialize(arrays)
+    return serialize(arrays, metadata={METADATA: head})
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
@@ -40,9 +41,10 @@ def from_bytes(data: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the bytes are no saved state.
     """
-    edge = 8 + int.from_bytes(data[:8], "little")
     try:
-        return _nested(json.loads(data[8:edge]), deserialize(data[edge:]))
+        # safetensors reads metadata from files only; the format is 8 bytes of length, then the header in JSON
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return _nested(json.loads(header["__metadata__"][METADATA]), deserialize(data))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"these bytes are no state saved by hvdcompress: {error}") from None
 
@@ -70,7 +72,7 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     head, arrays = _flattened(saved)
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(arrays, temporary, metadata={"hvdcompress": head})
+    save_file(arrays, temporary, metadata={METADATA: head})
     os.replace(temporary, path)
     return path
 
@@ -84,7 +86,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            return _nested(json.loads(file.metadata()["hvdcompress"]), arrays)
+            return _nested(json.loads(file.metadata()[METADATA]), arrays)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no state saved by hvdcompress: {error}") from None
 

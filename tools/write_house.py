@@ -1,0 +1,124 @@
+"""Draw the house from its imports: docs/house.svg, rooms on the floors that tests/house/test_imports.py holds.
+
+    python tools/write_house.py [--check]
+
+An arrow says that files of one room import files of another; one that others imply is left out. ``--check`` writes
+nothing and fails if the picture is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "house")]
+
+from test_imports import FLOORS, GRAPH, PACKAGE, room_of  # noqa: E402
+
+OUT = ROOT / "docs" / "house.svg"
+WIDTH, HEIGHT, GAP, MARGIN = 1000, 40, 34, 16
+SAYS = {
+    "ops": "array verbs: spec, numpy, numba, torch",
+    "method": "the contract",
+    "parts": "steps that methods share",
+    "methods": "one file = one paper",
+    "registry": "id → class",
+    "plan": "which method each tensor gets",
+    "__init__": "the package's face",
+    "engine": "one rank's side, without I/O",
+    "loopback": "N ranks in one process",
+    "torch": "Horovod, PyTorch",
+    "tensorflow": "Horovod, TensorFlow",
+    "mpi": "mpi4py, numpy",
+    "keras": "Keras 3",
+    "testing": "check_method()",
+    "lab/cluster": "hosts, launching ranks",
+    "lab/output": "tables, pages, plots",
+    "lab/training": "experiments",
+    "lab/bench": "time of an exchange",
+    "lab/scale": "many workers",
+    "cli": "the command",
+}
+
+
+def lines_of(room: str) -> int:
+    """Lines of code in a room."""
+    paths = [PACKAGE / f"{name}.py" for name in GRAPH if room_of(name) == room]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths if path.is_file())
+
+
+def arrows() -> dict[str, set[str]]:
+    """Room -> rooms that it imports, without those that other arrows imply."""
+    direct: dict[str, set[str]] = defaultdict(set)
+    for name, targets in GRAPH.items():
+        direct[room_of(name)] |= {room_of(target) for target in targets} - {room_of(name)}
+
+    def below(room: str) -> set[str]:
+        found = set(direct[room])
+        for target in direct[room]:
+            found |= below(target)
+        return found
+
+    return {room: {t for t in ts if not any(t in below(other) for other in ts)} for room, ts in dict(direct).items()}
+
+
+def picture() -> str:
+    """The SVG."""
+    rooms = {room_of(name) for name in GRAPH} - {"__main__", "lab"}
+    floors = [sorted(floor & rooms) for floor in reversed(FLOORS)]
+    floors = [floor for floor in floors if floor]
+    places: dict[str, tuple[float, float, float]] = {}
+    parts = []
+    for number, floor in enumerate(floors):
+        width = (WIDTH - 2 * MARGIN - 12 * (len(floor) - 1)) / max(len(floor), 3)
+        left = (WIDTH - len(floor) * width - 12 * (len(floor) - 1)) / 2
+        y = MARGIN + number * (HEIGHT + GAP)
+        for at, room in enumerate(floor):
+            x = left + at * (width + 12)
+            places[room] = (x, y, width)
+            title = {"__init__": "hvdcompress"}.get(room, room)
+            says = SAYS.get(room, "")
+            parts.append(
+                f'<g><rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{HEIGHT}" rx="5" class="room"/>'
+                f'<text x="{x + width / 2:.0f}" y="{y + 17}" class="name">{title}'
+                f'<tspan class="count"> {lines_of(room)} lines</tspan></text>'
+                f'<text x="{x + width / 2:.0f}" y="{y + 32}" class="says">{says}</text></g>'
+            )
+    lines = []
+    for room, targets in sorted(arrows().items()):
+        for target in sorted(targets):
+            if room in places and target in places:
+                (x, y, width), (tx, ty, twidth) = places[room], places[target]
+                middle, end = x + width / 2, tx + twidth / 2
+                bend = (y + HEIGHT + ty) / 2
+                lines.append(
+                    f'<path d="M{middle:.0f},{y + HEIGHT} C{middle:.0f},{bend:.0f} {end:.0f},{bend:.0f} '
+                    f'{end:.0f},{ty - 3}" class="arrow" marker-end="url(#tip)"/>'
+                )
+    height = 2 * MARGIN + len(floors) * (HEIGHT + GAP) - GAP
+    style = (
+        "svg{font-family:system-ui,sans-serif;background:#fff}.room{fill:#eef3f8;stroke:#7b93ab}"
+        ".name{font-size:13px;font-weight:600;text-anchor:middle;fill:#1c2b3a}.count{font-weight:400;fill:#6b7c8d;"
+        "font-size:10px}.says{font-size:11px;text-anchor:middle;fill:#43566a}.arrow{fill:none;stroke:#9aa9b8;"
+        "stroke-width:1.2}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'aria-label="The rooms of hvdcompress by floor; arrows point from a room to those that it imports">'
+        f"<style>{style}</style><defs>"
+        '<marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
+        '<path d="M0,0 L6,3 L0,6 z" fill="#9aa9b8"/></marker></defs>'
+        + "\n".join([*lines, *parts])
+        + "</svg>\n"
+    )
+
+
+if __name__ == "__main__":
+    made = picture()
+    if "--check" in sys.argv:
+        stale = not OUT.exists() or OUT.read_text(encoding="utf-8") != made
+        sys.exit("docs/house.svg is out of date; run: python tools/write_house.py" if stale else 0)
+    OUT.write_text(made, encoding="utf-8")
+    print(f"wrote {OUT.relative_to(ROOT)}")
