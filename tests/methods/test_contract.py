@@ -209,10 +209,10 @@ def test_golden_case(id: str, backend: str) -> None:
 
 @pytest.mark.parametrize("id", METHODS)
 def test_method_documents_itself(id: str) -> None:
-    """What travels, bytes, departures, a doctest: in the docstring; a text below each field."""
+    """The docstring says what is sent, the bytes and the departures, and has a doctest; each field has a text below it."""
     cls = registry.classes()[id]
     text = registry.docstring(cls)
-    for words in ("What travels:", "Bytes:", "Departures", ">>> "):
+    for words in ("What is sent:", "Bytes:", "Departures", ">>> "):
         assert words in text, f"methods/{id}.py: its docstring lacks {words!r}"
     missing = {field.name for field in fields(cls)} - make_golden.field_comments(cls).keys()
     assert not missing, f"methods/{id}.py: no text below the fields {sorted(missing)}"
