@@ -162,4 +162,4 @@ class FFT(Method):
         room = 2.0 ** (8 * len(shares) * length).bit_length()
         ops.write(spectrum, summed, 1.0 / room)
         x = ops.scaled(ops.irfft(spectrum, n, length), room / length**0.5, limit)
-        return matrices.as_it_lay(x, ctx.spec, ops) if self.reorders(ctx.spec) else x
+        return matrices.stored_order(x, ctx.spec, ops) if self.reorders(ctx.spec) else x

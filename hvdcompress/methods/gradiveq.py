@@ -126,7 +126,7 @@ class GradiVeQ(Method):
         """Return the number of elements per slice."""
         return self.slice_elements or matrices.slice_for(*matrices.filters(spec))
 
-    def most(self, size: int) -> int:
+    def max_components(self, size: int) -> int:
         """Return the largest possible d for a slice of ``size`` elements: Lt centred samples span Lt − 1 dimensions."""
         return min(self.matrix_rank or size, self.dense_steps - 1, size)
 
@@ -144,7 +144,7 @@ class GradiVeQ(Method):
         slots = {
             "history": Slot((self.dense_steps, size), scope="shared", merge="keep"),  # Σ g_n of the first slice
             "mean": Slot((spec.size // size * size,), scope="shared", merge="keep"),  # μ of all slices
-            "basis": Slot((self.most(size), size), scope="shared", merge="keep"),  # Uᵀ [d × slice], then zeros
+            "basis": Slot((self.max_components(size), size), scope="shared", merge="keep"),  # Uᵀ, then zeros
             "count": Slot((1,), scope="shared", merge="keep"),  # number of steps in the mean
         }
         whole = Slot((1,), "int32", scope="shared", merge="keep")
@@ -156,7 +156,7 @@ class GradiVeQ(Method):
     def sent(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:
         """Return the number of values of a compressed step; without a state, the largest possible number."""
         size = self.slice_of(spec)
-        rank = int(state["rank"][0]) if state else self.most(size)
+        rank = int(state["rank"][0]) if state else self.max_components(size)
         return rank * (spec.size // size) + spec.size % size
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
@@ -172,7 +172,7 @@ class GradiVeQ(Method):
 
     def num_fit_bytes(self, spec: TensorSpec) -> int:
         """Return the bytes of the fit: d, and the weights that combine the history into the components."""
-        return 4 + 4 * self.most(self.slice_of(spec)) * self.dense_steps
+        return 4 + 4 * self.max_components(self.slice_of(spec)) * self.dense_steps
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         if self.phases[ctx.phase] == "compress":
@@ -185,7 +185,7 @@ class GradiVeQ(Method):
         return Reduced(total=total, own=own, state=new)
 
     def collected(self, total: Array, state: dict[str, Array], ctx: Context, ops: Any) -> dict[str, Array]:
-        """Add a step's sum to the state: its first slice replaces the oldest in the history; all slices join the mean."""
+        """Add a sum to the state: its first slice replaces the oldest of the history; all slices go into the mean."""
         size, mean = self.slice_of(ctx.spec), state["mean"]
         sums = matrices.collocated(total, ctx.spec, ops)
         # a trigger in the middle of a training starts the mean again
@@ -198,7 +198,7 @@ class GradiVeQ(Method):
     def fitted(self, history: Array, ctx: Context, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
         """Compute d and the basis from the history [Lt × slice]. One rank runs the SVD and broadcasts its result."""
         size, lt = self.slice_of(ctx.spec), self.dense_steps
-        most = self.most(size)
+        most = self.max_components(size)
         root = zlib.crc32(ctx.spec.name.encode()) % ctx.world  # spreads the tensors of a step over ranks
 
         def make() -> Array:
@@ -225,7 +225,7 @@ class GradiVeQ(Method):
         def expand(payload: Array, share: float) -> Array:
             filled = ops.matmul(payload[: slices * d], basis, slices, size) + mean * (small * share)  # U·q + μ
             flat = ops.scaled(ops.concat([filled, payload[slices * d :]]), 1.0 / small)
-            return matrices.as_it_lay(flat, ctx.spec, ops)
+            return matrices.stored_order(flat, ctx.spec, ops)
 
         shrunk = matrices.collocated(x, ctx.spec, ops) * small  # [n]
         centred = shrunk[: len(mean)] - mean * (small / ctx.world)

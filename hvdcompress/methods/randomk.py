@@ -67,7 +67,7 @@ class RandomK(Method):
     @model_validator(mode="after")
     def _scaled_or_fed_back(self) -> Self:
         if self.unbiased and self.feedback != "none":
-            raise ValueError("unbiased: true needs feedback: none; with feedback, values are never scaled")
+            raise ValueError('unbiased: true needs feedback: "none"; with feedback, values are never scaled')
         return self
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:

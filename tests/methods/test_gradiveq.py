@@ -87,7 +87,7 @@ def gradient(
     flat = numbers((places, dimensions), rank, step, 5) @ base
     flat = flat + np.float32(noise) * numbers((places, block), rank, step, 6)
     flat = flat + np.float32(0.5) * numbers((places, block), 78)  # a mean that stays
-    return matrices.as_it_lay(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
+    return matrices.stored_order(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
 
 
 def run_beside_oracle(
@@ -152,7 +152,7 @@ def test_vectors_in_the_span_come_back_exactly() -> None:
         parts = [numbers((len(mu), u.shape[1]), rank, step) for rank in range(2)]
         spec = net.ranks[0].buckets["w"].spec
         flat = [(part @ u.T + mu / 2).astype(np.float32).ravel() for part in parts]
-        given = [matrices.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
+        given = [matrices.stored_order(v, spec, reference).reshape(SHAPE) for v in flat]
         out = net.allreduce(given, "w", op="sum")[0]
         np.testing.assert_allclose(out, given[0] + given[1], atol=1e-5)
 
@@ -198,12 +198,12 @@ def test_layout_is_the_papers_in_both_frameworks(shape: tuple[int, ...]) -> None
     oihw, hwio = TensorSpec("w", shape), TensorSpec("w", (height, width, depth, filters), layout="hwio")
     g = np.arange(oihw.size, dtype=np.float32)
     vector = matrices.collocated(g, oihw, reference)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, oihw, reference), g)
+    np.testing.assert_array_equal(matrices.stored_order(vector, oihw, reference), g)
     for f, d, h, w in np.ndindex(*shape):
         assert vector[((h * width + w) * depth + d) * filters + f] == g.reshape(shape)[f, d, h, w]
     keras = np.ascontiguousarray(g.reshape(shape).transpose(2, 3, 1, 0)).ravel()  # as Keras would have it
     np.testing.assert_array_equal(matrices.collocated(keras, hwio, reference), vector)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, hwio, reference), keras)
+    np.testing.assert_array_equal(matrices.stored_order(vector, hwio, reference), keras)
     assert matrices.filters(oihw) == matrices.filters(hwio) == (filters * depth, height * width)
 
 
@@ -211,7 +211,7 @@ def test_layout_is_the_papers_in_both_frameworks(shape: tuple[int, ...]) -> None
 def test_other_shapes_are_laid_out_likewise(shape: tuple[int, ...]) -> None:
     spec, g = TensorSpec("w", shape), np.arange(np.prod(shape), dtype=np.float32)
     vector = matrices.collocated(g, spec, reference)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, spec, reference), g)
+    np.testing.assert_array_equal(matrices.stored_order(vector, spec, reference), g)
     if len(shape) > 1:  # along the outputs first
         np.testing.assert_array_equal(vector[: shape[0]], g.reshape(shape[0], -1)[:, 0])
 
@@ -498,7 +498,7 @@ def test_a_gradient_at_odds_with_the_basis_stays_finite() -> None:
     u, _ = basis(net)
     spec = net.ranks[0].buckets["w"].spec
     ones = np.sign(np.tile(u[:, 0], 3)).astype(np.float32) * np.float32(1e38)
-    given = [matrices.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
+    given = [matrices.stored_order(ones, spec, reference).reshape(SHAPE)] * 3
     assert np.isfinite(net.allreduce(given, "w")[0]).all()
 
 
@@ -509,7 +509,7 @@ def test_huge_gradients_in_the_span_come_back() -> None:
     u, mu = basis(net)
     spec = net.ranks[0].buckets["w"].spec
     given = np.tile(u[:, 0] / np.abs(u[:, 0]).max() * 2e37, 3).astype(np.float32)
-    given = matrices.as_it_lay(given, spec, reference).reshape(shape)
+    given = matrices.stored_order(given, spec, reference).reshape(shape)
     np.testing.assert_allclose(net.allreduce([given] * 8, "w")[0], given, atol=1e33)
 
 

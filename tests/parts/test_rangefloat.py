@@ -164,7 +164,7 @@ def test_damaged_bytes_decode_to_something_finite_or_are_refused(data: bytes, bi
     made, buffer = RangeFloatCodec(bits, mantissa), np.frombuffer(data, np.uint8)
     for count in (0, 1, 7, 20):
         if len(buffer) != made.num_bytes(count):
-            with pytest.raises(WireError, match="were expected"):
+            with pytest.raises(WireError, match="bytes of range floats, expected"):
                 made.decode(buffer, count, ops)
         else:
             assert np.isfinite(made.decode(buffer, count, ops)).all()
