@@ -209,7 +209,7 @@ def test_golden_case(id: str, backend: str) -> None:
 
 @pytest.mark.parametrize("id", METHODS)
 def test_method_documents_itself(id: str) -> None:
-    """The docstring says what is sent, the bytes and the departures, and has a doctest; each field has a text below it."""
+    """The docstring has what is sent, bytes, departures and a doctest; each field has a text below it."""
     cls = registry.classes()[id]
     text = registry.docstring(cls)
     for words in ("What is sent:", "Bytes:", "Departures", ">>> "):
@@ -275,7 +275,7 @@ def test_loopback_takes_an_unregistered_method() -> None:
 
 def test_check_method_names_method_check_and_fault() -> None:
     wrong = _third_party(num_bytes=lambda self, spec, world: 5)
-    with pytest.raises(AssertionError, match=r"Half.*does not hold check_bytes with 2 ranks.*says 5"):
+    with pytest.raises(AssertionError, match=r"Half.*fails check_bytes with 2 ranks.*says 5"):
         check_method(wrong, worlds=(2,), sizes=(8,), steps=2)
 
 
