@@ -24,9 +24,8 @@ have, into U. That is shorter.
 Bytes: with S = ⌊n/slice⌋ and fp32, 4·n in a dense step; at the fit + 4 + 4·D·Lt, D = min(Lt − 1, slice) or
 ``matrix_rank``; 4·(d·S + n mod slice) in a compressed one. Fewer by the width of ``dense_values`` and ``values``.
 
-Use a plan's ``warmup`` with it. μ of the first steps of a training is added in each of the Lc steps that follow, and
-can make training diverge (a small network on the digits data set trained without compression, and diverged with it
-after 100 dense steps from the start).
+Use a plan's ``warmup`` with it. μ of the first steps of training is added in each of the Lc steps that follow, and can
+make training diverge (a small network on digits diverged without warm-up, and did not with 100 dense steps first).
 
 Tensors of less than a slice, and convolutions with 1×1 windows, are sent dense. The dense steps start again when the
 learning rate drops (``retrain_drop``) or the approximation error grows (``retrain_error``).
@@ -36,7 +35,7 @@ Departures from the paper:
   100 MB per layer.
 - d comes from one rank. U is computed on every rank, in a fixed order of additions, and is equal to the bit.
 - Payloads are multiplied by a power of two, 2^-k, so that no sum overflows unless the gradients do.
-- The paper pipelines compression with the ring's steps. That is a driver's business, not the method's.
+- The paper overlaps compression with the steps of a ring. Here that is left to the driver.
 
 As in the paper, there is no error feedback by default. U·q is a matrix product computed on each rank: ranks with
 different processors may differ in its last bit.
@@ -153,7 +152,7 @@ class GradiVeQ(Method):
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "learning_rate" and value < self.retrain_drop * high
 
-    def sent(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:
+    def num_values(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:
         """Return the number of values of a compressed step; without a state, the largest possible number."""
         size = self.slice_of(spec)
         rank = int(state["rank"][0]) if state else self.max_components(size)
@@ -162,11 +161,11 @@ class GradiVeQ(Method):
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         if self.phases[phase] == "train" and self.dense_values == "fp32":
             return spec.size
-        return self.sent(spec, state) if self.phases[phase] == "compress" and self.values == "fp32" else None
+        return self.num_values(spec, state) if self.phases[phase] == "compress" and self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0, state: dict[str, Array] | None = None) -> int:
         if self.phases[phase] == "compress":
-            return codecs.reduced_num_bytes(self.sent(spec, state), self.values, world)
+            return codecs.reduced_num_bytes(self.num_values(spec, state), self.values, world)
         dense = codecs.reduced_num_bytes(spec.size, self.dense_values, world)
         return dense + self.num_fit_bytes(spec) * (self.phases[phase] == "fit")
 
@@ -176,26 +175,26 @@ class GradiVeQ(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         if self.phases[ctx.phase] == "compress":
-            return (yield from self.compressed(x, state, ctx, ops))
+            return (yield from self.exchange_compressed(x, state, ctx, ops))
         total, own = yield from codecs.all_reduce(x, self.dense_values, ctx, ops)
-        new = self.collected(total, state, ctx, ops)
+        new = self.collect(total, state, ctx, ops)
         if self.phases[ctx.phase] == "fit":
-            new |= yield from self.fitted(new["history"], ctx, ops)
-            new["count"] = ops.zeros(1, "float32", like=x)  # the next training starts another mean
+            new |= yield from self.fit_basis(new["history"], ctx, ops)
+            new["count"] = ops.zeros(1, "float32", like=x)  # the next dense steps start a new mean
         return Reduced(total=total, own=own, state=new)
 
-    def collected(self, total: Array, state: dict[str, Array], ctx: Context, ops: Any) -> dict[str, Array]:
+    def collect(self, total: Array, state: dict[str, Array], ctx: Context, ops: Any) -> dict[str, Array]:
         """Add a sum to the state: its first slice replaces the oldest of the history; all slices go into the mean."""
         size, mean = self.slice_of(ctx.spec), state["mean"]
         sums = matrices.collocated(total, ctx.spec, ops)
-        # a trigger in the middle of a training starts the mean again
+        # a trigger during the dense steps restarts the mean
         count = state["count"] * float(int(state["since"][0]) == ctx.triggers) + 1.0
         # a running mean, because the sum of Lt gradients may overflow
         mean = mean * (1.0 - 1.0 / count) + sums[: len(mean)] * (1.0 / count)
         history = ops.concat([state["history"][size:], sums[:size]])
         return {"history": history, "mean": mean, "count": count, "since": state["since"] * 0 + ctx.triggers}
 
-    def fitted(self, history: Array, ctx: Context, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
+    def fit_basis(self, history: Array, ctx: Context, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
         """Compute d and the basis from the history [Lt × slice]. One rank runs the SVD and broadcasts its result."""
         size, lt = self.slice_of(ctx.spec), self.dense_steps
         most = self.max_components(size)
@@ -216,7 +215,8 @@ class GradiVeQ(Method):
         unused = ops.zeros((most - d) * size, "float32", like=history)
         return {"basis": ops.concat([basis, unused]), "rank": ops.from_bytes(fit[:4], "int32")}
 
-    def compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange_compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+        """Sum the slices' coefficients q, and the elements that fill no slice; then expand them to ĝ."""
         size, mean = self.slice_of(ctx.spec), state["mean"]
         slices, d = len(mean) // size, int(state["rank"][0])
         basis = state["basis"][: d * size]  # Uᵀ [d × slice]

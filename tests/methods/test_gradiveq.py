@@ -517,7 +517,7 @@ def test_damaged_broadcasts_are_refused() -> None:
     method = hvdcompress.get("gradiveq", **SHORT)
     ctx = Context(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
     for d in (0, 4, 2**31 + 5):
-        fitting = method.fitted(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
+        fitting = method.fit_basis(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
         verb = next(fitting)
         bad = verb.make().copy()
         bad[:4] = np.frombuffer(int(d).to_bytes(4, "little"), np.uint8)

@@ -27,12 +27,12 @@ CODECS = [
 ]
 
 
-def turn(rank: int = 0, step: int = 0) -> Context:
+def context(rank: int = 0, step: int = 0) -> Context:
     return Context(rank, 8, step, TensorSpec("w", (100,)), seed=3)
 
 
 def read_back(x: np.ndarray, made: Any, ctx: Context | None = None, stream: int = 0) -> np.ndarray:
-    buffer = made.encode(x, ctx or turn(), ops, stream)
+    buffer = made.encode(x, ctx or context(), ops, stream)
     assert buffer.dtype == np.uint8 and len(buffer) == made.num_bytes(len(x))
     values = made.decode(buffer, len(x), ops)
     assert values.dtype == np.float32 and values.shape == x.shape
@@ -41,7 +41,7 @@ def read_back(x: np.ndarray, made: Any, ctx: Context | None = None, stream: int 
 
 def draws(x: np.ndarray, made: Any, count: int) -> np.ndarray:
     """What x is read as at ``count`` steps, float64 [count, n]."""
-    return np.array([read_back(x, made, turn(step=step)) for step in range(count)], np.float64)
+    return np.array([read_back(x, made, context(step=step)) for step in range(count)], np.float64)
 
 
 def norms_of(x: np.ndarray, made: StochasticCodec) -> np.ndarray:
@@ -108,10 +108,10 @@ def test_the_largest_magnitude_errs_less_than_the_l2_norm() -> None:
 def test_errors_of_ranks_and_streams_average_out(made: StochasticCodec) -> None:
     """Independent errors: the mean of m of them has an m-th of the variance; equal ones would keep all of it."""
     x, m, steps = numbers((256,), 4), 16, 60
-    alone = np.array([read_back(x, made, turn(0, t)) - x for t in range(steps)])
-    ranks = np.array([np.mean([read_back(x, made, turn(r, t)) - x for r in range(m)], 0) for t in range(steps)])
+    alone = np.array([read_back(x, made, context(0, t)) - x for t in range(steps)])
+    ranks = np.array([np.mean([read_back(x, made, context(r, t)) - x for r in range(m)], 0) for t in range(steps)])
     streams = np.array(
-        [np.mean([read_back(x, made, turn(0, t), stream=r) - x for r in range(m)], 0) for t in range(steps)]
+        [np.mean([read_back(x, made, context(0, t), stream=r) - x for r in range(m)], 0) for t in range(steps)]
     )
     expected = np.square(alone, dtype=np.float64).mean() / m
     for mean in (ranks, streams):
@@ -157,7 +157,7 @@ def test_constants(made: StochasticCodec, value: float) -> None:
 @pytest.mark.parametrize("made", CODECS, ids=str)
 def test_damaged_bytes_are_refused_or_read_as_finite(made: StochasticCodec) -> None:
     x, rng = numbers((100,), 6), np.random.default_rng(0)
-    buffer = made.encode(x, turn(), ops)
+    buffer = made.encode(x, context(), ops)
     for length in (0, 1, len(buffer) - 1):
         with pytest.raises(WireError, match="bytes of quantized values"):
             made.decode(buffer[:length], 100, ops)

@@ -148,19 +148,19 @@ def test_split_of_any_bytes(data: bytes, world: int) -> None:
 # -- whole payloads: fuzzed -------------------------------------------------------------------------------
 
 
-def turn(n: int) -> Context:
+def context(n: int) -> Context:
     return Context(0, 2, 0, TensorSpec("w", (n,)))
 
 
 def payload_of(method: Method, n: int, key: int) -> np.ndarray:
     x = np.random.default_rng(key).normal(size=n).astype(np.float32)
-    return method.encode(x, {}, turn(n), ops)
+    return method.encode(x, {}, context(n), ops)
 
 
 def decodes_or_raises(method: Method, data: bytes, n: int) -> bool:
     """Decode bytes; whatever they are, the outcome is a vector that fits the tensor, or a WireError."""
     try:
-        share = method.decode(np.frombuffer(data, np.uint8), turn(n), ops)
+        share = method.decode(np.frombuffer(data, np.uint8), context(n), ops)
     except WireError:
         return False
     index, values = np.asarray(share.index), np.asarray(share.values)
@@ -205,9 +205,9 @@ def test_random_bytes(method: Method, data: bytes, n: int) -> None:
 def test_payload_of_another_method_or_tensor_is_refused() -> None:
     topk, gaussiank = hvdcompress.get("topk", density=0.1), hvdcompress.get("gaussiank", density=0.1)
     with pytest.raises(WireError, match="another method than 'topk'"):
-        topk.decode(np.r_[gaussiank.encode(np.ones(40, np.float32), {}, turn(40), ops)], turn(40), ops)
+        topk.decode(np.r_[gaussiank.encode(np.ones(40, np.float32), {}, context(40), ops)], context(40), ops)
     with pytest.raises(WireError, match="40 elements, this one has 41"):
-        topk.decode(topk.encode(np.ones(40, np.float32), {}, turn(40), ops), turn(41), ops)
+        topk.decode(topk.encode(np.ones(40, np.float32), {}, context(40), ops), context(41), ops)
 
 
 def test_a_header_that_claims_much_allocates_nothing() -> None:
@@ -224,7 +224,7 @@ def test_a_header_that_claims_much_allocates_nothing() -> None:
     for lie in lies:
         data = np.frombuffer(wire.pack(lie) + bytes(64), np.uint8)
         with pytest.raises(WireError):
-            method.decode(data, turn(40), ops)
+            method.decode(data, context(40), ops)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
@@ -269,6 +269,6 @@ def test_sparse_payload_round_trip_beyond_two_to_the_24() -> None:
     """Indices above 2^24 are told apart: nothing passes through float32."""
     n = 2**24 + 5
     index = np.array([0, 2**24 - 1, 2**24, 2**24 + 1, n - 1], np.int32)
-    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", turn(n), ops)
+    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", context(n), ops)
     share = pack.decode(payload, 5, n, "fp32", "topk", ops)
     np.testing.assert_array_equal(share.index, index)

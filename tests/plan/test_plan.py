@@ -191,7 +191,7 @@ def test_warm_up_gives_the_average_whatever_the_loss_scale(scale: float) -> None
 
 
 def names(plan: Plan, *specs: TensorSpec) -> dict[str, tuple[list[str], str]]:
-    return {u.spec.name: ([m.name for m in u.members], u.program.main.id) for u in plan.buckets(specs)}
+    return {b.spec.name: ([m.name for m in b.members], b.program.main.id) for b in plan.buckets(specs)}
 
 
 def test_small_tensors_go_dense() -> None:
@@ -199,10 +199,10 @@ def test_small_tensors_go_dense() -> None:
     assert names(plan, spec("b", 1023), spec("a", 32, 32)) == {"a": (["a"], "topk"), "b": (["b"], "none")}
 
 
-def test_units_come_in_name_order_whatever_the_order_of_tensors() -> None:
+def test_buckets_come_in_name_order_whatever_the_order_of_tensors() -> None:
     specs = [spec(name, 2000) for name in ("z", "a", "m")]
     for order in (specs, specs[::-1]):
-        assert [u.spec.name for u in load({"method": "topk"}).buckets(order)] == ["a", "m", "z"]
+        assert [b.spec.name for b in load({"method": "topk"}).buckets(order)] == ["a", "m", "z"]
 
 
 def test_buckets_join_small_tensors_in_name_order_up_to_a_size() -> None:
@@ -485,4 +485,4 @@ def test_what_goes_dense_is_joined_where_the_method_suits_no_bucket():
     assert [m.name for m in buckets["a+2"].members] == ["a", "c", "e"]
     assert [bucket.program.main.id for bucket in buckets.values()] == ["none", "powersgd", "none", "none"]
     alone = {bucket.spec.name for bucket in load({"method": "powersgd"}).buckets(specs)}
-    assert alone == {"a", "b", "c", "d", "e"}, "without buckets each rides on the stock all-reduce"
+    assert alone == {"a", "b", "c", "d", "e"}, "without buckets each tensor piggybacks on the stock all-reduce"
