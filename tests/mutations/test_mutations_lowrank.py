@@ -214,7 +214,7 @@ def learning_rates_are_not_noticed(patch: Patch) -> None:
 
 
 def damage_is_not_noticed(patch: Patch) -> None:
-    patch.setattr(type(hvdcompress.get("gradiveq")), "most", lambda self, size: 2**33)
+    patch.setattr(type(hvdcompress.get("gradiveq")), "max_components", lambda self, size: 2**33)
 
 
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [
