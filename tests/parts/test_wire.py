@@ -1,4 +1,4 @@
-"""The wire format: 24 bytes typed by hand, and no bytes whatever that do worse than ``WireError``."""
+"""The wire format: a header typed by hand; bytes that are not a payload raise ``WireError`` and nothing else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_header_bytes() -> None:
 
 
 def test_golden_header() -> None:
-    """Typed in once from a payload of version 1: a change of these bytes is a new version of the format."""
+    """Recorded from a payload of version 1. If these bytes change, the format needs a new version."""
     assert wire.pack(Header("topk", 1, 0, 1000, 10, 92)).hex() == GOLDEN
 
 
@@ -158,7 +158,7 @@ def payload_of(method: Method, n: int, key: int) -> np.ndarray:
 
 
 def decodes_or_raises(method: Method, data: bytes, n: int) -> bool:
-    """Decode bytes; whatever they are, the outcome is a vector that fits the tensor, or a WireError."""
+    """Decode bytes: any bytes give a vector that fits the tensor, or a WireError."""
     try:
         share = method.decode(np.frombuffer(data, np.uint8), context(n), ops)
     except WireError:
@@ -183,7 +183,7 @@ def test_damaged_payloads(method: Method, data: st.DataObject) -> None:
     elif damage == "flip":
         for bit in data.draw(st.lists(st.integers(0, 8 * len(bad) - 1), min_size=1, max_size=20)):
             bad[bit // 8] ^= 1 << bit % 8
-    elif damage == "overwrite":  # behind the header, where no checksum watches
+    elif damage == "overwrite":  # after the header, where there is no checksum
         body = data.draw(st.binary(min_size=len(bad) - 24, max_size=len(bad) - 24))
         bad[24:] = body
     elif damage == "append":
@@ -211,7 +211,7 @@ def test_payload_of_another_method_or_tensor_is_refused() -> None:
 
 
 def test_a_header_that_claims_much_allocates_nothing() -> None:
-    """A header with a right checksum that announces 4 billion entries is refused before anything is made."""
+    """A header with a correct checksum that claims 4 billion entries is refused before memory is allocated."""
     method = hvdcompress.get("topk", density=0.1)
     lies = [
         Header("topk", code, 0, elements, entries, length)
@@ -243,7 +243,7 @@ def test_index_codings_round_trip(coding: pack.Coding, data: st.DataObject) -> N
 
 @given(st.integers(1, 3000), st.floats(0.001, 1))
 def test_elias_fano_is_near_its_bound(n: int, density: float) -> None:
-    """k·(2 + log2(n/k)) bits, and never more than one bit an index above that."""
+    """k·(2 + log2(n/k)) bits, and never more than one bit per index above it."""
     k = max(1, int(n * density))
     bits = 8 * pack.index_num_bytes("elias_fano", k, n)
     assert bits <= k * (2 + np.log2(n / k)) + k + 3 * 32
@@ -266,7 +266,7 @@ def test_int64_indices_beyond_two_to_the_31() -> None:
 
 
 def test_sparse_payload_round_trip_beyond_two_to_the_24() -> None:
-    """Indices above 2^24 are told apart: nothing passes through float32."""
+    """Indices above 2^24 are exact: nothing passes through float32."""
     n = 2**24 + 5
     index = np.array([0, 2**24 - 1, 2**24, 2**24 + 1, n - 1], np.int32)
     payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", context(n), ops)
