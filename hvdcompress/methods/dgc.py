@@ -116,7 +116,7 @@ class DGC(Method):
 
     def capacity(self, n: int) -> int:
         """Return the number of entries of a payload, for n elements."""
-        return select.kept(self.density, n) if self.select == "exact" else select.capacity(self.density, n)
+        return select.num_kept(self.density, n) if self.select == "exact" else select.capacity(self.density, n)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=self.select == "exact")
@@ -132,7 +132,7 @@ class DGC(Method):
         if exact:
             index = ops.top_k(x, self.capacity(n))  # [c] int32, ascending
         else:
-            index = select.beyond(x, self.threshold(x, ctx, ops), self.density, select.refine_bisect, ops)
+            index = select.above_threshold(x, self.threshold(x, ctx, ops), self.density, select.refine_bisect, ops)
         ctx.counters["kept"] = len(index)
         chosen = select.pad(Sparse(index, ops.take(x, index)), self.capacity(n), ops)
         return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
@@ -151,4 +151,4 @@ class DGC(Method):
         if m < n:
             places = seed.distinct_indices(seed.shared_key(ctx), m, n)
             x = ops.take(x, ops.asarray(places, like=x))
-        return select.just_below(ops.kth_magnitude(x, select.kept(self.density, m)))
+        return select.just_below(ops.kth_magnitude(x, select.num_kept(self.density, m)))

@@ -119,7 +119,7 @@ class FFT(Method):
     def num_kept(self, spec: TensorSpec, triggers: int = 0) -> int:
         """Return k after a number of triggers."""
         density = min(1.0, self.density * self.recovery ** min(triggers, 100))
-        return select.kept(density, self.places(spec))
+        return select.num_kept(density, self.places(spec))
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.num_kept(spec), self.places(spec), self.values, per=2)

@@ -95,4 +95,4 @@ class GaussianK(Method):
         """
         start = np.float32(select.gaussian_threshold(*moments, self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        return select.beyond(x, start, self.density, refine, ops)
+        return select.above_threshold(x, start, self.density, refine, ops)

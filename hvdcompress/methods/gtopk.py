@@ -75,14 +75,14 @@ class GTopK(Method):
 
     def num_payload_bytes(self, n: int) -> int:
         """Return the bytes of one payload of k entries, for n elements; a multiple of 4."""
-        return pack.num_bytes(select.kept(self.density, n), n, self.values)
+        return pack.num_bytes(select.num_kept(self.density, n), n, self.values)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
-        index = ops.top_k(x, select.kept(self.density, n))  # [k] int32, ascending
+        index = ops.top_k(x, select.num_kept(self.density, n))  # [k] int32, ascending
         own = mine = Sparse(index, ops.take(x, index))
         distance = 1
         while distance < world:
@@ -113,7 +113,7 @@ class GTopK(Method):
 
     def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)
 
     def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Any) -> Sparse:
         """Return ``own`` corrected by the rounding error of a payload: what was read minus what was written."""

@@ -71,14 +71,14 @@ class RandomK(Method):
         return self
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        return select.kept(self.density, spec.size) if self.values == "fp32" else None
+        return select.num_kept(self.density, spec.size) if self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return codecs.reduced_num_bytes(select.kept(self.density, spec.size), self.values, world)
+        return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         n = ctx.spec.size
-        k = select.kept(self.density, n)
+        k = select.num_kept(self.density, n)
         chosen = seed.distinct_indices(seed.shared_key(ctx), k, n)
         index = ops.asarray(chosen.astype(ops.index_dtype(n)), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32

@@ -78,7 +78,7 @@ class ScaleCom(Method):
 
     def num_kept(self, n: int) -> int:
         """Return k for n elements: one per chunk, or ⌊n·density⌋ with exact selection."""
-        return -(-n // select.chunk_size(self.density)) if self.select == "chunk" else select.kept(self.density, n)
+        return -(-n // select.chunk_size(self.density)) if self.select == "chunk" else select.num_kept(self.density, n)
 
     def num_index_bytes(self, n: int) -> int:
         """Return the bytes of the leader's indices for n elements, a multiple of 4."""

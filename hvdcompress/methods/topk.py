@@ -52,12 +52,12 @@ class TopK(Method):
     feedback: FeedbackName = "plain"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(select.kept(self.density, spec.size), spec.size, self.values)
+        return pack.num_bytes(select.num_kept(self.density, spec.size), spec.size, self.values)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
-        index = ops.top_k(x, select.kept(self.density, ctx.spec.size))  # [k] int32, ascending
+        index = ops.top_k(x, select.num_kept(self.density, ctx.spec.size))  # [k] int32, ascending
         return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)

@@ -15,7 +15,7 @@ from hvdcompress.method import Array, Sparse
 Refine = Callable[[Array, np.float32, int, int, Any], tuple[np.float32, np.float32 | None]]
 
 
-def kept(density: float, n: int) -> int:
+def num_kept(density: float, n: int) -> int:
     """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
     # the tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point
     return min(n, max(1, math.floor(n * density * (1 + 1e-12))))
@@ -101,10 +101,10 @@ def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Any) 
 
 def capacity(density: float, n: int) -> int:
     """Return ⌊4k/3⌋ (at most n), the number of entries in the payload of a method that selects by a threshold."""
-    return min(n, max(1, 4 * kept(density, n) // 3))
+    return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
-def beyond(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
+def above_threshold(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
     """Select the elements above a threshold.
 
     Args:
@@ -117,7 +117,7 @@ def beyond(x: Array, start: np.float32, density: float, refine: Refine, ops: Any
     Returns:
         Indices [c], ascending, with c ≤ ⌊4k/3⌋. With bisection c ≥ 2k/3, unless fewer elements are non-zero.
     """
-    k, room = kept(density, len(x)), capacity(density, len(x))
+    k, room = num_kept(density, len(x)), capacity(density, len(x))
     threshold, below = refine(x, start, k, room, ops)
     index = ops.first_above(x, threshold, room)
     if below is not None and len(index) < k:  # elements of equal magnitude: fill up with the first of them

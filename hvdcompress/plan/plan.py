@@ -122,8 +122,8 @@ class Plan:
 
         Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
         has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent dense
-        are joined. A method whose ``scope`` is "global" gets all its tensors in one bucket. Buckets of fewer than
-        ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
+        are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket. Buckets of
+        fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
 
         Args:
             specs: the tensors, in any order.
