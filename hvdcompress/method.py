@@ -7,8 +7,8 @@ MPI, PyTorch or TensorFlow: drivers do the I/O, so one method file runs under al
     def exchange(self, x, state, ctx, ops):
         payload = self.encode(x, state, ctx, ops)
         payloads = yield AllGather(payload)                       # one payload per rank, in rank order
-        shares = [self.decode(payload, ctx, ops) for payload in payloads]
-        return Reduced(total=concat(shares), own=shares[ctx.rank])
+        shares = [self.decode(p, ctx, ops) for p in payloads]             # what each rank sent
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
 
 Most methods define only ``encode`` and ``decode``. Error feedback is not their concern: a method with the field
 ``feedback`` set is given ``x = gradient + residual`` (``parts/feedback.py``).
@@ -100,7 +100,7 @@ class Reduced:
     """The result of an exchange."""
 
     total: Array | Sparse
-    """Sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal to the bit on all ranks."""
+    """Sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks."""
     own: Array | Sparse | None = None
     """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
     state: dict[str, Array] = field(default_factory=dict)
@@ -226,8 +226,8 @@ def _known_values(name: str) -> str:
 
 Number = BeforeValidator(_not_bool)
 Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept elements / all elements
-Share = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a factor in (0, 1]
-Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a factor in [0, 1)
+Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
+Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)
 Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
 Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; the codecs are in ``parts/codecs.py``
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
@@ -279,7 +279,7 @@ class Method:
     """What happens to the part of the gradient that was not sent. "none": it is lost. "plain": it is kept as a
     residual and added to the next gradient. "lowpass": like plain, with the residual low-pass filtered by ``beta``.
     "momentum": like plain, on gradients that momentum was applied to locally (for use with plain SGD)."""
-    beta: Share = 1.0
+    beta: Fraction = 1.0
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
     momentum: Momentum = 0.9
     """Momentum factor, used with feedback "momentum". The optimizer must then have no momentum of its own."""

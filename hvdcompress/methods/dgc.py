@@ -66,9 +66,9 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
+    Fraction,
     Method,
     Number,
-    Share,
     Sparse,
     TensorSpec,
     Values,
@@ -93,7 +93,7 @@ class DGC(Method):
     """Target fraction of the elements that each rank sends, k / n."""
     select: Literal["sampled", "exact"] = "sampled"
     """What is sent. "sampled": the 2k/3 to 4k/3 elements above a threshold from a sample. "exact": the k largest."""
-    sample: Share = 0.01
+    sample: Fraction = 0.01
     """Fraction of the elements in the sample. It is raised for small tensors and densities, so that the sample has at
     least 1024 elements, 16 of them above the threshold."""
     clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None

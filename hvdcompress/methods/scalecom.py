@@ -46,9 +46,9 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
+    Fraction,
     Method,
     Reduced,
-    Share,
     Sparse,
     TensorSpec,
     Values,
@@ -73,7 +73,7 @@ class ScaleCom(Method):
     values: Values = "fp32"
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "lowpass"
-    beta: Share = 0.1
+    beta: Fraction = 0.1
     """Low-pass factor of the residual: 0.1 as in the paper for scaled-up learning rates; 1 is plain feedback."""
 
     def num_kept(self, n: int) -> int:
