@@ -7,7 +7,7 @@ MPI, PyTorch or TensorFlow: drivers do the I/O, so one method file runs under al
     def exchange(self, x, state, ctx, ops):
         payload = self.encode(x, state, ctx, ops)
         payloads = yield AllGather(payload)                       # one payload per rank, in rank order
-        shares = [self.decode(p, ctx, ops) for p in payloads]             # what each rank sent
+        shares = [self.decode(p, ctx, ops) for p in payloads]     # what each rank sent
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
 
 Most methods define only ``encode`` and ``decode``. Error feedback is not their concern: a method with the field
