@@ -23,8 +23,8 @@ heavy tails c can remain far from k (on Laplace data it is 9.5·k in the first r
 
 ``scope: global`` selects from one buffer of all tensors joined, as the authors' code does.
 
-Departures from the paper's code: both tails count (|x| > t, not x > t); bisection; the fixed capacity of ⌊4k/3⌋;
-a tensor of one element is sent (in the authors' code its standard deviation is undefined, and it is never sent).
+Departures from the paper's code: both tails count (|x| > t); bisection; the fixed capacity of ⌊4k/3⌋; a tensor of
+one element is sent (in the authors' code its standard deviation is undefined, and it is never sent).
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
