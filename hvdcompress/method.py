@@ -1,18 +1,17 @@
-"""THE CONTRACT: what a compression method is, and what it may ask of a network.
+"""The contract of a compression method: what it is, and what it may ask of a network.
 
-A method is a frozen value (its hyper-parameters) with a pure generator, :meth:`Method.exchange`.
-It never sees Horovod, MPI, PyTorch or TensorFlow: it *yields* what it wants communicated, is sent
-the result, and *returns* a :class:`Reduced`. Drivers do the I/O, so the same method file runs under
-the loopback, PyTorch, TensorFlow and MPI drivers unchanged::
+A method is a frozen value (its hyper-parameters) with a pure generator, :meth:`Method.exchange`. The generator
+*yields* the collectives it needs, is sent their results, and *returns* a :class:`Reduced`. It never sees Horovod,
+MPI, PyTorch or TensorFlow: drivers do the I/O, so one method file runs under all of them::
 
     def exchange(self, x, state, ctx, ops):
         payload = self.encode(x, state, ctx, ops)
-        pieces = yield AllGather(payload)              # one payload of each rank, in rank order
-        shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        return Reduced(total=concat(shares), own=shares[ctx.rank])
+        payloads = yield AllGather(payload)                       # one payload per rank, in rank order
+        shares = [self.decode(p, ctx, ops) for p in payloads]     # what each rank sent
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
 
-Most methods write only ``encode`` and ``decode``. Error feedback is not a method's business: a method
-that inherits the field ``feedback`` is given ``x = gradient + residual`` (``parts/feedback.py``).
+Most methods define only ``encode`` and ``decode``. Error feedback is not their concern: a method with the field
+``feedback`` set is given ``x = gradient + residual`` (``parts/feedback.py``).
 """
 
 from __future__ import annotations
@@ -25,28 +24,31 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, datac
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-Array = Any  #: a numpy array, or the framework's tensor; always flat (one dimension) inside a method
+Array = Any  #: a numpy array or a framework's tensor; inside a method always flat (one dimension)
 
 
-# -- what travels between a method and its driver ------------------------------------------------
+# -- what a method and its driver hand each other ------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The static facts about one gradient: its parameter's ``name``, its ``shape`` and its ``dtype``.
+    """What is known about a gradient before it is computed.
 
-    ``layout``: how a convolution's four dimensions lie: "oihw" (PyTorch: out, in, height, width) or "hwio"
-    (TensorFlow).
+    A bucket of several joined tensors has a spec too: one dimension, and a name made from its members.
     """
 
     name: str
+    """The parameter's name, equal on all ranks."""
     shape: tuple[int, ...]
+    """The gradient's shape."""
     dtype: str = "float32"
+    """The gradient's dtype, by numpy's name."""
     layout: Literal["oihw", "hwio"] = "oihw"
+    """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements, n."""
         count = 1
         for extent in self.shape:
             count *= extent
@@ -55,254 +57,377 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One declared piece of state; the driver allocates it (zeros), saves it and restores it.
+    """One declared array of state, for one tensor on one rank.
 
-    ``scope``: "rank" (every rank has its own, e.g. a residual) or "shared" (equal on all ranks).
-    ``merge``: what becomes of it when the number of ranks changes: "sum" (the sum over ranks is
-    kept) or "keep" (any rank's copy serves).
+    The driver allocates it (as zeros), saves it in checkpoints and restores it.
     """
 
     shape: tuple[int, ...]
+    """Shape of the array. Methods receive it flat."""
     dtype: str = "float32"
+    """The array's dtype, by numpy's name."""
     scope: Literal["rank", "shared"] = "rank"
+    """Whether values differ between ranks. "rank": they do, as in a residual. "shared": they are equal on all ranks."""
     merge: Literal["sum", "keep"] = "sum"
+    """What a restart with another number of ranks does: "sum" preserves the sum over ranks, "keep" copies any
+    rank's values."""
 
 
 class Sparse(NamedTuple):
-    """A sparse vector: ``index`` [m] int32 or int64, ``values`` [m] float32. Duplicate indices add up."""
+    """A sparse vector of m entries. The values of equal indices add up."""
 
-    index: Array
-    values: Array
-
-
-@dataclass
-class Reduced:
-    """What an exchange ends with.
-
-    ``total``: the sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks.
-    ``own``: this rank's share of that sum, as the others decoded it; may be ``None`` unless ``ctx.needs_own``.
-    ``state``: new values of the method's own slots (fresh arrays; the old ones are never written).
-    ``trigger``: this rank asks for a restart of every method's schedule (see :class:`Context`).
-    """
-
-    total: Array | Sparse
-    own: Array | Sparse | None = None
-    state: dict[str, Array] = field(default_factory=dict)
-    trigger: bool = False
-
-
-@dataclass(frozen=True)
-class Context:
-    """Who is asking: one rank, at one step, for one tensor. Methods call it ``ctx``.
-
-    ``step`` counts the tensor's exchanges from 0. ``phase`` is what :meth:`Method.phase_of` said of the steps
-    since the method came on, or since the last trigger, of which there were ``triggers``. A trigger is what a rank
-    sees and all must act on (a learning rate that dropped, a loss that rose): it is OR-ed over ranks in a
-    step's status, and acts in the next step.
-    """
-
-    rank: int
-    world: int
-    step: int
-    spec: TensorSpec
-    seed: int = 0
-    phase: int = 0
-    triggers: int = 0
-    needs_own: bool = True  #: feedback keeps what is not sent: without it nobody asks for the own share
-    scanned: Any = None  #: what :meth:`Method.scan` found on its way over memory
-    counters: dict[str, Any] = field(default_factory=dict)  #: figures for the ledger, e.g. "kept"
-
-
-# -- the verbs: all that a method may ask of a network ------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class AllReduce:
-    """Sum (or elementwise maximum) over ranks. Sent back: an array like ``x``, equal on all ranks."""
-
-    x: Array
-    op: Literal["sum", "max"] = "sum"
-
-
-@dataclass(frozen=True, eq=False)
-class AllGather:
-    """Every rank's ``x`` (uint8), in rank order. Sent back: a list with one array a rank.
-
-    Lengths may differ between ranks only if every payload begins with a wire header, which tells
-    its own length (``wire.py``).
-    """
-
-    x: Array
-
-
-@dataclass(frozen=True, eq=False)
-class Broadcast:
-    """``make()`` of the rank ``root``, a uint8 array of ``num_bytes`` (the same on all ranks).
-
-    A function, because only the root need do the work. Sent back: the array, on every rank.
-    Horovod neither fuses nor caches broadcasts, so drivers send this as an int32 *sum* to which
-    the other ranks give zeros, and every rank is charged the bytes: ``num_bytes`` is a multiple of 4.
-    """
-
-    make: Callable[[], Array]
-    root: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class AllToAll:
-    """``x`` (uint8) cut into one piece a rank, the r-th for rank r. Sent back: the pieces, in rank order.
-
-    The pieces are equal, unless ``splits`` tells how many bytes go to each rank; ``receives`` then tells how
-    many come from each. That makes it a send and a receive, which Horovod has not: zero to all but the partner.
-    """
-
-    x: Array
-    splits: tuple[int, ...] | None = None
-    receives: tuple[int, ...] | None = None
+    index: Array  #: positions [m], int32 or int64
+    values: Array  #: values [m], float32
 
 
 def add_shares(shares: list[Any], ops: Any) -> Array | Sparse:
-    """The sum of several ranks' shares, all dense or all :class:`Sparse`."""
+    """Sum several ranks' shares.
+
+    Args:
+        shares: one share per rank, either all dense [n] or all :class:`Sparse`.
+        ops: the array backend.
+
+    Returns:
+        The sum: dense [n], or a :class:`Sparse` that holds the entries of all shares.
+    """
     if isinstance(shares[0], Sparse):
         return Sparse(ops.concat([s.index for s in shares]), ops.concat([s.values for s in shares]))
     return ops.add_all(shares)
 
 
+@dataclass
+class Reduced:
+    """The result of an exchange."""
+
+    total: Array | Sparse
+    """Sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks."""
+    own: Array | Sparse | None = None
+    """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
+    state: dict[str, Array] = field(default_factory=dict)
+    """New values of the method's slots, in fresh arrays. The old arrays are never written to."""
+    trigger: bool = False
+    """Whether this rank asks all ranks to restart their methods' phases (see :class:`Context`)."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The circumstances of one exchange: which rank, which step, which tensor. Methods call it ``ctx``.
+
+    A *trigger* restarts the phases of all methods on all ranks, for example when the learning rate dropped or the
+    loss rose. One rank may ask for it (:attr:`Reduced.trigger`, :meth:`Method.notices`); the ranks agree on it with
+    the status of the step, and it takes effect in the next step.
+    """
+
+    rank: int
+    """This rank, 0 to world − 1."""
+    world: int
+    """Number of ranks, p."""
+    step: int
+    """Number of exchanges this tensor has been through, from 0."""
+    spec: TensorSpec
+    """The tensor, or the bucket of joined tensors."""
+    seed: int = 0
+    """The plan's seed, equal on all ranks."""
+    phase: int = 0
+    """Index into :attr:`Method.phases`, as :meth:`Method.phase_of` gave it."""
+    triggers: int = 0
+    """Number of triggers so far."""
+    needs_own: bool = True
+    """Whether ``Reduced.own`` is used. It is False without feedback."""
+    scanned: Any = None
+    """What :meth:`Method.scan` returned, or None if it was not called."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    """Numbers that the method adds to the ledger, such as "kept"."""
+
+
+# -- the verbs: everything a method may ask of a network ----------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """Sum, or take the elementwise maximum of, the arrays of all ranks.
+
+    The generator is sent an array like ``x``, equal on all ranks.
+    """
+
+    x: Array
+    """This rank's array: same length and dtype on all ranks."""
+    op: Literal["sum", "max"] = "sum"
+    """The reduction."""
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Collect the payloads of all ranks.
+
+    The generator is sent a list with one array per rank, in rank order.
+    """
+
+    x: Array
+    """This rank's payload, uint8. Lengths may differ between ranks only if every payload starts with a wire header,
+    which contains its length (``parts/wire.py``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """Send one rank's payload to all ranks. The generator is sent the payload, on every rank.
+
+    Horovod neither fuses nor caches broadcasts. Drivers therefore send one as an int32 *sum* to which the other
+    ranks contribute zeros, and charge ``num_bytes`` to every rank.
+    """
+
+    make: Callable[[], Array]
+    """Returns the payload, uint8 [num_bytes]. It is a function because only the root needs to compute it."""
+    root: int
+    """The sending rank."""
+    num_bytes: int
+    """Length of the payload in bytes: equal on all ranks, a multiple of 4."""
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Send a different piece to each rank.
+
+    The generator is sent the list of pieces that arrived, in rank order.
+    """
+
+    x: Array
+    """The pieces one after another, uint8; the r-th goes to rank r. They have equal lengths unless ``splits`` is
+    given."""
+    splits: tuple[int, ...] | None = None
+    """Bytes that go to each rank. With zeros for all ranks but one this is a point-to-point send, which Horovod does
+    not have."""
+    receives: tuple[int, ...] | None = None
+    """Bytes that come from each rank; required with ``splits``."""
+
+
 Verb = AllReduce | AllGather | Broadcast | AllToAll
-Communication = Generator[Verb, Any, Reduced]
+Communication = Generator[Verb, Any, Reduced]  #: what ``exchange`` is: yields verbs, is sent results, returns a Reduced
 
 
-# -- hyper-parameter types shared by methods -----------------------------------------------------
+# -- types of hyper-parameters, shared by methods ------------------------------------------------
 
 
 def _not_bool(value: object) -> object:
-    """YAML's ``yes`` is a bool, and a bool passes for the number 1: refuse it."""
+    """Refuse booleans: YAML's ``yes`` is True, which Python accepts as the number 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not a boolean")
     return value
 
 
-Number = BeforeValidator(_not_bool)
-Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept / total
-Share = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a factor in (0, 1]
-Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a factor in [0, 1)
-Count = Annotated[int, Number, Field(ge=1)]  #: a positive whole number
-
-
 def _known_values(name: str) -> str:
     if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
         raise ValueError(
-            "must be fp32, fp16, bf16, qsgd2 … qsgd8 (bits), or rangefloat4 … rangefloat16 (bits), which may name "
-            "its mantissa bits, as in rangefloat10m6"
+            "must be fp32, fp16, bf16, qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … "
+            "rangefloat16 (bits per value, with optional mantissa bits as in rangefloat10m6)"
         )
     return name
 
 
-Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; ``parts/values.py`` has the codecs
-Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; ``parts/route.py``
-FeedbackName = Literal["none", "plain", "lowpass", "momentum"]
+Number = BeforeValidator(_not_bool)
+Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept elements / all elements
+Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
+Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)
+Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
+Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; the codecs are in ``parts/codecs.py``
+Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
+FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
+
+
+# -- a method ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A compression method: a frozen value that can be compared, hashed, and written to a plan.
+    """A compression method: a frozen, hashable value made of hyper-parameters.
 
-    A subclass lives in ``methods/<id>.py``, is decorated with ``hvdcompress.registry.method``, and
-    declares its hyper-parameters as dataclass fields; a wrong one is a ``ValueError`` that names it.
+    A subclass lives in ``methods/<id>.py``, is decorated with :func:`method`, sets the class variables below, and
+    declares its hyper-parameters as dataclass fields. A value that does not fit its field raises a ``ValueError``
+    that names the field.
+
+    The arguments ``ops`` and ``state`` of its methods are the array backend (``hvdcompress.ops``) and the current
+    values of the declared slots, by name.
     """
 
-    id: ClassVar[str] = ""  #: the file's name; set by the registry
-    paper: ClassVar[str] = ""  #: one-line citation
-    sends: ClassVar[str] = ""  #: one-line wire cost, for people
-    needs_feedback: ClassVar[bool] = False  #: diverges or is badly biased without a residual
-    wide: ClassVar[bool] = False  #: works in float64 on float64 gradients, others in float32
-    sparse: ClassVar[bool] = False  #: leaves values out; what is sent, is sent whole but for rounding
-    fixed: ClassVar[tuple[str, ...]] = ()  #: hyper-parameters that no schedule may change, as state depends on them
-    uneven: ClassVar[bool] = False  #: some ranks send less than ``num_bytes`` says
-    linear: ClassVar[bool] = True  #: what rides may be averaged on its way: the result is then the average of results
-    exact: ClassVar[bool] = True  #: every array backend sends the same bytes; False where FFT or matrices round
-    phases: ClassVar[tuple[str, ...]] = ("compress",)  #: collectives are fixed within a phase
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ()  #: settings that tests should try as well
+    id: ClassVar[str] = ""
+    """The name of the file; :func:`method` sets it."""
+    paper: ClassVar[str] = ""
+    """The citation, in one line."""
+    sends: ClassVar[str] = ""
+    """What a rank sends, in one line, for tables."""
+    needs_feedback: ClassVar[bool] = False
+    """Whether training diverges or is badly biased without a residual."""
+    wide: ClassVar[bool] = False
+    """Whether float64 gradients are processed in float64. Otherwise they are converted to float32."""
+    sparse: ClassVar[bool] = False
+    """Whether the method sends some elements and leaves out the others. What it sends is exact up to rounding."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
+    uneven: ClassVar[bool] = False
+    """Whether some ranks send fewer bytes than :meth:`num_bytes` says."""
+    linear: ClassVar[bool] = True
+    """Whether the result is proportional to what was summed. Then a piggybacked payload may be averaged instead of
+    summed, and the result is the average (see :meth:`piggyback`)."""
+    exact: ClassVar[bool] = True
+    """Whether all array backends send the same bytes. False where an FFT or a matrix product rounds differently."""
+    phases: ClassVar[tuple[str, ...]] = ("compress",)
+    """Names of the phases. Within a phase, the number, verbs and dtypes of the collectives are fixed."""
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ()
+    """More hyper-parameter settings for the tests to try."""
 
     feedback: FeedbackName = "none"
-    """What becomes of what was not sent: "none" (lost), "plain" (kept as a residual and added to the
-    next gradient), "lowpass" (plain, through a low-pass filter of factor ``beta``) or "momentum" (plain,
-    on gradients that went through momentum on this rank: for plain SGD)."""
-    beta: Share = 1.0
+    """What happens to the part of the gradient that was not sent. "none": it is lost. "plain": it is kept as a
+    residual and added to the next gradient. "lowpass": like plain, with the residual low-pass filtered by ``beta``.
+    "momentum": like plain, on gradients that momentum was applied to locally (for use with plain SGD)."""
+    beta: Fraction = 1.0
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
     momentum: Momentum = 0.9
-    """Factor of the momentum, used with feedback "momentum"; the optimizer must then have none of its own."""
+    """Momentum factor, used with feedback "momentum". The optimizer must then have no momentum of its own."""
 
     def __post_init__(self) -> None:
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(
-                'feedback: "momentum" clears the momentum wherever something was sent, which here is everywhere; it '
-                "is for methods that leave values out, such as topk"
+                'feedback "momentum" needs a method that leaves elements out, such as topk: it resets the momentum of '
+                'every element that was sent, and this method sends all of them. Use "plain", "lowpass" or "none"'
             )
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Field names and values, as a plan writes them."""
+        """Return the hyper-parameters by name, as a plan writes them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    # What a plan and a driver ask before an exchange.
+
     def suits(self, spec: TensorSpec) -> bool:
-        """Whether the method is defined for such a tensor; a plan sends others dense, and says so."""
+        """Return whether the method is defined for tensors of ``spec``. A plan sends other tensors dense."""
         return True
 
     def phase_of(self, age: int) -> int:
-        """Index into ``phases`` of the phase that is on, ``age`` steps after the method came on or was restarted."""
+        """Return the phase of a step.
+
+        Args:
+            age: steps since the method came into effect for the tensor, or since the last trigger.
+
+        Returns:
+            An index into :attr:`phases`.
+        """
         return 0
 
-    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        """Length of the float32 all-reduce that is all it does in this phase, so that the stock optimizer's own
-        all-reduce can carry it; None if it does anything else."""
-        return None
-
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
-        """Whether a metric that the user observes ("loss", "learning_rate") calls for a trigger.
+        """Return whether a metric reported by the user calls for a trigger.
 
-        ``low`` and ``high`` are the least and the greatest value since the last trigger, this one included.
+        Args:
+            metric: the metric's name: "loss" or "learning_rate".
+            value: its new value.
+            low: its smallest value since the last trigger, ``value`` included.
+            high: its largest value since the last trigger, ``value`` included.
         """
         return False
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
-        """The method's own slots for one tensor (the residual belongs to ``parts/feedback.py``)."""
+        """Return the method's slots for one tensor, by name. The residual is not among them (``parts/feedback.py``)."""
         return {}
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        """Payload bytes a rank hands to its collectives for one tensor of ``spec`` in a step.
+        """Return the payload bytes that a rank hands to its collectives in one step.
 
-        A method with several phases takes two more arguments, ``phase`` and ``state``.
+        A method with several phases takes two more arguments: ``phase: int = 0`` and ``state = None``.
+
+        Args:
+            spec: the tensor.
+            world: number of ranks.
         """
         raise NotImplementedError
 
     def places(self, spec: TensorSpec) -> int:
-        """The number of places that a sparse payload's indices tell apart: the elements, or say frequencies."""
+        """Return the number of positions that a sparse payload's indices refer to: elements or, say, frequencies."""
         return spec.size
 
+    def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
+        """Return the length of the method's only all-reduce, if that is all it does in this phase.
+
+        Such a payload can travel inside the stock optimizer's own all-reduce, at no extra cost.
+
+        Args:
+            spec: the tensor.
+            phase: index into :attr:`phases`.
+            state: the method's state.
+
+        Returns:
+            The number of float32 elements; None if the exchange is anything but one float32 sum.
+        """
+        return None
+
+    # The exchange, in the order of the calls: clip, scan, exchange (which calls encode and decode).
+
     def clip(self, gradient: Array, scale: float, ctx: Context, ops: Any) -> float:
-        """The factor to multiply this rank's ``gradient`` with before it meets the residual; ``scale`` undoes
-        the loss scale. Override it to clip."""
+        """Return the factor that the local gradient is multiplied by before the residual is added.
+
+        Override it to clip gradients.
+
+        Args:
+            gradient: this rank's gradient [n], still multiplied by the loss scale; read only.
+            scale: 1 / loss scale, or 1 for a method that keeps no state.
+            ctx: rank, world, step and tensor.
+            ops: the array backend.
+        """
         return scale
 
     def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
-        """Write ``scale·gradient + residual`` into ``out`` and return what else that pass over memory saw.
+        """Write ``scale · gradient + residual`` to ``out``, all of them float32 [n].
 
-        Override it to take, say, moments in the same pass; ``exchange`` finds the answer in ``ctx.scanned``.
+        Override it to compute statistics of the result, such as its moments, in the same pass over memory.
+
+        Returns:
+            Anything; ``exchange`` finds it in ``ctx.scanned``.
         """
         ops.accumulate(gradient, residual, scale, out)
         return None
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
-        """``x`` [n] float32 -> this rank's payload, uint8 for an all-gather. Never writes ``x``."""
+        """Compress one rank's gradient into a payload for an all-gather.
+
+        Args:
+            x: gradient + residual, float32 [n]; read only.
+            state: the method's state.
+            ctx: rank, world, step and tensor.
+            ops: the array backend.
+
+        Returns:
+            The payload, uint8.
+        """
         raise NotImplementedError
 
     def decode(self, payload: Array, ctx: Context, ops: Any) -> Array | Sparse:
-        """A payload of any rank -> what it stands for. Raises ``WireError`` on bytes that are no payload."""
+        """Decompress a payload of any rank.
+
+        Args:
+            payload: what :meth:`encode` returned on some rank, uint8.
+            ctx: rank, world, step and tensor.
+            ops: the array backend.
+
+        Returns:
+            That rank's share of the sum: float32 [n], or :class:`Sparse`.
+
+        Raises:
+            WireError: the bytes are not such a payload.
+        """
         raise NotImplementedError
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
-        """The choreography. By default: encode, all-gather, decode; entries of different ranks add up."""
+        """Sum ``x`` over ranks, compressed. By default: encode, all-gather, decode and add.
+
+        Args:
+            x: gradient + residual, float32 [n] (float64 for a ``wide`` method); read only.
+            state: the method's state; read only.
+            ctx: rank, world, step and tensor.
+            ops: the array backend.
+
+        Yields:
+            The collectives; each ``yield`` evaluates to the collective's result.
+
+        Returns:
+            The sum, this rank's share of it, and the new state.
+        """
         pieces = yield AllGather(self.encode(x, state, ctx, ops))
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
@@ -313,6 +438,9 @@ M = TypeVar("M", bound=type[Method])
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def method(cls: M) -> M:
-    """Class decorator of a method: a frozen, validated dataclass whose id is its module's name."""
+    """Class decorator: make a method of a class.
+
+    The class becomes a frozen dataclass with validated fields, and its id the name of its module.
+    """
     cls.id = cls.__module__.rpartition(".")[2]
     return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore

@@ -1,6 +1,6 @@
-"""Method ids -> classes, found by walking ``methods/`` and the entry points ``hvdcompress.methods``.
+"""The registry: method ids and their classes, found in ``methods/`` and in entry points of ``hvdcompress.methods``.
 
-No list is kept by hand: the file's name is the id, and a file that is there is a method that is there.
+There is no list to maintain: every file in ``methods/`` is a method, and its name is the id.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _methods_of(module: Any) -> list[type[Method]]:
 
 @cache
 def classes() -> dict[str, type[Method]]:
-    """Every method known, by id. A third party's entry point names a module with a decorated class.
+    """Return every known method's class, by id.
+
+    An entry point of a third party names a module with a decorated class.
 
     Raises:
         RuntimeError: two methods have the same id.
@@ -44,13 +46,15 @@ def classes() -> dict[str, type[Method]]:
     for name in names:
         for cls in _methods_of(importlib.import_module(name)):
             if cls.id in found:
-                raise RuntimeError(f"two methods have the id {cls.id!r}: {found[cls.id]!r} and {cls!r}")
+                raise RuntimeError(
+                    f"two methods have the id {cls.id!r}: {found[cls.id]!r} and {cls!r}; rename one of their modules"
+                )
             found[cls.id] = cls
     return dict(sorted(found.items()))
 
 
 def available() -> list[str]:
-    """The ids of all methods, sorted.
+    """Return the ids of all methods, sorted.
 
     >>> available()[:3]
     ['bf16', 'dgc', 'fft']
@@ -59,13 +63,18 @@ def available() -> list[str]:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """``" (did you mean 'x'?)"`` for a near miss, else an empty string."""
+    """Return ``" (did you mean 'x'?)"`` if ``word`` resembles one of ``known``, else an empty string."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class FieldError(ValueError):
-    """A hyper-parameter that is unknown, of the wrong type or out of range; ``field`` is its name."""
+    """A hyper-parameter is unknown, of the wrong type or out of range.
+
+    Args:
+        message: the error message.
+        field: the name of the hyper-parameter, or "method"; kept as an attribute.
+    """
 
     def __init__(self, message: str, field: str):
         super().__init__(message)
@@ -73,11 +82,18 @@ class FieldError(ValueError):
 
 
 def get(id: str, /, **hyperparameters: Any) -> Method:
-    """The method ``id`` with these hyper-parameters, as a frozen value.
+    """Return a method.
+
+    Args:
+        id: the method's id, one of :func:`available`.
+        **hyperparameters: its hyper-parameters; those not given have their defaults.
+
+    Returns:
+        The method, as a frozen value.
 
     Raises:
-        ValueError: no such method, or a hyper-parameter is unknown, of the wrong type or out of range;
-            the message names it.
+        ValueError: there is no such method, or a hyper-parameter is unknown, of the wrong type or out of range. The
+            message names it.
 
     >>> get("topk", density=0.01).density
     0.01
@@ -101,11 +117,11 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
 
 
 def formula(cls: type[Method]) -> str:
-    """The method's bytes formula, in one line: the paragraph "Bytes:" of its documentation."""
+    """Return the method's bytes formula in one line: the paragraph "Bytes:" of its docstring."""
     _, _, rest = docstring(cls).partition("\nBytes:")
     return " ".join(rest.partition("\n\n")[0].split())
 
 
 def docstring(cls: type[Method]) -> str:
-    """The docstring of the method's file, which is its documentation."""
+    """Return the method's documentation: the docstring of its file."""
     return (sys.modules[cls.__module__].__doc__ or "").strip()

@@ -109,9 +109,7 @@ def picture() -> str:
         'aria-label="The rooms of hvdcompress by floor; arrows point from a room to those that it imports">'
         f"<style>{style}</style><defs>"
         '<marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
-        '<path d="M0,0 L6,3 L0,6 z" fill="#9aa9b8"/></marker></defs>'
-        + "\n".join([*lines, *parts])
-        + "</svg>\n"
+        '<path d="M0,0 L6,3 L0,6 z" fill="#9aa9b8"/></marker></defs>' + "\n".join([*lines, *parts]) + "</svg>\n"
     )
 
 

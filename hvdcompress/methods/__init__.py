@@ -1,1 +1,5 @@
-"""The methods: one file = one paper; the file's name is its id in plans."""
+"""The methods, one file per paper. The file's name is the method's id in plans.
+
+Notation, the same in every file: n elements per tensor, k of them sent, p ranks (the world), g a gradient,
+x = g + residual what a method is given, Σ a sum over ranks, ĝ the reduced gradient.
+"""

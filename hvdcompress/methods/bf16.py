@@ -1,12 +1,20 @@
 """bfloat16: float32's range with 8 significant bits, rounded to nearest even.
 
-What travels: x [n] as 16-bit patterns. Neither Horovod 0.28.1 (PyTorch) nor MPI can sum bfloat16, so it
-goes by scatter-reduce: an all-to-all gives each rank one shard of every rank's x, it sums them in
-float32, rounds the sum once, and all-gathers the result. Every partial sum is exact float32.
+Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training", 2019 (arXiv 1905.12322), for the format.
+
+Neither Horovod 0.28.1 (PyTorch) nor MPI can sum bfloat16, so the sum is a scatter-reduce with
+s = ⌈n/p⌉ elements per shard:
+
+    all-to-all:          rank r receives shard r of every rank's bf16(x)
+    rank r:              S_r = bf16(Σ shard r)         summed in float32, rounded once
+    all-gather:          ĝ = S_0, S_1, …, S_{p−1}
+
+What is sent: x [n] as 16-bit patterns by the all-to-all, then one summed shard by the all-gather.
 
 Bytes: 2·s·p + 2·s with shards of s = ⌈n/p⌉ elements: 2n + 2n/p.
 
-Departures: none known; there is no one paper. Values above 3.3895e38 saturate instead of becoming Inf.
+Departures from the paper: none, as the paper defines only the format. Magnitudes above 3.3895e38 saturate instead of
+becoming Inf.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -25,6 +33,8 @@ from hvdcompress.parts import codecs
 
 @method
 class Bf16(Method):
+    """Rounds gradients to bfloat16 and sums them by scatter-reduce."""
+
     paper = "bfloat16 (Kalamkar et al. 2019, arXiv 1905.12322)"
     sends = "2n + 2n/p bytes: scatter-reduce of 16-bit shards"
 

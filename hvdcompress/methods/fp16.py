@@ -1,14 +1,19 @@
-"""Half precision: every gradient is rounded to IEEE float16 and summed in float16.
+"""Half precision: gradients are rounded to IEEE float16 and summed in float16.
 
-What travels: x/p [n] float16, summed (p = number of workers), multiplied by p again on arrival. The
-division keeps a sum of any number of workers in range, as PyTorch's own ``fp16_compress_hook`` does.
+The pre-scaling by 1/p follows PyTorch's ``fp16_compress_hook``: it keeps the sum in range for any number of ranks.
+
+    ĝ = p · Σ fp16(x / p)
+
+What is sent: x/p [n] in float16, by one all-reduce.
 
 Bytes: 2n.
 
-Departures from a plain cast (Horovod's ``Compression.fp16``): the division by p; a value beyond 65376
-saturates instead of becoming Inf, and is counted in the ledger as "saturated". Every partial
-sum is rounded to 11 bits, so sums of many workers drift (by up to about p·2^-13: 6 % at 1024). Values below about
-6e-8·p round to zero: use ``loss_scale``, feedback "plain", or bf16 where gradients are that small.
+Accuracy: every partial sum is rounded to 11 significant bits, so the error grows with the number of ranks, up to
+about p·2^-13 (6 % at 1024 ranks). Values below about 6e-8·p become zero; if your gradients are that small, use
+``loss_scale``, feedback "plain", or the method bf16.
+
+Departures from a plain cast (Horovod's ``Compression.fp16``): the division by p; values beyond ±65376 saturate
+instead of becoming Inf, and the ledger counts them as "saturated".
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -29,6 +34,8 @@ from hvdcompress.parts import codecs
 
 @method
 class Fp16(Method):
+    """Rounds gradients to float16 and sums them in float16."""
+
     paper = "IEEE 754 half precision; pre-scaled as in torch's fp16_compress_hook"
     sends = "2n bytes, summed"
 

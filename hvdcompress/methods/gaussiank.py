@@ -1,28 +1,30 @@
-"""Gaussian-k: approximate top-k by a threshold from the normal distribution fitted to x.
+"""Gaussian-k: approximate top-k, by a threshold from a Gaussian fit to x.
 
 Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019 (arXiv 1911.08772), Alg. 1.
 
-Gradients with their residuals are bell-shaped, so the k-th largest |x| can be estimated from mean and
-standard deviation, at the cost of a few passes over memory instead of a selection:
+The distribution of x = gradient + residual is bell-shaped. The k-th largest |x| can therefore be estimated from the
+mean μ and the standard deviation σ, in a few passes over memory instead of a selection:
 
     k = min(n, max(1, ⌊n·density⌋)),   t = |μ| + z·σ,   z = Φ⁻¹(1 − density/2)
-    c = #{|x| > t};  refine t until 2k/3 ≤ c ≤ 4k/3;  send the c entries beyond t
+    c = #{|x| > t};   refine t until 2k/3 ≤ c ≤ 4k/3;   send the c elements with |x| > t
 
-``refine: paper``: up to 3 rounds, t halved where c < 2k/3, times 1.5 where c > 4k/3; where that leaves c
-far from k (heavy tails: 9.5·k on Laplace data in the first round), so be it, up to the payload's capacity.
-``refine: bisect`` (default) starts from the same t and bisects its bit pattern, at most 31 halvings, until
-2k/3 ≤ c ≤ 4k/3; equal magnitudes that straddle the bound are filled up, lowest index first. Fewer are sent
-only where fewer are non-zero.
-
-What travels: a fixed capacity of ⌊4k/3⌋ (index, value) pairs of each rank, gathered; slots not needed repeat
-the last index with the value 0, so that payloads keep one length and Horovod's response cache stays warm.
-What overflows the capacity returns to the residual. The ledger counts "kept", the entries really chosen.
+What is sent: ⌊4k/3⌋ (index, value) pairs per rank, by an all-gather. Unused slots repeat the last index with the
+value 0: payloads of constant length keep Horovod's response cache valid. Elements beyond ⌊4k/3⌋ stay in the residual.
+The ledger counts the elements really chosen as "kept".
 
 Bytes: 24 (header) + Elias-Fano indices + 4·⌊4k/3⌋ (or 2·⌊4k/3⌋), sections rounded up to 4.
 
-Departures from the authors' code: both tails count (|x| > t); bisection; fixed capacity; a one-element tensor
-is sent (its unbiased deviation is undefined there, and nothing ever sent). The authors' selection over one
-fused buffer of all tensors is ``scope: global``.
+``refine: bisect`` (default) starts from t and bisects its bit pattern, in at most 31 steps, until c is in the
+interval. If elements of equal magnitude make that impossible, those with the lowest indices fill up. Fewer than 2k/3
+are sent only if fewer are non-zero.
+
+``refine: paper`` corrects t at most 3 times: it is halved if c < 2k/3 and multiplied by 1.5 if c > 4k/3. On data with
+heavy tails c can remain far from k (on Laplace data it is 9.5·k in the first round).
+
+``scope: global`` selects from one buffer of all tensors joined, as the authors' code does.
+
+Departures from the paper's code: both tails count (|x| > t); bisection; the fixed capacity of ⌊4k/3⌋; a tensor of
+one element is sent (in the authors' code its standard deviation is undefined, and it is never sent).
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -45,19 +47,22 @@ from hvdcompress.parts import pack, select
 
 @method
 class GaussianK(Method):
+    """Each rank sends about k elements above a threshold from a Gaussian fit."""
+
     paper = "Shi et al. 2019 (arXiv 1911.08772)"
     sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
     sparse = True
     needs_feedback = True
 
     density: Density = 0.01
-    """Share of the elements aimed at: k / n."""
+    """Target fraction of the elements that each rank sends, k / n."""
     refine: Literal["bisect", "paper"] = "bisect"
-    """How the threshold is corrected: until the count is right, or as the paper does."""
+    """How the threshold is corrected. "bisect": until 2k/3 to 4k/3 elements exceed it. "paper": at most three times, as
+    in the paper."""
     scope: Literal["tensor", "global"] = "tensor"
-    """k for each tensor, or for all tensors with this method joined in one buffer."""
+    """What k refers to. "tensor": each tensor. "global": all tensors of this method, joined in one buffer."""
     values: Values = "fp32"
-    """How the values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -78,7 +83,16 @@ class GaussianK(Method):
         return pack.decode(payload, select.capacity(self.density, n), n, self.values, self.id, ops, distinct=False)
 
     def choose(self, x: Array, moments: tuple[float, float], ops: Any) -> Array:
-        """Indices of the entries to send [c], ascending; c ≤ capacity."""
+        """Select the elements to send.
+
+        Args:
+            x: gradient + residual, float32 [n].
+            moments: mean and standard deviation of x.
+            ops: the array backend.
+
+        Returns:
+            Their indices [c], ascending; c ≤ ⌊4k/3⌋.
+        """
         start = np.float32(select.gaussian_threshold(*moments, self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        return select.beyond(x, start, self.density, refine, ops)
+        return select.above_threshold(x, start, self.density, refine, ops)

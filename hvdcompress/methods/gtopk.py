@@ -1,30 +1,30 @@
-"""gTop-k: the k largest of the sum, found in a tree of pairwise merges, and no gradient build-up.
+"""gTop-k: global top-k by a tree of pairwise merges, so that the result has only k entries.
 
 Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks",
 ICDCS 2019 (arXiv 1901.04359), Alg. 2 (gTopKAllReduce).
 
-Each rank begins with its own k largest entries. In round j the ranks that are left pair up at distance 2^j: the
-right one sends its k entries and is done; the left one adds them to its own and keeps the k largest. After
-⌈log2 p⌉ rounds rank 0 has k entries, which it broadcasts: the result has k entries for any number of workers.
+Each rank starts with its own k largest entries. In each round the remaining ranks form pairs: one sends its k entries
+and is done, the other adds them to its own and keeps the k largest of the sum. After ⌈log2 p⌉ rounds rank 0 has k
+entries and broadcasts them. The result has k entries for any number of ranks (no "gradient build-up"):
 
     mine = top-k of x;   at distance d = 1, 2, 4, … < p:
         rank ≡ d (mod 2d):                 send mine to rank − d
         rank ≡ 0 (mod 2d), rank + d < p:   mine = top-k of (mine + what rank + d sent)
     broadcast rank 0's mine
 
-Nothing is lost: what a merge drops stays in the residual of the rank that dropped it, and so does the rounding
-error of narrow ``values`` with the rank that wrote them. Hence Σ own = total, over ranks.
+Nothing is lost: an entry that a merge drops stays in the residual of the rank that dropped it, and the rounding error
+of short ``values`` stays with the rank that encoded them. Hence Σ own = total, over ranks.
 
-What travels: k (index, value) pairs from every rank but one, to a partner (an all-to-all that gives zero bytes
-to all others), and k pairs to all. The busiest rank, 0, receives ⌈log2 p⌉ payloads, one a round.
+What is sent: k (index, value) pairs, once from every rank but rank 0 to its partner (an all-to-all with zero bytes for
+all other ranks), and once from rank 0 to all. Rank 0 receives the most: one payload per round, ⌈log2 p⌉ in all.
 
 Bytes: twice that of topk (at rank 0 once): 2·(24 + indices + 4k), sections rounded up to 4. A broadcast is
 charged to every rank, as it is sent as a sum.
 
-Departures from the authors' code: any number of workers (theirs: powers of two). They return an entry to the ranks
-that first gave it, and only if its place is not among the final k: what one branch of the tree dropped at a place
-that another branch brought through is lost (of normal data 1 % of the result with 4 workers, 3 % with 8).
-With feedback "momentum" a rank's velocity is cleared also where it keeps what others sent.
+Departures from the paper's code: it needs a power of two of ranks; here any number works. It returns a dropped entry
+to the ranks that first sent it, and only if its index is not among the final k. An entry that one branch of the tree
+drops while another branch delivers one at the same index is then lost: with normal data, 1 % of the result with 4
+ranks, 3 % with 8. With feedback "momentum", a rank also resets its velocity where it keeps entries of other ranks.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -59,6 +59,8 @@ from hvdcompress.parts import pack, select
 
 @method
 class GTopK(Method):
+    """Keeps the k largest elements of the sum, found by pairwise merges."""
+
     paper = "Shi et al., ICDCS 2019 (arXiv 1901.04359)"
     sends = "k values + k indices, twice: to a partner in log2(p) rounds, and by a broadcast; constant in p"
     sparse = True
@@ -66,21 +68,21 @@ class GTopK(Method):
     uneven = True
 
     density: Density = 0.01
-    """Share of the elements that each rank selects, and that the result has: k / n."""
+    """Fraction of the elements that each rank selects, and that the result has, k / n."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
     def num_payload_bytes(self, n: int) -> int:
-        """Bytes of k entries, a multiple of 4."""
-        return pack.num_bytes(select.kept(self.density, n), n, self.values)
+        """Return the bytes of one payload of k entries, for n elements; a multiple of 4."""
+        return pack.num_bytes(select.num_kept(self.density, n), n, self.values)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
-        index = ops.top_k(x, select.kept(self.density, n))  # [k] int32, ascending
+        index = ops.top_k(x, select.num_kept(self.density, n))  # [k] int32, ascending
         own = mine = Sparse(index, ops.take(x, index))
         distance = 1
         while distance < world:
@@ -106,22 +108,22 @@ class GTopK(Method):
         return Reduced(total=total, own=own)
 
     def write(self, chosen: Sparse, ctx: Context, ops: Any) -> Array:
-        """k entries -> a payload; a rank writes but one a step, so that its random numbers serve once."""
+        """Encode k entries. A rank does so once per step, so it never uses its random numbers twice."""
         return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)
 
     def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Any) -> Sparse:
-        """``own`` less what ``written`` lost on its way to ``read``."""
+        """Return ``own`` corrected by the rounding error of a payload: what was read minus what was written."""
         if self.values == "fp32":
             return own
         return ops.merge(own, Sparse(written.index, read.values - written.values), n)
 
 
 def strongest(entries: Sparse, k: int, ops: Any) -> tuple[Sparse, Sparse]:
-    """The k largest entries and the others, both with ascending indices."""
+    """Split entries into the k of largest magnitude and the others, both with ascending indices."""
     m = len(entries.index)
     kept = ops.top_k(entries.values, k)  # positions among the m
     others = ops.find_bits(~ops.set_bits(kept, m), m)

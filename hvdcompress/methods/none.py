@@ -1,12 +1,15 @@
-"""No compression: the dense sum, as the stock optimizer would send it.
+"""No compression: the dense all-reduce of the stock optimizer.
 
-What travels: x [n] float32 (float64 for float64 gradients), summed. The baseline of every table, and
-what tensors below ``min_elements`` get under any method.
+This is the baseline of every table. Tensors smaller than ``min_elements`` are sent this way under any method.
+
+    ĝ = Σ x
+
+What is sent: x [n] in float32 (float64 for float64 gradients), by one all-reduce.
 
 Bytes: 4n (8n for float64).
 
-Departures: float16 and bfloat16 gradients are summed in float32, so that sums neither overflow nor
-lose digits; use the methods fp16 or bf16 to send 16 bits.
+Departures from the stock optimizer: float16 and bfloat16 gradients are summed in float32, so that sums neither
+overflow nor lose digits. Use the methods fp16 or bf16 to send 16 bits per value.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -24,12 +27,14 @@ from hvdcompress.method import AllReduce, Array, Communication, Context, Method,
 
 @method
 class Dense(Method):
+    """The dense all-reduce, without compression."""
+
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
 
     @property
     def wide(self) -> bool:  # type: ignore[override]
-        return self.feedback == "none"  # residuals are float32
+        return self.feedback == "none"  # with feedback, x is float32 like the residual
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return spec.size

@@ -1,24 +1,24 @@
-"""QSGD: each value becomes one of a few levels at random, so that its mean is right.
+"""QSGD: stochastic quantization. Each value is rounded at random to one of a few levels, with the right mean.
 
 Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017
-(arXiv 1610.02132); buckets, and the largest magnitude in place of the l2-norm, are variants of the paper's own.
+(arXiv 1610.02132). Buckets, and the maximum in place of the l2-norm, are variants from the paper itself.
 
     v ≈ ‖v‖ · sgn(v) · level/s,    s = 2^(bits − 1) − 1                         (for each bucket of values)
     level = ⌊a⌋ + 1 with probability a − ⌊a⌋, else ⌊a⌋,    a = |v|/‖v‖ · s
 
-The result is unbiased, so there is no residual. With the l2-norm and d values a bucket the variance is at most
-min(d/s², √d/s)·‖v‖² (Lemma 3.1); with the largest magnitude (default), which is less, levels lie closer.
-Each rank draws from a stream of its own, so that the errors of p ranks average out.
+The result is unbiased, so no residual is needed. With the l2-norm and d values per bucket the variance is at most
+min(d/s², √d/s)·‖v‖² (Lemma 3.1). The maximum (default) is smaller than the l2-norm, so its levels lie closer. Each
+rank has its own random stream, so the errors of the p ranks average out.
 
-What travels: for each bucket its norm, for each value a sign and a level of ``bits`` bits together.
-``route: gather`` sends every rank's codes to all: bytes received grow with the p workers. ``route: scatter`` sums
-shards, quantizes the sums again, and hands those to all: bytes do not grow, for a second rounding.
+What is sent: one norm per bucket; a sign and a level, ``bits`` bits together, per value. With ``route: gather`` all
+ranks receive the codes of all ranks, by an all-gather: the bytes received grow with p. With ``route: scatter`` each
+rank sums one shard, quantizes the sum and sends it to all: the bytes do not grow, at the price of a second rounding.
 
 Bytes: m(c) = 4·⌈c/bucket⌉ + ⌈c·bits/8⌉ for c values; gather: 24 (header) + m(n); scatter: (p + 1)·m(⌈n/p⌉).
 
-Departures from the paper: levels have a fixed width, there is no Elias coding of them (at 4 bits and with the
-largest magnitude as the norm few levels are zero). A sign is sent for zeros too. Feedback can be had; with the
-l2-norm it works only where √bucket < s, or the residual grows for ever.
+Departures from the paper: levels have a fixed width instead of Elias coding (with 4 bits and the maximum as the norm,
+few levels are zero). Zeros carry a sign too. Error feedback is available; with the l2-norm it needs √bucket < s, or
+the residual grows without bound.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -41,20 +41,22 @@ from hvdcompress.parts.sums import Codec, Quantizer
 
 @method
 class QSGD(Quantizer):
+    """Rounds values stochastically to 2^(bits − 1) − 1 levels per sign."""
+
     paper = "Alistarh et al., NeurIPS 2017 (arXiv 1610.02132)"
     sends = "a sign and a level a value, 2 to 8 bits, + a norm a bucket; gathered, or scattered: constant in p"
     examples = ({"bits": 2}, {"bits": 8, "bucket": 100}, {"bits": 3, "bucket": 16, "norm": "l2", "route": "scatter"})
 
     bits: Annotated[int, Number, Field(ge=2, le=8)] = 4
-    """Bits of a value: its sign, and the number of one of 2^(bits − 1) levels."""
+    """Bits per value: its sign, and one of 2^(bits − 1) levels (zero included)."""
     bucket: Count = 512
-    """Values that share a norm."""
+    """Number of values that share a norm."""
     norm: Literal["max", "l2"] = "max"
-    """What a bucket's levels are shares of: its largest magnitude, or its l2-norm."""
+    """The norm that a bucket's levels are fractions of: its largest magnitude, or its l2-norm."""
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of results is the mean of gradients at each step; with feedback it is so over steps."""
+        """Whether the result of each step is unbiased. With feedback it is only so on average over steps."""
         return self.feedback == "none"
 
     @property

@@ -1,17 +1,22 @@
-"""Random-k sparsification: all ranks send the values at the same k random places.
+"""Random-k sparsification: all ranks send the values at the same k random positions.
 
-What travels: k values, summed by one all-reduce. No index is sent: all ranks draw the same k distinct
-indices from a hash of (seed, step, parameter), so random-k costs the same for any number of workers.
+Stich et al., "Sparsified SGD with Memory", 2018 (arXiv 1809.07599), rand_k; Konečný et al., "Federated Learning:
+Strategies for Improving Communication Efficiency", 2016 (arXiv 1610.05492), random mask.
 
-    k = min(n, max(1, ⌊n·density⌋)),   x = gradient + residual,   residual = x with the sent zeroed
+    x = g + residual
+    I = k distinct positions from hash(seed, step, parameter),      k = min(n, max(1, ⌊n·density⌋))
+    all-reduce x[I]
+    residual = x, with x[I] set to 0
 
-Stich et al. 2018 (arXiv 1809.07599), "rand_k"; Konečný et al. 2016 (arXiv 1610.05492), random mask.
+Every rank draws the same I, so no indices are sent and the cost does not depend on the number of ranks.
+
+What is sent: k values, by one all-reduce.
 
 Bytes: 4k (fp32), 2k (fp16), 2k + 2k/p by scatter-reduce (bf16).
 
-Departures: with feedback "none" the values may be scaled by n/k (``unbiased: true``), which makes the
-result an unbiased estimate of variance (n/k − 1)·‖x‖² (and lets |x| beyond 3.4e38·k/n become Inf); with feedback
-they never are, as nothing is lost.
+Departures from the papers: error feedback is on by default, and values are then not scaled. With feedback "none",
+``unbiased: true`` scales them by n/k: the result is an unbiased estimate of x with variance (n/k − 1)·‖x‖², and
+magnitudes beyond 3.4e38·k/n become Inf.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -45,33 +50,35 @@ from hvdcompress.parts import codecs, seed, select
 
 @method
 class RandomK(Method):
+    """All ranks send the values at the same k random positions."""
+
     paper = "Stich et al. 2018 (arXiv 1809.07599); Konečný et al. 2016 (arXiv 1610.05492)"
     sends = "k values, summed; no index"
     sparse = True
 
     density: Density = 0.01
-    """Share of the elements that are sent: k / n."""
+    """Fraction of the elements that is sent, k / n."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     unbiased: bool = False
-    """Scale by n/k; only with feedback "none"."""
+    """Whether values are scaled by n/k; only with feedback "none"."""
     feedback: FeedbackName = "plain"
 
     @model_validator(mode="after")
     def _scaled_or_fed_back(self) -> Self:
         if self.unbiased and self.feedback != "none":
-            raise ValueError('unbiased: true needs feedback: "none" (what is fed back must not be scaled up as well)')
+            raise ValueError('unbiased: true needs feedback: "none"; with feedback, values are never scaled')
         return self
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        return select.kept(self.density, spec.size) if self.values == "fp32" else None
+        return select.num_kept(self.density, spec.size) if self.values == "fp32" else None
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return codecs.reduced_num_bytes(select.kept(self.density, spec.size), self.values, world)
+        return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         n = ctx.spec.size
-        k = select.kept(self.density, n)
+        k = select.num_kept(self.density, n)
         chosen = seed.distinct_indices(seed.shared_key(ctx), k, n)
         index = ops.asarray(chosen.astype(ops.index_dtype(n)), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32

@@ -1,34 +1,37 @@
-"""ScaleCom: cyclic local top-k (CLT-k) and a low-pass filter on the residual.
+"""ScaleCom: one rank selects for all (cyclic local top-k), and a low-pass filter on the residual.
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
-Training", NeurIPS 2020 (arXiv 2104.11125).
+Training", NeurIPS 2020 (arXiv 2104.11125), Alg. 1.
 
-The ranks take turns: at step t the leader t mod p selects on its own x, and all ranks send the values at the
-leader's places, which therefore can be *summed*: the cost does not grow with the number of workers (Alg. 1).
+The ranks take turns as leader. The leader selects positions from its own x, and all ranks send their values at those
+positions. Since the positions are the same on all ranks, the values can be *summed*, and the cost does not grow with
+the number of ranks:
 
-    leader L = t mod p:  I = select(x_L),  broadcast I
-    all ranks:           v = x[I],  all-reduce v
+    x = g + residual
+    leader L = t mod p:   I = select(x_L),  broadcast I
+    all ranks:            v = x[I],  all-reduce v
     residual = (1−β)·residual + β·(x − scatter(I, v))                                       (eq. 5)
 
-It works as far as residuals of different workers are alike, which the paper observes and the low-pass
-filter furthers at large batches and learning rates (β = 0.1 there, the default here; β = 1 is plain feedback).
+This works if the residuals of different ranks are similar. The paper observes that they are, and that β < 1 makes
+them more so at large batches and learning rates (β = 0.1 there and by default; β = 1 is plain error feedback).
 
-What travels: ⌈log2 C⌉ bits an index (its offset in a chunk of C = 1/density elements) from the leader, then
-k values of each rank, summed; with ``select: exact``, Elias-Fano indices of the leader's k largest.
+What is sent: the indices, by a broadcast from the leader, then k values per rank, by an all-reduce. An index is the
+offset in a chunk of C = 1/density elements, ⌈log2 C⌉ bits; with ``select: exact``, the indices of the leader's k
+largest are Elias-Fano coded.
 
 Bytes: chunk: 4·⌈k·⌈log2 C⌉/32⌉ + 4k, k = ⌈n/C⌉; exact: the indices as in topk, without a header, + 4k.
 fp16 values: 2k; bf16: 2k + 2k/p. A broadcast is charged to every rank, as it is sent as a sum.
 
-Departures from the paper: the paper's quasi-sort and its chunks are taken to be one index a chunk, the ragged
-last chunk included. Warm-up, dense first layers and per-layer rates are a plan's ``warmup`` and ``rules``.
+Departures from the paper: its "quasi-sort" of chunks is implemented as one index per chunk, including the last, shorter
+chunk. Warm-up, dense first layers and per-layer densities are set by a plan's ``warmup`` and ``rules``.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
 >>> net = Loopback("scalecom", world=2, density=0.5, beta=1.0, min_elements=1)
 >>> grads = [np.float32([4, 1, 0, -2]), np.float32([1, -6, 3, 2])]
->>> net.allreduce(grads, name="w")[0]          # rank 0 leads: places 0 and 3
+>>> net.allreduce(grads, name="w")[0]          # rank 0 is the leader: positions 0 and 3
 array([2.5, 0. , 0. , 0. ], dtype=float32)
->>> net.allreduce(grads, name="w")[0]          # rank 1 leads, its residual counted: places 1 and 2
+>>> net.allreduce(grads, name="w")[0]          # rank 1 selects from gradient + residual: positions 1 and 2
 array([ 0., -5.,  3.,  0.], dtype=float32)
 """
 
@@ -43,9 +46,9 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
+    Fraction,
     Method,
     Reduced,
-    Share,
     Sparse,
     TensorSpec,
     Values,
@@ -56,34 +59,36 @@ from hvdcompress.parts import codecs, pack, select
 
 @method
 class ScaleCom(Method):
+    """One rank selects the positions, in turns; all ranks send their values there."""
+
     paper = "Chen et al., NeurIPS 2020 (arXiv 2104.11125)"
     sends = "k values, summed + k indices of log2(1/density) bits from one leader: constant in p"
     sparse = True
     needs_feedback = True
 
     density: Density = 0.01
-    """Share of the elements that are sent: one in each chunk of C = 1/density elements."""
+    """Fraction of the elements that is sent: one of each chunk of C = 1/density elements."""
     select: Literal["chunk", "exact"] = "chunk"
-    """"chunk": the largest |x| of each chunk; "exact": the k largest of the tensor."""
+    """What the leader selects. "chunk": the largest |x| of each chunk. "exact": the k largest of the tensor."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "lowpass"
-    beta: Share = 0.1
-    """Low-pass factor: 0.1 is the paper's at scaled-up learning rates; 1 is plain feedback."""
+    beta: Fraction = 0.1
+    """Low-pass factor of the residual: 0.1 as in the paper for scaled-up learning rates; 1 is plain feedback."""
 
     def num_kept(self, n: int) -> int:
-        """k: one a chunk, or ⌊n·density⌋ with exact selection."""
-        return -(-n // select.chunk_size(self.density)) if self.select == "chunk" else select.kept(self.density, n)
+        """Return k for n elements: one per chunk, or ⌊n·density⌋ with exact selection."""
+        return -(-n // select.chunk_size(self.density)) if self.select == "chunk" else select.num_kept(self.density, n)
 
     def num_index_bytes(self, n: int) -> int:
-        """Bytes of the leader's indices, a multiple of 4."""
+        """Return the bytes of the leader's indices for n elements, a multiple of 4."""
         k = self.num_kept(n)
         if self.select == "exact":
             return pack.index_num_bytes(pack.best_coding(k, n), k, n)
         return 4 * -(-k * self.index_width() // 32)
 
     def index_width(self) -> int:
-        """⌈log2 C⌉ bits."""
+        """Return the bits per index, ⌈log2 C⌉."""
         return (select.chunk_size(self.density) - 1).bit_length()
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -92,14 +97,14 @@ class ScaleCom(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
         n = ctx.spec.size
-        leader = ctx.step % ctx.world  # cyclic: every rank's large entries get their turn
+        leader = ctx.step % ctx.world  # cyclic, so that every rank's large elements are selected at times
         packed = yield Broadcast(lambda: self.pick(x, n, ops), leader, self.num_index_bytes(n))
         index = self.unpack(packed, n, ops)  # [k] int32, ascending
         total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, ops)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
     def pick(self, x: Array, n: int, ops: Any) -> Array:
-        """The leader's selection, packed [num_index_bytes] uint8."""
+        """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(n)]."""
         if self.select == "exact":
             k = self.num_kept(n)
             return pack.encode_index(ops.top_k(x, k), pack.best_coding(k, n), n, ops)
@@ -107,7 +112,7 @@ class ScaleCom(Method):
         return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
 
     def unpack(self, packed: Array, n: int, ops: Any) -> Array:
-        """Packed selection -> positions [k], ascending."""
+        """Unpack the leader's selection into positions [k], ascending."""
         k = self.num_kept(n)
         if self.select == "exact":
             return pack.decode_index(packed, pack.best_coding(k, n), k, n, ops)

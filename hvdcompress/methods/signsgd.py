@@ -1,21 +1,21 @@
-"""EF-signSGD: one bit a value, the mean magnitude, and error feedback.
+"""EF-signSGD: one bit per value, one mean magnitude per tensor, and error feedback.
 
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019
-(arXiv 1901.09847), Alg. 1; one bit a value with error feedback is first in Seide et al., Interspeech 2014.
+(arXiv 1901.09847), Alg. 1. One bit per value with error feedback goes back to Seide et al., Interspeech 2014.
 
-    p = gradient + residual,    Δ = ‖p‖₁/n · sign(p),    residual = p − Δ
+    x = g + residual,    Δ = ‖x‖₁/n · sign(x),    residual = x − Δ
 
-Signs alone are biased, and signSGD need not converge; with the residual it does, at the rate of SGD.
+Signs alone are biased, and signSGD may fail to converge. With the residual it converges at the rate of SGD.
 
-What travels: for each tensor the mean magnitude ‖p‖₁/n (a float64 sum, rounded to float32), for each value
-its sign. ``route: gather`` sends every rank's to all: bytes received grow with the p workers. ``route: scatter``
-sums shards, each with a mean magnitude of its own, and sends the signs of the sums: bytes do not grow, for a
-second rounding, which stays in the residual of the rank that summed the shard.
+What is sent: the mean magnitude ‖x‖₁/n of the tensor (a float64 sum, rounded to float32) and one sign per value. With
+``route: gather`` all ranks receive the signs of all ranks, by an all-gather: the bytes received grow with p. With
+``route: scatter`` each rank sums one shard and sends the signs and the mean magnitude of the sum to all: the bytes do
+not grow. The error of this second rounding goes to the residual of the rank that summed the shard.
 
 Bytes: m(c) = 4 + ⌈c/8⌉ for c values; gather: 24 (header) + m(n); scatter: (p + 1)·m(⌈n/p⌉).
 
-Departures from the paper: a zero has no bit of its own and is sent as +; the residual takes that back. There is
-one scale a tensor, not one for the whole model; with scatter one a shard.
+Departures from the paper: zeros are sent as +, and the residual corrects it. There is one scale per tensor, not one for
+the whole model; with ``route: scatter``, one per shard.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -38,7 +38,7 @@ from hvdcompress.parts.wire import WireError
 
 @dataclass(frozen=True)
 class SignCodec:
-    """Writes signs, and the mean magnitude."""
+    """Codec of signs, one bit each, and their mean magnitude, one float32."""
 
     code = 5
 
@@ -46,12 +46,12 @@ class SignCodec:
         return (4 if count else 0) + -(-count // 8)
 
     def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
-        scale = ops.bucket_norms(x, len(x), "mean")  # [1], [0] where there is nothing
+        scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
         return ops.concat([ops.to_bytes(scale), ops.pack_signs(x)])
 
     def decode(self, buffer: Array, count: int, ops: Any) -> Array:
         if len(buffer) != self.num_bytes(count):
-            raise WireError(f"{len(buffer)} bytes of signs, {self.num_bytes(count)} were expected")
+            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
         if not count:
             return ops.zeros(0, "float32", like=buffer)
         return ops.unpack_signs(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
@@ -59,6 +59,8 @@ class SignCodec:
 
 @method
 class SignSGD(Quantizer):
+    """Sends the signs and one mean magnitude, with error feedback."""
+
     paper = "Karimireddy et al., ICML 2019 (arXiv 1901.09847)"
     sends = "one bit a value + one magnitude; gathered, or scattered: constant in p"
     needs_feedback = True

@@ -1,25 +1,27 @@
-"""TernGrad: each value becomes −s, 0 or +s at random, so that its mean is right.
+"""TernGrad: each value is rounded at random to −s, 0 or +s, with the right mean.
 
 Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017
 (arXiv 1705.07878), Alg. 1, with its layer-wise ternarizing, gradient clipping and scaler sharing.
 
     g clipped to ±2.5σ,    s = max|g|,    g ≈ s · sgn(g) · b,    P(b = 1) = |g|/s
 
-With the largest s of all workers their ternaries can be *summed*: Σ b·sgn(g) lies in −p … p, so a field of
-⌈log2(2p + 1)⌉ bits holds it, and ⌊32/width⌋ fields in an int32 add without carrying. Each rank draws from a
-stream of its own, so that the errors of p ranks average out.
+If all ranks use the largest s of any rank, their ternaries can be *summed*: Σ b·sgn(g) lies in −p … p and fits a
+field of ⌈log2(2p + 1)⌉ bits, and ⌊32/width⌋ such fields in an int32 add without carrying into each other. Each rank
+has its own random stream, so the errors of the p ranks average out.
 
-What travels: ``route: reduce`` (default): the scalers, of which the network takes the largest, then the packed
-ternaries, which it adds. ``route: gather | scatter``: 2 bits a value and a scaler of one's own, as in qsgd.
+What is sent: with ``route: reduce`` (default), the scaler by a max all-reduce, then the packed ternaries by a sum
+all-reduce. With ``route: gather`` or ``scatter``, 2 bits per value and the rank's own scaler, as in qsgd.
 
 Bytes: reduce: 4 + 4·⌈n/⌊32/⌈log2(2p + 1)⌉⌋⌉; gather: 24 (header) + m(n), m(c) = 4 + ⌈c/4⌉; scatter: (p + 1)·m(⌈n/p⌉).
 
-Unbiased without clipping (``clip_factor: 0``); clipping trades some bias for a smaller s, that is, less variance.
+``clip_factor``: without clipping (0) the result is unbiased. Clipping adds some bias and makes s smaller, that is,
+reduces the variance.
 
-Departures from the paper: the limit is never below |mean|, so that a (nearly) constant tensor, whose σ is
-(nearly) 0, or one of a single element is not clipped away. The paper's workers get a parameter server's
-sum, which may take many values; here ``scatter`` quantizes the sum again, and the other routes do not. Feedback can
-be had, but ternaries err by about as much as they tell, and the residual then grows with the steps.
+Departures from the paper: the clipping limit is never below |mean|, so that tensors that are (nearly) constant, whose
+σ is (nearly) 0, and tensors of one element are not clipped to nothing. The paper's workers receive the sum from a
+parameter server, and it may take many values; the routes reduce and gather return that sum, the route scatter
+quantizes it again. Error feedback is available, but a ternary's error is about as large as its value, and the
+residual grows with the steps.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -42,12 +44,12 @@ from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
 
-WHOLE = 1 << 62  # a bucket that holds any tensor
-BITS = 2  # a sign, and whether it is 0
+WHOLE = 1 << 62  # bucket size: one bucket for any tensor
+BITS = 2  # bits per ternary: its sign, and whether it is 0
 
 
 def clipped(x: Array, factor: float, ops: Any) -> Array:
-    """x within ±``factor``·σ, and never narrower than ±|mean|; 0 is no clipping."""
+    """Clip x [n] to ±``factor``·σ, or to ±|mean| where that is larger. A factor of 0 does not clip."""
     if not factor or not len(x):
         return x
     mean, std = ops.moments(x)
@@ -55,13 +57,13 @@ def clipped(x: Array, factor: float, ops: Any) -> Array:
 
 
 def field_width(world: int) -> int:
-    """⌈log2(2p + 1)⌉ bits hold a sum of p ternaries."""
+    """Return the bits that hold a sum of ``world`` ternaries, ⌈log2(2p + 1)⌉."""
     return (2 * world).bit_length()
 
 
 @dataclass(frozen=True)
 class TernaryCodec(StochasticCodec):
-    """Writes clipped values in 2 bits each, with one scaler for all."""
+    """Codec of clipped values with 2 bits each and one scaler for all."""
 
     bits: int = BITS
     bucket: int = WHOLE
@@ -74,19 +76,22 @@ class TernaryCodec(StochasticCodec):
 
 @method
 class TernGrad(Quantizer):
+    """Rounds values stochastically to −s, 0 or +s."""
+
     paper = "Wen et al., NeurIPS 2017 (arXiv 1705.07878)"
     sends = "ternaries in fields of log2(2p + 1) bits, summed; or 2 bits a value, gathered or scattered"
     examples = ({"clip_factor": 0.0}, {"clip_factor": 0.0, "route": "gather"}, {"clip_factor": 0.0, "route": "scatter"})
 
     clip_factor: Annotated[float, Number, Field(ge=0.0)] = 2.5
-    """Values are held within ± so many standard deviations; 0: as they are."""
+    """Values are clipped to ± this many standard deviations; 0: no clipping."""
     route: Literal["reduce", "gather", "scatter"] = "reduce"  # type: ignore[assignment]
-    """"reduce": one scaler for all ranks, and the network adds; "gather": everybody's codes to all; "scatter":
-    shards are summed and encoded again, so that the bytes do not grow with the workers."""
+    """How ternaries are summed. "reduce": all ranks share one scaler, and an all-reduce adds the ternaries. "gather":
+    all ranks receive all ranks' codes. "scatter": shards are summed and quantized again, so that the bytes received
+    do not grow with the number of ranks."""
 
     @property
     def unbiased(self) -> bool:
-        """Whether the mean of results is the mean of gradients at each step; with feedback it is so over steps."""
+        """Whether the result of each step is unbiased. With feedback it is only so on average over steps."""
         return self.clip_factor == 0 and self.feedback == "none"
 
     @property

@@ -1,17 +1,23 @@
-"""Top-k sparsification with error feedback: each rank sends its k largest |x|.
+"""Top-k sparsification with error feedback: each rank sends its k elements of largest magnitude.
 
-What travels: k (index, value) pairs of each rank, gathered; entries of different ranks add up, so the
-result has between k and p·k entries ("gradient build-up"), and the bytes received grow with p.
+Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017 (arXiv 1704.05021). Error feedback:
+Stich et al., "Sparsified SGD with Memory", 2018 (arXiv 1809.07599), Mem-SGD.
 
-    k = min(n, max(1, ⌊n·density⌋)),   x = gradient + residual,   residual = x with the sent zeroed
+    x = g + residual
+    I = the k largest |x|,      k = min(n, max(1, ⌊n·density⌋))
+    send (I, x[I])
+    residual = x, with x[I] set to 0
 
-Aji & Heafield 2017 (arXiv 1704.05021); error feedback as Stich et al. 2018 (arXiv 1809.07599), eq. (Mem-SGD).
+Ranks choose different elements, so the result has between k and p·k non-zeros ("gradient build-up").
+
+What is sent: k (index, value) pairs per rank, by an all-gather. Pairs with equal indices add up. The bytes received
+grow with p.
 
 Bytes: 24 (header) + indices + k·(4 | 2 | 2 for values fp32 | fp16 | bf16), sections rounded up to 4; indices
 by Elias-Fano at about 2 + log2(n/k) bits each, or as a bitmap of n bits where that is shorter.
 
-Departures from the papers: indices are Elias-Fano coded; among equal magnitudes the lowest index is kept,
-so that every backend sends the same bytes. With ``values: fp16 | bf16`` the rounding error stays in the residual.
+Departures from the papers: indices are Elias-Fano coded. Of equal magnitudes, the one with the lowest index is kept,
+so that all array backends send the same bytes. With ``values`` fp16 or bf16, the rounding error stays in the residual.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -32,24 +38,26 @@ from hvdcompress.parts import pack, select
 
 @method
 class TopK(Method):
+    """Each rank sends its k elements of largest magnitude."""
+
     paper = "Aji & Heafield 2017 (arXiv 1704.05021); feedback: Stich et al. 2018 (arXiv 1809.07599)"
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
     sparse = True
     needs_feedback = True
 
     density: Density = 0.01
-    """Share of the elements that each rank sends: k / n."""
+    """Fraction of the elements that each rank sends, k / n."""
     values: Values = "fp32"
-    """How the k values are written: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
+    """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(select.kept(self.density, spec.size), spec.size, self.values)
+        return pack.num_bytes(select.num_kept(self.density, spec.size), spec.size, self.values)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
-        index = ops.top_k(x, select.kept(self.density, ctx.spec.size))  # [k] int32, ascending
+        index = ops.top_k(x, select.num_kept(self.density, ctx.spec.size))  # [k] int32, ascending
         return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)

@@ -1,15 +1,15 @@
-"""The values of a payload: how they are written, and how they are summed.
+"""Number formats of the values in a payload, and sums of values in them.
 
-A codec turns [count] float32 into a known number of bytes and back::
+A codec writes [count] float32 values in a known number of bytes, and reads them::
 
-    fp32                    as they are
-    fp16, bf16              rounded to half precision
-    qsgd2 … qsgd8           stochastic quantization to so many bits (``parts/quantize.py``)
-    rangefloat4 … 16[mM]    a float of so many bits, its range taken from the data (``parts/rangefloat.py``)
+    fp32                    unchanged
+    fp16, bf16              rounded to 16 bits
+    qsgd2 … qsgd8           stochastic quantization, bits per value (``parts/quantize.py``)
+    rangefloat4 … 16[mM]    range floats, bits per value, M of them mantissa (``parts/rangefloat.py``)
 
-Any method that sends values takes them all by these names. :func:`all_reduce` sums values over ranks: fp32
-as they are; fp16 divided by the number of workers first, so that a sum stays in range for any world; the
-others, which no network can add, by scatter-reduce (``parts/sums.py``).
+Every method that sends values accepts these names. :func:`all_reduce` sums values over ranks: fp32 directly, fp16
+divided by the number of ranks so that the sum stays in range, and all others, which no network can add, by
+scatter-reduce (``parts/sums.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
 from hvdcompress.parts.sums import Codec
 
-SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum: room for the sum's own rounding
+SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with room for the sum's own rounding
 
 
 def _count_saturated(ctx: Context, count: Any) -> None:
@@ -33,7 +33,7 @@ def _count_saturated(ctx: Context, count: Any) -> None:
 
 
 class Float32:
-    """As they are."""
+    """Values unchanged."""
 
     code = 0
 
@@ -48,7 +48,7 @@ class Float32:
 
 
 class Float16:
-    """IEEE half precision; a value beyond its range saturates and is counted."""
+    """IEEE half precision. Values beyond its range saturate and are counted in the ledger."""
 
     code = 1
 
@@ -65,7 +65,7 @@ class Float16:
 
 
 class BFloat16:
-    """The upper half of a float32, rounded to nearest even."""
+    """bfloat16: the upper 16 bits of a float32, rounded to nearest even."""
 
     code = 2
 
@@ -90,7 +90,7 @@ _MADE: dict[str, Callable[..., Codec]] = {
 
 @cache
 def codec(values: Values) -> Codec:
-    """The codec of a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
+    """Return the codec of a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
     if values in _MADE:
         return _MADE[values](None, None)
     kind, bits, mantissa = re.fullmatch(r"([a-z]+)(\d+)(?:m(\d+))?", values).groups()  # type: ignore[union-attr]
@@ -98,7 +98,7 @@ def codec(values: Values) -> Codec:
 
 
 def reduced_num_bytes(count: int, values: Values, world: int) -> int:
-    """What :func:`all_reduce` of ``count`` values hands to its collectives."""
+    """Return the payload bytes that a rank hands to collectives in :func:`all_reduce` of ``count`` values."""
     if values in ("fp32", "fp16"):
         return codec(values).num_bytes(count)
     return sums.reduced_num_bytes(count, codec(values), "scatter", world)
@@ -107,10 +107,21 @@ def reduced_num_bytes(count: int, values: Values, world: int) -> int:
 def all_reduce(
     x: Array, values: Values, ctx: Context, ops: Any, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
-    """The sum of ``x`` [count] over ranks, and this rank's share of it after rounding: both like ``x``.
+    """Sum ``x`` over ranks in a number format.
 
-    The shares of all ranks add up to the sum, so that feedback loses nothing; None where nobody asks for them.
-    ``stream`` tells apart the random numbers of several sums in one exchange.
+    Args:
+        x: float32 [count].
+        values: the number format's name.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+
+    Yields:
+        An all-reduce for fp32 and fp16; otherwise an all-to-all and an all-gather.
+
+    Returns:
+        The sum [count], and this rank's share of it after rounding [count], or None if ``ctx.needs_own`` is False. The
+        shares of all ranks add up to the sum, so that error feedback loses nothing.
     """
     if values == "fp32":
         return (yield AllReduce(x)), x

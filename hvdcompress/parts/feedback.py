@@ -1,26 +1,17 @@
-"""Error feedback, once for every method: what was not sent is added to the next gradient.
+"""Error feedback, written once for every method: what was not sent is added to the next gradient.
 
-Plain (Stich et al. 2018; Karimireddy et al. 2019)::
+"plain" (Stich et al. 2018; Karimireddy et al. 2019) and "lowpass" (ScaleCom, Chen et al. 2020, eq. 5; plain is β = 1)::
 
-    x = gradient + residual            residual = x − own share
+    x = gradient + residual            residual = (1 − β)·residual + β·(x − own share)
 
-Low-pass (ScaleCom, Chen et al. 2020, eq. 5), of which plain is β = 1::
+So a low-pass residual is *not* zero where x was sent, and Σ sent = Σ gradients − (residual_T − residual_0)/β.
 
-    residual = (1 − β)·residual + β·(x − own share)
-
-At sent places the low-pass residual is therefore (1 − β) of what it was, *not* zero, and
-Σ sent = Σ gradients − (residual_T − residual_0)/β.
-
-Momentum (Deep Gradient Compression, Lin et al. 2018, §3: momentum correction and factor masking)::
+"momentum" (Deep Gradient Compression, Lin et al. 2018, §3: momentum correction and factor masking)::
 
     velocity = m·velocity + gradient        x = residual + velocity        residual = x − own share
-    velocity = 0 at sent places
+    velocity = 0 where x was sent
 
-It is plain feedback on gradients that went through momentum first, on each rank: what waits in the residual
-is then what plain momentum would have made of it. It replaces the optimizer's own momentum.
-
-Old slots are never written: new ones are built in second buffers and the driver swaps them when the step is
-known to be good. A step that meets a NaN is then undone exactly, by not swapping.
+This is plain feedback on gradients that momentum was applied to on each rank. It replaces the optimizer's momentum.
 """
 
 from __future__ import annotations
@@ -34,21 +25,21 @@ from hvdcompress.method import Array, Communication, Context, Method, Slot, Tens
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
-BUFFERED = (RESIDUAL, VELOCITY)  #: slots of a tensor's own shape that have a second buffer
+BUFFERED = (RESIDUAL, VELOCITY)  #: slots of the tensor's size, with a second buffer each
 
 
 def names(method: Method) -> tuple[str, ...]:
-    """The slots that the method's feedback keeps."""
+    """Return the names of the slots of the method's feedback."""
     return {"none": (), "momentum": BUFFERED}.get(method.feedback, (RESIDUAL,))
 
 
 def slots(method: Method, spec: TensorSpec) -> dict[str, Slot]:
-    """All state of one tensor under ``method``: its feedback's slots and its own."""
+    """Return all slots of one tensor under ``method``, by name: those of its feedback and its own."""
     return {**{name: Slot((spec.size,)) for name in names(method)}, **method.state(spec)}
 
 
 def beta(method: Method) -> float:
-    """The low-pass factor in force; 1 but for feedback "lowpass"."""
+    """Return the low-pass factor in use: ``method.beta`` for feedback "lowpass", else 1."""
     return method.beta if method.feedback == "lowpass" else 1.0
 
 
@@ -61,10 +52,28 @@ def exchange(
     ctx: Context,
     ops: Any,
 ) -> Communication:
-    """``method.exchange`` on what the feedback makes of ``scale·gradient``, the feedback's slots brought up to date.
+    """Run ``method.exchange`` with error feedback.
 
-    ``gradient`` [n] in the working dtype and ``state`` are read only; the arrays [n] of ``spare`` receive the new
-    slots. Returns a ``Reduced`` whose ``state`` holds every slot's new value.
+    The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
+    in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
+
+    Args:
+        method: the method.
+        gradient: this rank's gradient [n], float32 (float64 for a ``wide`` method); read only.
+        scale: factor of the gradient, 1 / loss scale.
+        state: current values of all slots; read only.
+        spare: second buffers [n] of the feedback's slots, which receive their new values.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+
+    Yields:
+        The method's collectives.
+
+    Returns:
+        The method's result, with the new values of all slots in ``state``.
+
+    Raises:
+        TypeError: the method returned no share of its own, which its feedback needs.
     """
     scale = method.clip(gradient, scale, ctx, ops)
     if method.feedback == "none":
@@ -79,10 +88,12 @@ def exchange(
         scanned = method.scan(gradient, residual, scale, x, ops)
     reduced = yield from method.exchange(x, state, replace(ctx, scanned=scanned), ops)
     if reduced.own is None:
-        raise TypeError(f"method {method.id!r} returned no own share, which feedback {method.feedback!r} needs")
+        raise TypeError(
+            f"method {method.id!r} returned Reduced(own=None); feedback {method.feedback!r} needs this rank's share"
+        )
     if method.feedback == "momentum":
         ops.zero_where(spare[VELOCITY], reduced.own)
-    ops.subtract(x, reduced.own, 1.0)  # last, as a dense own share may be x itself
+    ops.subtract(x, reduced.own, 1.0)  # last, because a dense own share may be x itself
     if beta(method) != 1.0:
         ops.blend(x, residual, beta(method))
     return replace(reduced, state={**spare, **reduced.state})

@@ -1,4 +1,4 @@
-"""Gradients as matrices: how a convolution is laid out and cut, and sums of projections that cannot overflow."""
+"""Gradients as matrices: the layout and slices of convolutions, and sums of projections that cannot overflow."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdcompress.parts import codecs
 
 Axes = tuple[int, ...]
 
-WIDEST = 4096  #: elements of a slice, where it can be chosen
-USUAL = 768  #: the slice of Yu et al. 2018
+WIDEST = 4096  #: elements per slice, at most, where there is a choice
+USUAL = 768  #: elements per slice in Yu et al. 2018
 
 
 def filters(spec: TensorSpec) -> tuple[int, int]:
-    """(F·D, H·W): filters times their depth, and the places of a filter's window.
+    """Return (F·D, H·W) of a convolution: filters times depth, and positions of the window.
 
-    A matrix or a vector is a window of one place.
+    A matrix or a vector has a window of one position.
     """
     ends = spec.shape[-2:] if spec.layout == "hwio" else spec.shape[:2]
     block = math.prod(ends)
@@ -28,7 +28,15 @@ def filters(spec: TensorSpec) -> tuple[int, int]:
 
 @lru_cache
 def slice_for(block: int, places: int) -> int:
-    """The slice nearest to 768: a multiple of F·D of at most 4096 that fills the tensor, else a divisor of F·D."""
+    """Choose the elements per slice, near 768: a multiple of F·D of at most 4096, or else a divisor of F·D.
+
+    Args:
+        block: F·D, filters times depth.
+        places: H·W, positions of the window.
+
+    Returns:
+        The elements per slice. Such slices fill the tensor without a rest.
+    """
     slices = [times * block for times in range(1, places + 1) if places % times == 0 and times * block <= WIDEST]
     if not slices:
         low = [part for part in range(1, math.isqrt(block) + 1) if block % part == 0]
@@ -37,16 +45,25 @@ def slice_for(block: int, places: int) -> int:
 
 
 def collocated(x: Array, spec: TensorSpec, ops: Any) -> Array:
-    """``x`` [n] vectorised so that the same weight of all filters is adjacent, then depth, width, height [n].
+    """Reorder ``x`` [n] so that the same weight of all filters is adjacent, then depth, width and height.
 
-    ((h·W + w)·D + d)·F + f in any framework (Yu et al. 2018, §3.2): "hwio" lies so, "oihw" is turned round.
+    The element of filter f, depth d and window position (h, w) gets the index ((h·W + w)·D + d)·F + f (Yu et al. 2018,
+    §3.2). This is the order of layout "hwio"; "oihw" is permuted.
+
+    Args:
+        x: the elements in stored order [n].
+        spec: the tensor.
+        ops: the array backend.
+
+    Returns:
+        The elements in the new order [n].
     """
     axes = _axes(spec)
     return x if spec.layout == "hwio" else ops.permute(x, spec.shape, axes)
 
 
-def as_it_lay(x: Array, spec: TensorSpec, ops: Any) -> Array:
-    """The inverse of :func:`collocated` [n]."""
+def stored_order(x: Array, spec: TensorSpec, ops: Any) -> Array:
+    """Return to stored order: the inverse of :func:`collocated`, [n] to [n]."""
     axes = _axes(spec)
     back = tuple(axes.index(axis) for axis in range(len(axes)))
     return x if spec.layout == "hwio" else ops.permute(x, tuple(spec.shape[axis] for axis in axes), back)
@@ -58,16 +75,20 @@ def _axes(spec: TensorSpec) -> Axes:
 
 
 def norm(x: Array, ops: Any) -> float:
-    """‖x‖, from sums in float64."""
+    """Return ‖x‖, from sums in float64."""
     mean, std = ops.moments(x)
     return math.sqrt(len(x) * mean * mean + max(len(x) - 1, 0) * std * std)
 
 
 def shrinkage(length: int, world: int) -> float:
-    """A power of two of at most 1/(p·√length).
+    """Return the factor that keeps sums of projections finite: a power of two of at most 1/(p·√length).
 
-    |⟨x, u⟩| ≤ ‖x‖ ≤ √length·max|x| for u of length 1. So much smaller, the sum of p such products is at most
-    max|x|, and finite whatever x is.
+    For u of norm 1, |⟨x, u⟩| ≤ ‖x‖ ≤ √length·max|x|. Multiplied by the factor, the sum of p such projections is at most
+    max|x|, and therefore finite.
+
+    Args:
+        length: elements of x.
+        world: number of ranks, p.
     """
     return 2.0 ** -math.ceil(math.log2(world * math.sqrt(length)))
 
@@ -75,9 +96,23 @@ def shrinkage(length: int, world: int) -> float:
 def all_reduce(
     x: Array, shrunk: float, name: Values, ctx: Context, ops: Any, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
-    """``codecs.all_reduce`` of numbers that :func:`shrinkage` has made small, in the same units.
+    """Sum numbers over ranks that were multiplied by :func:`shrinkage`.
 
-    fp16 has no range for that: it gets them at their own size, and what is too large for it saturates.
+    fp16 has no range for numbers that small. It receives them at their original size, and too large ones saturate.
+
+    Args:
+        x: float32 [count], already multiplied by ``shrunk``.
+        shrunk: the factor.
+        name: the number format's name.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+
+    Yields:
+        The collectives of ``codecs.all_reduce``.
+
+    Returns:
+        The sum [count] and this rank's share [count] or None, both multiplied by ``shrunk``.
     """
     if name != "fp16":
         return (yield from codecs.all_reduce(x, name, ctx, ops, stream))

@@ -1,16 +1,16 @@
-"""Payloads: a wire header, the packed indices of a sparse one, the coded values.
+"""Sparse payloads: a wire header, coded indices, coded values.
 
-Index codings, chosen by size (all of a length known from n and k, so that payloads keep one length and
-Horovod's response cache stays warm):
+The shortest of three index codings is used. Their lengths depend only on n and k, so payloads have a constant length
+and Horovod's response cache stays valid:
 
 =========== ====================================== =========================================
-int32       32·k bits                              indices as they are (int64 from 2^31 elements)
-elias_fano  k·(l + 1) + ⌊n/2^l⌋ + 1 bits            l = ⌊log2(n/k)⌋: about 2 + log2(n/k) bits each
-bitmap      n bits                                 only where all k indices differ; best from 1/4 on
+int32       32·k bits                              plain indices (int64 from n = 2^31)
+elias_fano  k·(l + 1) + ⌊n/2^l⌋ + 1 bits            l = ⌊log2(n/k)⌋: about 2 + log2(n/k) bits per index
+bitmap      n bits                                 distinct indices only; shortest from k = n/4
 =========== ====================================== =========================================
 
-Elias-Fano (Elias 1974; Fano 1971) writes the l low bits of each index as they are, and the high parts,
-which ascend, in unary: bit (high_i + i) is set.
+Elias-Fano (Elias 1974; Fano 1971) stores the l low bits of each index, and the ascending high parts in unary: bit
+high_i + i is set.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
 
 
 def aligned(num_bytes: int) -> int:
-    """Rounded up to 4, so that every section can be viewed in place."""
+    """Round up to a multiple of 4, so that every section of a payload can be viewed in place."""
     return -(-num_bytes // 4) * 4
 
 
 def low_bits(k: int, n: int) -> int:
-    """Elias-Fano's l = ⌊log2(n/k)⌋."""
+    """Return Elias-Fano's l = ⌊log2(n/k)⌋."""
     return max((n // k).bit_length() - 1, 0) if k else 0
 
 
 def index_num_bytes(coding: Coding, k: int, n: int) -> int:
-    """Bytes of k indices below n, padded to a multiple of 4."""
+    """Return the bytes of k indices below n, a multiple of 4."""
     if coding == "int32":
         return k * (4 if n < 2**31 else 8)
     if coding == "bitmap":
@@ -48,25 +48,43 @@ def index_num_bytes(coding: Coding, k: int, n: int) -> int:
 
 
 def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
-    """The shortest coding of k ascending indices below n; a bitmap needs them distinct."""
+    """Return the shortest coding of k ascending indices below n. A bitmap is possible only if they are distinct."""
     codings: tuple[Coding, ...] = ("elias_fano", "int32", "bitmap")
     return min(codings if distinct else codings[:2], key=lambda coding: index_num_bytes(coding, k, n))
 
 
 def num_bytes(k: int, n: int, values: Values, distinct: bool = True, per: int = 1) -> int:
-    """Bytes of a sparse payload of k entries of n places, ``per`` values each: header, indices, values."""
+    """Return the bytes of a sparse payload: header, indices and values.
+
+    Args:
+        k: number of entries.
+        n: number of positions.
+        values: the number format's name.
+        distinct: whether the indices are distinct.
+        per: values per entry.
+    """
     coding = best_coding(k, n, distinct)
     return wire.NUM_BYTES + index_num_bytes(coding, k, n) + aligned(codec(values).num_bytes(per * k))
 
 
 def padded(x: Array, ops: Any) -> Array:
-    """uint8 with zeros up to a multiple of 4."""
+    """Append zeros to uint8 bytes, up to a multiple of 4."""
     missing = aligned(len(x)) - len(x)
     return ops.concat([x, ops.zeros(missing, "uint8", like=x)]) if missing else x
 
 
 def encode_index(index: Array, coding: Coding, n: int, ops: Any) -> Array:
-    """Ascending indices [k] -> uint8."""
+    """Write ascending indices.
+
+    Args:
+        index: indices [k] below n, int32 or int64.
+        coding: the index coding.
+        n: number of positions.
+        ops: the array backend.
+
+    Returns:
+        uint8 [index_num_bytes(coding, k, n)].
+    """
     k = len(index)
     if coding == "int32":
         return ops.to_bytes(index)
@@ -79,7 +97,17 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Any) -> Array:
 
 
 def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Array:
-    """The inverse of :func:`encode_index`.
+    """Read indices: the inverse of :func:`encode_index`.
+
+    Args:
+        buffer: uint8 [index_num_bytes(coding, k, n)].
+        coding: the index coding.
+        k: number of indices.
+        n: number of positions.
+        ops: the array backend.
+
+    Returns:
+        Indices [k], ascending, int32 or int64.
 
     Raises:
         WireError: the bytes do not hold k indices below n.
@@ -93,13 +121,13 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Arr
         edge = aligned(-(-k * low // 8))
         positions = ops.find_bits(buffer[edge:], k + (n >> low) + 1)
         if len(positions) != k:
-            raise wire.WireError(f"{len(positions)} indices instead of {k}: the payload was damaged")
+            raise wire.WireError(f"payload damaged: it has {len(positions)} indices, expected {k}")
         high = positions - ops.index_range(k, like=positions)
         index = high * (1 << low) + ops.unpack_bits(buffer[:edge], low, k)
     if len(index) != k:
-        raise wire.WireError(f"{len(index)} indices instead of {k}: the payload was damaged")
+        raise wire.WireError(f"payload damaged: it has {len(index)} indices, expected {k}")
     if k and not ops.all_below(index, n):
-        raise wire.WireError(f"an index is outside of the tensor's {n} elements: the payload was damaged")
+        raise wire.WireError(f"payload damaged: an index is outside the tensor's {n} elements")
     return index
 
 
@@ -117,7 +145,21 @@ def encode(
     distinct: bool = True,
     per: int = 1,
 ) -> Array:
-    """Ascending ``chosen.index`` [k] < places and ``chosen.values`` [per·k] -> a payload, uint8."""
+    """Write a sparse payload.
+
+    Args:
+        chosen: ascending indices [k] below ``places``, and values, float32 [per·k].
+        places: number of positions.
+        values: the number format's name.
+        method: the method's id.
+        ctx: rank, step, tensor and seed, for random streams and counters.
+        ops: the array backend.
+        distinct: whether the indices are distinct.
+        per: values per entry.
+
+    Returns:
+        The payload, uint8 [num_bytes(k, places, values, distinct, per)].
+    """
     k = len(chosen.index)
     coding = best_coding(k, places, distinct)
     header = wire.pack(_header(method, coding, values, k, places, distinct, per))
@@ -133,10 +175,23 @@ def encode(
 def decode(
     payload: Array, k: int, places: int, values: Values, method: str, ops: Any, distinct: bool = True, per: int = 1
 ) -> Sparse:
-    """The inverse of :func:`encode`, for k entries.
+    """Read a sparse payload: the inverse of :func:`encode`.
+
+    Args:
+        payload: the bytes, uint8.
+        k: number of entries.
+        places: number of positions.
+        values: the number format's name.
+        method: the method's id.
+        ops: the array backend.
+        distinct: whether the indices are distinct.
+        per: values per entry.
+
+    Returns:
+        Indices [k], ascending, and values, float32 [per·k].
 
     Raises:
-        WireError: the bytes are no such payload.
+        WireError: the bytes are not such a payload.
     """
     coding = best_coding(k, places, distinct)
     header = _header(method, coding, values, k, places, distinct, per)

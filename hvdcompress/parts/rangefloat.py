@@ -1,25 +1,24 @@
-"""Range float: floats of N bits that spend no code outside of the range that the data really have.
+"""Range float: an N-bit float that spends no codes outside the range of the data.
 
 Wang et al., "FFT-based Gradient Sparsification for the Distributed Training of Deep Neural Networks", HPDC 2020
-(arXiv 1811.08596), have a range-based float; what follows is our own definition of one.
+(arXiv 1811.08596) have a range-based float; the definition below is our own.
 
-A float32's bits ascend with its magnitude. Cut to m bits of mantissa, b(x) = bits(|x|) >> (23 − m), they number
-the bins of a float with m mantissa bits. The range float numbers only those that occur: P bins for eps ≤ f ≤ max,
-Q for −eps ≥ f ≥ min, and zero::
+The bits of a positive float32 ascend with its value. Cut to m mantissa bits, b(x) = bits(|x|) >> (23 − m), they number
+the bins of a float with m mantissa bits. A range float numbers only the bins that occur: P bins for eps ≤ f ≤ max, Q
+bins for −eps ≥ f ≥ min, and zero::
 
     f ≥ eps    b(f) − b(eps) + 1                     P = b(max) − b(eps) + 1,  Q = b(|min|) − b(eps) + 1
     f ≤ −eps   P + b(|f|) − b(eps) + 1               1 + P + Q ≤ 2^N
     else       0
 
-max and min are the data's own; eps is the least for which the codes suffice. Data of one sign give the other
-no code. A code is read as the middle of its bin, but never as more than max or less than min. That is monotone,
-writes what it read the same again, and errs by less than 2^−(m+1) of any |f| ≥ eps.
+max and min are those of the data; eps is the smallest for which the codes suffice. If all values have one sign, the
+other sign gets no codes. A code decodes to the middle of its bin, limited to [min, max]. Decoding is monotone, encoding
+a decoded value gives the same code, and the relative error is below 2^−(m+1) for |f| ≥ eps.
 
-Bytes: 8 (max and −min, float32, from which eps follows) + ⌈count·N/8⌉.
+Bytes: 8 (max and −min as float32, from which eps follows) + ⌈count·N/8⌉.
 
-With 8 to 12 bits, m = N − 4 is best for normal data (16 octaves for both signs): the error, relative in the
-2-norm, ‖decoded − f‖/‖f‖, is 1.3 % for N = 8 and 0.36 % for N = 10. From 13 bits on, what lies below eps would
-outweigh the rounding: m = N − 5.
+For normal data m = N − 4 is best with 8 to 12 bits (16 octaves for both signs): the error ‖decoded − f‖/‖f‖ is 1.3 %
+for N = 8 and 0.36 % for N = 10. From 13 bits on, values below eps would cost more than the rounding, so m = N − 5.
 """
 
 from __future__ import annotations
@@ -30,40 +29,58 @@ from typing import Any
 from hvdcompress.method import Array, Context
 from hvdcompress.parts.wire import WireError
 
-HEAD = 8  #: bytes of max and −min
+HEAD = 8  #: bytes of the range: max and −min
 
 
 @dataclass(frozen=True)
 class RangeFloatCodec:
-    """Writes float32 values in ``bits`` bits each (2 … 24), ``mantissa`` of them (1 … 22) in effect mantissa."""
+    """Codec of float32 values as floats of a few bits that cover only the data's range."""
 
-    bits: int = 8
-    mantissa: int | None = None
+    bits: int = 8  #: N, bits per value, 2 to 24
+    mantissa: int | None = None  #: m, mantissa bits, 1 to 22; None: the best for normal data
     code = 4
 
     @property
     def mantissa_bits(self) -> int:
-        """m; where it was not given, the best for normal data."""
+        """Return m."""
         return max(1, self.bits - (4 if self.bits <= 12 else 5)) if self.mantissa is None else self.mantissa
 
     def num_bytes(self, count: int) -> int:
-        """Bytes of ``count`` values."""
+        """Return the bytes of ``count`` values."""
         return HEAD + -(-count * self.bits // 8)
 
     def encode(self, x: Array, ctx: Context | None, ops: Any, stream: int = 0) -> Array:
-        """[count] float32 -> [num_bytes] uint8; draws no random numbers."""
+        """Write values; uses no random numbers.
+
+        Args:
+            x: float32 [count].
+            ctx: not used.
+            ops: the array backend.
+            stream: not used.
+
+        Returns:
+            uint8 [num_bytes(count)].
+        """
         bounds = ops.float_bounds(x)  # [2] float32
         codes = ops.range_codes(x, bounds, self.bits, self.mantissa_bits)  # [count] int32
         return ops.concat([ops.to_bytes(bounds), ops.pack_bits(codes, self.bits)])
 
     def decode(self, buffer: Array, count: int, ops: Any) -> Array:
-        """[num_bytes] uint8 -> [count] float32; damaged bytes of the right number give some finite values.
+        """Read values. Damaged bytes of the right length give finite values.
+
+        Args:
+            buffer: uint8 [num_bytes(count)].
+            count: number of values.
+            ops: the array backend.
+
+        Returns:
+            float32 [count].
 
         Raises:
             WireError: the number of bytes is wrong.
         """
         if len(buffer) != self.num_bytes(count):
-            raise WireError(f"{len(buffer)} bytes of range floats, {self.num_bytes(count)} were expected")
+            raise WireError(f"received {len(buffer)} bytes of range floats, expected {self.num_bytes(count)}")
         bounds = ops.from_bytes(buffer[:HEAD], "float32")
         codes = ops.unpack_bits(buffer[HEAD:], self.bits, count)
         return ops.range_values(codes, bounds, self.bits, self.mantissa_bits)

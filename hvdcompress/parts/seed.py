@@ -1,9 +1,11 @@
-"""Randomness: an integer hash, the same bits in every backend. Global generators are never touched.
+"""Random numbers from an integer hash, with the same bits in every backend. Global generators are never used.
 
-Two streams. *Shared*: keyed by (seed, step, parameter), for what ranks must agree on, such as random-k's
-indices. *Private*: the same and the rank, for stochastic rounding; otherwise the ranks' errors are equal
-and do not average out. Keys are made on the host; so is what few random numbers methods hand over. Where each
-element needs one, ``ops.uniform`` makes them, by the same hash, where the tensor lives.
+There are two kinds of streams. *Shared* streams are keyed by (seed, step, parameter) and serve what all ranks must
+agree on, such as random-k's indices. *Private* streams are keyed by the rank too, for stochastic rounding: with equal
+numbers, the ranks' errors would be equal and would not average out.
+
+Keys, and random numbers in small amounts, are computed on the host. Random numbers per element come from
+``ops.uniform``, the same hash on the tensor's device.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from hvdcompress.method import Context
 from hvdcompress.ops import _numpy_codes
 from hvdcompress.ops._numpy_codes import mix
 
-_ROUNDS = 4  # Luby & Rackoff: four Feistel rounds give a permutation that passes for a random one
+_ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
 
 
 def _key(*words: int) -> np.ndarray:
-    """32-bit hash of some whole numbers, in their order."""
+    """Hash integers, in order, to 32 bits."""
     key = np.zeros(1, np.uint32)
     for word in words:
         for half in (word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF):
@@ -29,26 +31,34 @@ def _key(*words: int) -> np.ndarray:
 
 
 def shared_key(ctx: Context) -> np.ndarray:
-    """Key [1] uint32 of the stream that all ranks share for this tensor at this step."""
+    """Return the key, uint32 [1], of the stream that all ranks share for this tensor and step."""
     return _key(ctx.seed, ctx.step, zlib.crc32(ctx.spec.name.encode()))
 
 
 def private_key(ctx: Context, stream: int = 0) -> np.ndarray:
-    """Key [1] uint32 of one of this rank's own streams for this tensor at this step."""
+    """Return the key, uint32 [1], of one of this rank's private streams for this tensor and step."""
     return _key(ctx.seed, ctx.step, zlib.crc32(ctx.spec.name.encode()), ctx.rank + 1, stream)
 
 
 def uniform(key: np.ndarray, count: int) -> np.ndarray:
-    """[count] float32 in [0, 1), multiples of 2^-24, from a stream's key: ``ops.uniform`` on the host."""
+    """Return float32 [count] in [0, 1), multiples of 2^-24, from a stream's key: ``ops.uniform`` on the host."""
     return _numpy_codes.uniform(key, count, like=key)
 
 
 def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:
-    """k distinct indices below n, ascending [k] int64: the first k of a random permutation of 0…n−1.
+    """Draw k distinct indices: the first k of a random permutation of 0 … n − 1.
 
-    The permutation is a Feistel network over the least power of four ≥ n; an image beyond n is fed
-    through again until it falls inside ("cycle walking", Black & Rogaway 2002), so the cost goes with
-    k and not with n, and nothing passes through float32, which cannot tell indices above 2^24 apart.
+    The permutation is a Feistel network over the least power of four ≥ n. Images beyond n − 1 are permuted again until
+    they are in range ("cycle walking", Black & Rogaway 2002). The cost is therefore proportional to k, not n. No index
+    passes through float32, which cannot represent all integers above 2^24.
+
+    Args:
+        key: the key of a stream, uint32 [1].
+        k: number of indices, at most n.
+        n: number of elements.
+
+    Returns:
+        The indices, int64 [k], ascending.
     """
     half = max((n - 1).bit_length() + 1, 2) // 2
     mask = np.uint32((1 << half) - 1)

@@ -1,4 +1,4 @@
-"""How many to keep, and which."""
+"""How many elements to keep, and which: k, thresholds, and selection by a threshold."""
 
 from __future__ import annotations
 
@@ -11,33 +11,44 @@ import numpy as np
 
 from hvdcompress.method import Array, Sparse
 
-#: (x, first threshold, k, capacity, ops) -> (threshold, magnitude of the entries that may fill up, or None)
+#: Refines a threshold: (x, start, k, capacity, ops) -> (threshold, magnitude of elements that may fill up, or None).
 Refine = Callable[[Array, np.float32, int, int, Any], tuple[np.float32, np.float32 | None]]
 
 
-def kept(density: float, n: int) -> int:
-    """k = min(n, max(1, floor(n·density))), the same rule in every method."""
-    # 0.29·100 is 28.999999999999996: the tolerance keeps floor() at what was meant
+def num_kept(density: float, n: int) -> int:
+    """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
+    # the tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point
     return min(n, max(1, math.floor(n * density * (1 + 1e-12))))
 
 
 def chunk_size(density: float) -> int:
-    """C = 1/density elements a chunk, of which one is kept."""
+    """Return C = 1/density, the elements of a chunk of which one is kept."""
     return max(1, round(1.0 / density))
 
 
 def gaussian_threshold(mean: float, std: float, density: float) -> float:
-    """|μ| + z·σ with z = Φ⁻¹(1 − density/2): a share ``density`` of N(0, σ²) lies beyond ±zσ."""
+    """Return |μ| + z·σ with z = Φ⁻¹(1 − density/2). Of N(0, σ²), the fraction ``density`` lies beyond ±z·σ."""
     return abs(mean) + NormalDist().inv_cdf(1.0 - min(density, 1.0 - 1e-9) / 2.0) * std
 
 
 def just_below(magnitude: float) -> np.float32:
-    """The largest float32 below a magnitude: the threshold that it just passes (0 for 0)."""
+    """Return the largest float32 below a magnitude: the highest threshold that it exceeds (0 for 0)."""
     return np.nextafter(np.float32(magnitude), np.float32(0))
 
 
 def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, None]:
-    """Up to three corrections of the threshold, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1)."""
+    """Correct a threshold up to three times, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1).
+
+    Args:
+        x: float32 [n].
+        start: the first threshold.
+        k: the number of elements wanted above it.
+        capacity: not used.
+        ops: the array backend.
+
+    Returns:
+        The threshold, and None.
+    """
     threshold = start
     for _ in range(3):
         count = ops.count_above(x, threshold)
@@ -51,15 +62,24 @@ def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -
 
 
 def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, np.float32 | None]:
-    """A threshold t with 2k/3 ≤ #{|x| > t} ≤ capacity, by bisecting its bit pattern (31 halvings at most).
+    """Find a threshold t with 2k/3 ≤ #{|x| > t} ≤ capacity by bisecting its bit pattern, in at most 31 steps.
 
-    The patterns of non-negative floats ascend with the floats, so a step halves the *floats* that are left,
-    and the search ends whatever the distribution. Where equal magnitudes straddle the bound there is no such
-    t: then the two neighbouring floats (t, t') are returned, with #{|x| > t} too few and #{|x| > t'} too many;
-    elements of magnitude t fill up.
+    The bit patterns of non-negative floats ascend with their values, so each step halves the number of *floats* that
+    are left, and the search ends for any distribution. If many elements have the same magnitude there may be no such
+    t. Then the result is the least t with too few elements above it, and elements of magnitude t may fill up.
+
+    Args:
+        x: float32 [n].
+        start: the first threshold; a good estimate saves steps.
+        k: the number of elements wanted above it.
+        capacity: the largest number of elements allowed above it.
+        ops: the array backend.
+
+    Returns:
+        The threshold t, and the magnitude of the elements that may fill up: None if enough are above t.
     """
-    low, high = -1, int(np.float32(ops.max_abs(x)).view(np.int32))  # count too large at low, too small at high
-    middle, stride = int(np.float32(start).view(np.int32)), 1 << 22  # half an octave
+    low, high = -1, int(np.float32(ops.max_abs(x)).view(np.int32))  # too many above low, too few above high
+    middle, stride = int(np.float32(start).view(np.int32)), 1 << 22  # half an octave, in bit patterns
     while high - low > 1:
         if not low < middle < high:
             middle = (low + high) // 2
@@ -67,39 +87,47 @@ def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Any) 
         count = ops.count_above(x, threshold)
         if count > capacity:
             low = middle
-            if 4 * count < len(x):  # what is below will never be counted again: look at the rest alone
+            if 4 * count < len(x):  # elements below will never be counted again: continue with the others
                 x = ops.take(x, ops.first_above(x, threshold, count))
         elif 3 * count < 2 * k:
             high = middle
         else:
             return threshold, None
-        # the start is nearly right: stride away from it, ever wider, until the answer is bracketed
+        # the start is a good estimate: move away from it in growing strides until the answer is bracketed
         middle, stride = (high - stride, 2 * stride) if low < 0 else ((low + high) // 2, stride)
     threshold = np.int32(high).view(np.float32)
     return threshold, threshold if high > 0 else None
 
 
 def capacity(density: float, n: int) -> int:
-    """⌊4k/3⌋ ≤ n: the slots of a payload whose entries are those beyond a threshold."""
-    return min(n, max(1, 4 * kept(density, n) // 3))
+    """Return ⌊4k/3⌋ (at most n), the number of entries in the payload of a method that selects by a threshold."""
+    return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
-def beyond(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
-    """Indices [c] ascending of the entries beyond a threshold which ``refine`` finds from ``start`` on.
+def above_threshold(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
+    """Select the elements above a threshold.
 
-    c ≤ capacity, and with bisection 2k/3 ≤ c wherever so many entries are non-zero.
+    Args:
+        x: float32 [n].
+        start: the first threshold.
+        density: target fraction of the elements, k / n.
+        refine: :func:`refine_bisect` or :func:`refine_paper`.
+        ops: the array backend.
+
+    Returns:
+        Indices [c], ascending, with c ≤ ⌊4k/3⌋. With bisection c ≥ 2k/3, unless fewer elements are non-zero.
     """
-    k, room = kept(density, len(x)), capacity(density, len(x))
+    k, room = num_kept(density, len(x)), capacity(density, len(x))
     threshold, below = refine(x, start, k, room, ops)
     index = ops.first_above(x, threshold, room)
-    if below is not None and len(index) < k:  # ties straddle the bound: fill up with the equal ones
+    if below is not None and len(index) < k:  # elements of equal magnitude: fill up with the first of them
         ties = ops.first_equal(x, below, k - len(index))
         index = ops.sort(ops.concat([index, ties]))
     return index
 
 
 def pad(chosen: Sparse, capacity: int, ops: Any) -> Sparse:
-    """``chosen`` brought to ``capacity`` entries by repeating its last index with the value 0."""
+    """Fill ``chosen`` up to ``capacity`` entries by repeating its last index with the value 0."""
     missing = capacity - len(chosen.index)
     if missing == 0:
         return chosen

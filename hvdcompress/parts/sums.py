@@ -1,10 +1,10 @@
-"""How tensors are summed whose codes no network can add.
+"""Summing tensors whose codes no network can add.
 
-*gather*: every rank's codes go to all, and each decodes and adds all p of them: p − 1 payloads received.
+*gather*: every rank receives the codes of all p ranks, decodes and adds them. It receives p − 1 payloads.
 
-*scatter*: a scatter-reduce. Rank r gets everybody's r-th shard, decodes and adds them, encodes the sum again,
-and hands it to all: about two payloads sent and received, however many workers. The second encoding has
-an error of its own, which rank r takes over in its own share, so that shares still add up to the sum.
+*scatter*: a scatter-reduce. Rank r receives shard r of every rank, decodes and adds the shards, encodes the sum and
+sends it to all. About two payloads are sent and received, for any number of ranks. The second encoding has an error of
+its own; rank r counts it in its own share, so that the shares still add up to the sum.
 """
 
 from __future__ import annotations
@@ -20,29 +20,65 @@ from hvdcompress.parts import wire
 
 
 class Codec(Protocol):
-    """Writes [count] float32 into a number of bytes that depends on ``count`` alone, and reads them again."""
+    """Writes float32 [count] in a number of bytes that depends only on ``count``, and reads them."""
 
-    code: int  #: the wire header's value coding
+    code: int  #: value coding in the wire header, 0 to 15
 
     def num_bytes(self, count: int) -> int:
-        """Bytes of ``count`` values."""
+        """Return the bytes of ``count`` values."""
 
     def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
-        """[count] float32 -> [num_bytes] uint8. ``stream`` tells apart the random numbers of one exchange."""
+        """Write values.
+
+        Args:
+            x: float32 [count].
+            ctx: rank, step, tensor and seed, for random streams and counters.
+            ops: the array backend.
+            stream: a number that differs between the calls of one exchange, so that their random numbers differ.
+
+        Returns:
+            uint8 [num_bytes(count)].
+        """
 
     def decode(self, buffer: Array, count: int, ops: Any) -> Array:
-        """[num_bytes] uint8 -> [count] float32. Raises ``WireError`` on bytes that cannot be."""
+        """Read values.
+
+        Args:
+            buffer: uint8 [num_bytes(count)].
+            count: number of values.
+            ops: the array backend.
+
+        Returns:
+            float32 [count].
+
+        Raises:
+            WireError: the bytes are not such values.
+        """
 
 
 def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int:
-    """Payload bytes that a rank hands to its collectives for ``count`` values."""
+    """Return the payload bytes that a rank hands to its collectives to sum ``count`` values."""
     if route == "gather":
         return wire.NUM_BYTES + codec.num_bytes(count)
     return (world + 1) * codec.num_bytes(-(-count // world))
 
 
 def scatter(x: Array, codec: Codec, ctx: Context, ops: Any, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
-    """The sum of ``x`` [n] over ranks by scatter-reduce, and this rank's share of it, or None if nobody asks for it."""
+    """Sum ``x`` over ranks by scatter-reduce.
+
+    Args:
+        x: float32 [n].
+        codec: the number format.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+
+    Yields:
+        An all-to-all and an all-gather.
+
+    Returns:
+        The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False.
+    """
     n, shard = len(x), -(-len(x) // ctx.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
     start, stop = bounds[ctx.rank]
@@ -70,15 +106,15 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Any, stream: int = 0) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer(Method):
-    """A method that is a codec: each value of x is written shorter, and none is left out."""
+    """Base of the methods that are a codec: they write every value in fewer bits, and leave none out."""
 
     route: Route = "gather"
-    """"gather": everybody's codes to all; "scatter": shards are summed and encoded again, so that the bytes do
-    not grow with the workers, at the price of a second rounding."""
+    """How codes are summed. "gather": all ranks receive all ranks' codes. "scatter": shards are summed and quantized
+    again, so that the bytes received do not grow with the number of ranks, at the price of a second rounding."""
 
     @property
     def codec(self) -> Codec:
-        """What each value is written with."""
+        """The codec of the values."""
         raise NotImplementedError
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:

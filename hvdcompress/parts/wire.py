@@ -1,4 +1,4 @@
-"""The header of every gathered payload: versioned, checked, and telling its own length.
+"""The header of every gathered payload: versioned, checksummed, with the payload's length.
 
 24 bytes, little-endian::
 
@@ -6,12 +6,12 @@
             magic    version  codes  method  crc    elements  entries  length
             b"HC"    u8       u8     u16     u16    u64       u32      u32
 
-``codes`` holds the index coding (high 4 bits) and the value coding (low 4 bits); ``method`` is a hash of
-the method's id; ``crc`` is CRC-16/XMODEM of the other 22 bytes; ``elements`` is the tensor's size and
-``length`` the payload's, header included. Summed payloads carry no header: a sum of headers is none.
+``codes`` holds the index coding (high 4 bits) and the value coding (low 4 bits); ``method`` is a hash of the method's
+id; ``crc`` is CRC-16/XMODEM of the other 22 bytes; ``elements`` is the size of the tensor and ``length`` the bytes of
+the payload with its header. Payloads that a network sums have no header, as headers cannot be summed.
 
-Reading follows one rule: nothing is allocated, and nothing indexed, before it has been compared with
-what the tensor itself implies. Bytes that are no payload raise :class:`WireError`.
+When reading, nothing is allocated or indexed before it was compared with what the tensor implies. Bytes that are not a
+payload raise :class:`WireError`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _LAYOUT = struct.Struct("<2sBBHHQII")
 
 
 class WireError(ValueError):
-    """These bytes are not a payload that could have been sent here."""
+    """The bytes received are not a valid payload for this tensor and method."""
 
 
 class Header(NamedTuple):
-    """What a payload says of itself (see the module's table)."""
+    """The contents of a header (see the module's table)."""
 
-    method: str
-    index_code: int
-    value_code: int
-    elements: int
-    entries: int
-    length: int
+    method: str  #: the method's id
+    index_code: int  #: index coding, 0 to 15
+    value_code: int  #: value coding, 0 to 15
+    elements: int  #: elements of the tensor
+    entries: int  #: entries in the payload
+    length: int  #: bytes of the payload, header included
 
 
 def method_code(method: str) -> int:
-    """16-bit hash of a method id, so that third parties' methods need no registration."""
+    """Return a 16-bit hash of a method's id. Third parties' methods need no registered number."""
     return binascii.crc_hqx(method.encode(), 0xFFFF)
 
 
 def pack(header: Header) -> bytes:
-    """The header's 24 bytes."""
+    """Write a header in 24 bytes."""
     codes = header.index_code << 4 | header.value_code
     counts = (header.elements, header.entries, header.length)
     bare = _LAYOUT.pack(MAGIC, VERSION, codes, method_code(header.method), 0, *counts)
@@ -56,23 +56,31 @@ def pack(header: Header) -> bytes:
 
 
 def length(buffer: bytes) -> int:
-    """The length of the payload that begins here, after checking magic, version and CRC.
+    """Read the length of a payload from its header, after checking magic, version and CRC.
+
+    Args:
+        buffer: the payload, or at least its first 24 bytes.
+
+    Returns:
+        The bytes of the payload, header included.
 
     Raises:
         WireError: these are not the first bytes of a payload.
     """
     if len(buffer) < NUM_BYTES:
-        raise WireError(f"a payload has at least {NUM_BYTES} bytes, these are {len(buffer)}")
+        raise WireError(f"payload damaged: it has {len(buffer)} bytes, expected at least {NUM_BYTES} bytes")
     head = bytes(buffer[:NUM_BYTES])
     magic, version, _, _, crc, _, _, num_bytes = _LAYOUT.unpack(head)
     if magic != MAGIC:
-        raise WireError(f"a payload begins with {MAGIC!r}, not with {magic!r}")
+        raise WireError(f"payload damaged: a payload begins with {MAGIC!r}, this one with {magic!r}")
     if version != VERSION:
-        raise WireError(f"wire format {version} is not understood; this is version {VERSION} (update the older side)")
+        raise WireError(
+            f"the payload has wire format version {version}, this rank reads version {VERSION}; update the older side"
+        )
     if crc != binascii.crc_hqx(head[:6] + head[8:], 0):
-        raise WireError("the header's checksum is wrong: the payload was damaged")
+        raise WireError("payload damaged: the header's checksum is wrong")
     if num_bytes < NUM_BYTES:
-        raise WireError(f"the header claims a length of {num_bytes} bytes, less than itself")
+        raise WireError(f"payload damaged: its header gives a length of {num_bytes} bytes, less than the header")
     return num_bytes
 
 
@@ -85,28 +93,45 @@ def is_header(head: bytes, num_bytes: int) -> bool:
 
 
 def check(buffer: bytes, num_bytes: int, expected: Header) -> None:
-    """Check the header at the start of a payload of ``num_bytes`` against the one expected.
+    """Compare the header of a payload with the header expected.
+
+    Args:
+        buffer: the payload, or at least its first 24 bytes.
+        num_bytes: bytes of the payload that were received.
+        expected: the header that the tensor and the method imply.
 
     Raises:
-        WireError: it is no header, or it announces something else than ``expected``.
+        WireError: it is not a header, or it differs from ``expected``.
     """
     if length(buffer) != num_bytes:
-        raise WireError(f"the header announces {length(buffer)} bytes, the payload has {num_bytes}")
+        raise WireError(f"the payload has {num_bytes} bytes, its header says {length(buffer)}")
     if bytes(buffer[:NUM_BYTES]) == pack(expected):
         return
     _, _, codes, method, _, elements, entries, _ = _LAYOUT.unpack(bytes(buffer[:NUM_BYTES]))
     if method != method_code(expected.method):
-        raise WireError(f"the payload is of another method than {expected.method!r}")
+        raise WireError(f"the payload comes from another method than {expected.method!r}; give all ranks the same plan")
     if elements != expected.elements:
-        raise WireError(f"the payload is of a tensor of {elements} elements, this one has {expected.elements}")
-    raise WireError(f"the payload has {entries} entries in coding {codes:#04x}; expected {expected}")
+        raise WireError(
+            f"the payload is of a tensor of {elements} elements, this one has {expected.elements}; "
+            "give all ranks the same model"
+        )
+    raise WireError(
+        f"the payload has {entries} entries in coding {codes:#04x}, expected {expected}; give all ranks the same plan"
+    )
 
 
 def split(buffer: bytes, world: int) -> list[int]:
-    """The lengths of the ``world`` payloads that stand one after another in ``buffer``.
+    """Find the lengths of payloads that were gathered into one buffer.
+
+    Args:
+        buffer: the payloads of all ranks, one after another.
+        world: number of ranks.
+
+    Returns:
+        The bytes of each rank's payload.
 
     Raises:
-        WireError: they do not fill the buffer exactly.
+        WireError: the payloads do not fill the buffer exactly.
     """
     lengths, offset = [], 0
     for rank in range(world):
@@ -116,5 +141,5 @@ def split(buffer: bytes, world: int) -> list[int]:
             raise WireError(f"payload of rank {rank}, at byte {offset} of {len(buffer)}: {error}") from None
         offset += lengths[-1]
     if offset != len(buffer):
-        raise WireError(f"{world} payloads announce {offset} bytes in all, {len(buffer)} came")
+        raise WireError(f"received {len(buffer)} bytes, but the headers of {world} payloads say {offset}")
     return lengths

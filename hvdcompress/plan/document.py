@@ -1,4 +1,4 @@
-"""Reading YAML so that every complaint names the key and the line."""
+"""YAML mappings that know the line of each key, so that every error names the key and the line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ Path_ = tuple[str | int, ...]
 
 
 class PlanError(ValueError):
-    """Something is wrong in a plan or an experiment; the message names the file, the line and the key."""
+    """A plan or an experiment is invalid. The message names the file, the line and the key."""
 
 
 class Document:
-    """A mapping in a YAML document (or a dict), which knows where each of its keys stands."""
+    """A mapping in a YAML file, or a dict, that knows the line of each of its keys.
+
+    Args:
+        value: the mapping.
+        path: keys from the top of the file to this mapping.
+        lines: line of each path in the file; empty for a dict.
+        file: the file's name; empty for a dict.
+
+    Raises:
+        PlanError: ``value`` is not a mapping.
+    """
 
     def __init__(self, value: Any, path: Path_ = (), lines: dict[Path_, int] | None = None, file: str = ""):
         self.path, self.lines, self.file = path, lines or {}, file
@@ -28,10 +38,13 @@ class Document:
 
     @classmethod
     def open(cls, source: str | Path | Mapping[str, Any]) -> Document:
-        """From a file's path, or from a dict.
+        """Read a YAML file, or take a dict.
+
+        Args:
+            source: the file's path, or a dict.
 
         Raises:
-            PlanError: the file is no YAML mapping, or has a key twice.
+            PlanError: the file is not a YAML mapping, or has a key twice.
             FileNotFoundError: there is no such file.
         """
         if isinstance(source, Mapping):
@@ -40,7 +53,7 @@ class Document:
         try:
             root, value = yaml.compose(text), yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise PlanError(f"{file}: not YAML: {error}") from None
+            raise PlanError(f"{file}: is not valid YAML: {error}") from None
         lines: dict[Path_, int] = {}
         for path, line in _walk(root, ()):
             if path in lines:
@@ -49,7 +62,7 @@ class Document:
         return cls(value if value is not None else {}, (), lines, file)
 
     def error(self, key: Any, message: str) -> PlanError:
-        """A complaint about ``key`` (None: about the whole mapping)."""
+        """Return the error that ``message`` describes, about ``key`` (None: about the whole mapping)."""
         path = self.path if key is None else (*self.path, key)
         line = next((self.lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.lines), None)
         where = ", ".join(filter(None, [self.file, f"line {line}" if line else ""]))
@@ -57,17 +70,17 @@ class Document:
         return PlanError(": ".join(filter(None, [where, name, message])))
 
     def without(self, *keys: str) -> Document:
-        """The same mapping without these keys."""
+        """Return the same mapping without some keys."""
         rest = {key: value for key, value in self.value.items() if key not in keys}
         return Document(rest, self.path, self.lines, self.file)
 
     def child(self, key: Any, value: Any = None) -> Document:
-        """The mapping under ``key`` (or ``value`` in its place)."""
+        """Return the mapping under ``key``, or ``value`` in its place."""
         value = self.value.get(key) if value is None else value
         return Document(value, (*self.path, key), self.lines, self.file)
 
     def items(self, key: str) -> Iterator[Document]:
-        """The mappings in the list under ``key``; none if it is absent."""
+        """Yield the mappings in the list under ``key``; none if the key is absent."""
         given = self.value.get(key) or []
         if not isinstance(given, list | tuple):
             raise self.error(key, f"must be a list, not {given!r}")
@@ -75,21 +88,21 @@ class Document:
             yield Document(item, (*self.path, key, number), self.lines, self.file)
 
     def known_keys(self, known: tuple[str, ...]) -> None:
-        """Refuse keys that are not known."""
+        """Raise :class:`PlanError` if the mapping has other keys than these."""
         for key in self.value:
             if key not in known:
                 hint = suggest(str(key), list(known))
                 raise self.error(key, f"unknown key{hint}; known: {', '.join(known)}")
 
     def whole(self, key: str, default: Any, least: int) -> Any:
-        """The whole number under ``key``, ``least`` or more."""
+        """Return the integer under ``key``, or ``default``; raise :class:`PlanError` if it is less than ``least``."""
         value = self.value.get(key, default)
         if value is not default and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise self.error(key, f"{value!r} must be a whole number, {least} or more")
         return value
 
     def text(self, key: str) -> str | None:
-        """The text under ``key``, or None."""
+        """Return the text under ``key``, or None if the key is absent."""
         value = self.value.get(key)
         if value is not None and not isinstance(value, str):
             raise self.error(key, f"{value!r} must be text")
@@ -97,7 +110,7 @@ class Document:
 
 
 def _walk(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
-    """(path, line) of every key and list item below ``node``."""
+    """Yield (path, line) of every key and list item below ``node``."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             name = yaml.safe_load(yaml.serialize(key)) if key.tag != "tag:yaml.org,2002:str" else key.value

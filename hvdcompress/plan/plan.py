@@ -16,15 +16,15 @@ from hvdcompress.registry import get
 
 @dataclass(frozen=True)
 class Match:
-    """Conditions on a tensor; those that are None always hold."""
+    """Conditions on a tensor. Conditions that are None always hold."""
 
-    name: str | None = None
-    ndim: int | None = None
-    min_size: int | None = None
-    max_size: int | None = None
+    name: str | None = None  #: a glob for the parameter's name; case matters
+    ndim: int | None = None  #: number of dimensions
+    min_size: int | None = None  #: least number of elements
+    max_size: int | None = None  #: largest number of elements
 
     def holds(self, spec: TensorSpec) -> bool:
-        """Whether all conditions hold; ``name`` is a case-sensitive glob."""
+        """Return whether all conditions hold for a tensor."""
         return (
             (self.name is None or fnmatchcase(spec.name, self.name))
             and (self.ndim is None or len(spec.shape) == self.ndim)
@@ -35,21 +35,21 @@ class Match:
 
 @dataclass(frozen=True)
 class Program:
-    """The methods that one tensor goes through: ``stages`` are (first step, method), ascending from step 0."""
+    """The methods of one tensor over the course of training."""
 
-    stages: tuple[tuple[int, Method], ...]
+    stages: tuple[tuple[int, Method], ...]  #: (first step, method), ascending, the first from step 0
 
     def at(self, step: int) -> Method:
-        """The method that is on at ``step``."""
+        """Return the method in effect at ``step``."""
         return self.stages[self.stage(step)][1]
 
     def stage(self, step: int) -> int:
-        """The number of the stage that is on at ``step``."""
+        """Return the index of the stage in effect at ``step``."""
         return sum(start <= step for start, _ in self.stages) - 1 if len(self.stages) > 1 else 0
 
     def since(self, step: int) -> int:
-        """The step from which on the method's id has been the one that is on at ``step``."""
-        if len(self.stages) == 1:  # asked of every tensor in every step
+        """Return the first step of the run of stages around ``step`` that have the same method id."""
+        if len(self.stages) == 1:  # a shortcut: drivers call this for every tensor in every step
             return 0
         first = step
         for start, method in reversed([stage for stage in self.stages if stage[0] <= step]):
@@ -60,7 +60,7 @@ class Program:
 
     @property
     def main(self) -> Method:
-        """The last stage's method: what the plan is about."""
+        """The method of the last stage."""
         return self.stages[-1][1]
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Rule:
-    """A match and the program of the tensors it holds for."""
+    """A program, and the conditions on the tensors that get it."""
 
     match: Match
     program: Program
@@ -83,10 +83,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is exchanged in one go: one tensor, or a bucket of several joined in name order."""
+    """What is exchanged together: one tensor, or several tensors joined in name order."""
 
-    spec: TensorSpec
-    members: tuple[TensorSpec, ...]
+    spec: TensorSpec  #: the tensor, or the joined tensor of one dimension
+    members: tuple[TensorSpec, ...]  #: the tensors, in name order
     program: Program
 
 
@@ -95,34 +95,41 @@ DENSE = Program(((0, get("none")),))
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved plan; ``source`` is the dict it was read from, with defaults filled in."""
+    """Which method each tensor gets, from which step on. Made by :func:`hvdcompress.load`."""
 
-    program: Program
-    rules: tuple[Rule, ...] = ()
-    min_elements: int = 1024
-    bucket_elements: int = 0
-    seed: int = 0
-    source: str = "{}"
+    program: Program  #: of tensors that no rule matches
+    rules: tuple[Rule, ...] = ()  #: the first that matches applies
+    min_elements: int = 1024  #: smaller tensors are sent dense
+    bucket_elements: int = 0  #: smaller tensors are joined into buckets; 0: no buckets
+    seed: int = 0  #: of the methods' random numbers
+    source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as :func:`load` reads it; ``load(plan.to_dict()) == plan``."""
+        """Return the plan as a dict that :func:`hvdcompress.load` reads: ``load(plan.to_dict()) == plan``."""
         return json.loads(self.source, object_hook=_number_keys)
 
     @cached_property
     def fingerprint(self) -> int:
-        """32-bit hash, by which ranks see whether they run the same plan."""
+        """A 32-bit hash, for ranks to check that they run the same plan."""
         return zlib.crc32(self.source.encode())
 
     def program_of(self, spec: TensorSpec) -> Program:
-        """The program of one tensor, by the first rule that matches; its size is not looked at."""
+        """Return the program of the first rule that matches, or the default. ``min_elements`` is not considered."""
         return next((rule.program for rule in self.rules if rule.match.holds(spec)), self.program)
 
     def buckets(self, specs: Iterable[TensorSpec]) -> list[Bucket]:
-        """The tensors sorted by name and grouped into what is exchanged together.
+        """Group tensors into buckets that are exchanged together.
 
-        Joined are: tensors below ``bucket_elements`` that have the same program, up to that size, if the method suits
-        a bucket; if not, those of them that go dense; and all tensors of a method whose ``scope`` is "global". What
-        then is below ``min_elements``, or of a shape that its method does not suit, goes dense.
+        Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
+        has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent dense
+        are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket. Buckets of
+        fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
+
+        Args:
+            specs: the tensors, in any order.
+
+        Returns:
+            The buckets, sorted by name.
         """
         buckets: list[Bucket] = []
         open_buckets: dict[tuple[Program, str], list[TensorSpec]] = {}
@@ -159,7 +166,7 @@ class Plan:
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:
-    """JSON has no numbers for keys, and a schedule's starts are numbers."""
+    """Turn keys back into numbers: JSON writes them as text, and a schedule has steps as keys."""
 
     def number(key: str) -> Any:
         try:

@@ -15,26 +15,58 @@ from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed")
-WHOLE = {"min_elements": 1024, "bucket_elements": 0, "seed": 0}  # whole numbers and their defaults
+WHOLE = {"min_elements": 1024, "bucket_elements": 0, "seed": 0}  # integer keys and their defaults
 RULE_KEYS = ("method", "warmup", "schedule")
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Plan:
-    """The plan in a YAML file, or in a dict with the same keys.
+    """Read a plan from a YAML file, or from a dict with the same keys.
+
+    The format::
+
+        method: scalecom            # the default method
+        density: 0.01               # its hyper-parameters, at the same level
+        beta: 0.1
+        warmup: {epochs: 5}         # send dense until then; or {steps: 500}
+        schedule:                   # hyper-parameters by steps or epochs, see schedule.py
+          density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
+        steps_per_epoch: 391        # required if anything is given in epochs
+        min_elements: 1024          # smaller tensors are sent dense
+        bucket_elements: 0          # smaller tensors are joined into buckets; 0: no buckets
+        seed: 0
+        rules:                      # the first rule that matches a tensor applies
+          - match: {name: "conv1.*"}            # a glob
+            method: none
+          - match: {ndim: 4, min_size: 100000}  # all conditions must hold
+            density: 0.004                      # no method: the default method, with this changed
+
+    Args:
+        source: the file's path, or the dict.
+
+    Returns:
+        The plan.
 
     Raises:
-        PlanError: (a ``ValueError``) the message names the key, what is wrong with it and, for a file, the line.
+        PlanError: the plan is invalid. This is a ``ValueError``; its message names the key, the fault and, for a file,
+            the line.
         FileNotFoundError: there is no such file.
     """
     return _read(Document.open(source))
 
 
 def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
-    """What drivers take: a method id with hyper-parameters, a Method, a Plan or a plan's dict; ``settings`` override.
+    """Make a plan of anything that drivers accept.
+
+    Args:
+        method: a method's id, a method, a plan, or a plan's dict.
+        **settings: plan keys and hyper-parameters, which override those of ``method``.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: as :func:`load`; or settings were given that contradict a Plan.
+        PlanError: as in :func:`load`.
     """
     if isinstance(method, Plan):
         return load({**method.to_dict(), **settings}) if settings else method
@@ -46,7 +78,7 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
 
 
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
-    """A plan of one method that no registry knows, such as one under development."""
+    """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
     doc.known_keys(tuple(WHOLE))
     whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
@@ -56,7 +88,7 @@ def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
 
 def _read(doc: Document) -> Plan:
     if "method" not in doc.value:
-        raise doc.error("method", "is missing: a plan names its default method")
+        raise doc.error("method", "is missing; a plan needs a default method, such as method: topk")
     steps_per_epoch = doc.whole("steps_per_epoch", None, least=1)
     default_body = doc.without(*PLAN_KEYS)
     program, default = _program(default_body, {}, steps_per_epoch)
@@ -64,7 +96,7 @@ def _read(doc: Document) -> Plan:
     rules = []
     for body in doc.items("rules"):
         if "match" not in body.value:
-            raise body.error("match", "is missing: a rule says which tensors it is for")
+            raise body.error("match", "is missing; a rule needs conditions, such as match: {ndim: 4}")
         match = body.child("match")
         match.known_keys(MATCH_KEYS)
         sizes = {key: match.whole(key, None, least=0) for key in MATCH_KEYS[1:]}
@@ -80,7 +112,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | None) -> tuple[Program, dict[str, Any]]:
-    """The program that a plan's or a rule's keys describe, and its keys, for rules to inherit."""
+    """Return the program that the keys of a plan or a rule describe, and the keys, for rules to inherit."""
     given = {**inherited, **body.value}
     method = _method(body, given["method"], _settings(given))
     stages = {0: method}
@@ -100,7 +132,7 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
 def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
     for key in settings:
         if not isinstance(key, str):
-            raise body.error(key, "unknown key: hyper-parameters have names")
+            raise body.error(key, "unknown key; hyper-parameters are named by text")
     try:
         return get(id, **settings)
     except FieldError as error:

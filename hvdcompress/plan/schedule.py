@@ -1,19 +1,17 @@
-"""What changes in the course of training, in a plan: ``warmup`` and ``schedule``.
+"""Changes during training, in a plan: the keys ``warmup`` and ``schedule``.
 
-Any hyper-parameter may be given values from certain steps or epochs on::
+``schedule`` gives hyper-parameters new values from certain steps or epochs on::
 
     schedule:
       density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
 
-The density of a sparsifier may also follow the learning rate, as FFT sparsification has it (Wang et al. 2020,
-arXiv 1811.08596: training converges if the share θ that is dropped diminishes as θ_t = sqrt(L·η_t)). The
-learning rates are given by steps or epochs; density is 1 − θ, at least the method's own one::
+The density may also follow the learning rate η, given by steps or epochs, as in FFT sparsification (Wang et al. 2020,
+arXiv 1811.08596: training converges if the dropped share diminishes as θ_t = sqrt(L·η_t)). Then the density is 1 − θ_t,
+but at least the method's own::
 
     schedule:
       density:
         diminishing: {lipschitz: 7.2, learning_rate: {steps: {0: 0.1, 300: 0.05, 450: 0.01}}}
-
-Both become stages: a few methods with the steps from which on they hold, the same on every rank.
 """
 
 from __future__ import annotations
@@ -26,28 +24,41 @@ from hvdcompress.plan.document import Document
 from hvdcompress.registry import FieldError, get
 
 UNITS = ("steps", "epochs")
-#: What a change would make of the state that there is, nobody can say; a method names more in ``fixed``.
+#: Hyper-parameters that no schedule may change, because existing state depends on them; a method's ``fixed`` adds more.
 FIXED = {"feedback", "values"}
 
 
 def duration(given: Document, steps_per_epoch: int | None) -> int:
-    """{steps: N} or {epochs: E} -> a number of steps.
+    """Convert a duration to steps.
+
+    Args:
+        given: {steps: N} or {epochs: E}.
+        steps_per_epoch: the plan's, or None if it gives none.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: ``given`` is neither, or ``steps_per_epoch`` is missing.
     """
     given.known_keys(UNITS)
     if len(given.value) != 1:
-        raise given.error(None, "give either steps or epochs")
+        raise given.error(None, "needs either steps or epochs, such as {epochs: 5}")
     unit, amount = next(iter(given.value.items()))
     return _to_steps(given, unit, amount, steps_per_epoch)
 
 
 def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | None) -> dict[int, dict[str, Any]]:
-    """A plan's ``schedule`` -> {first step: {hyper-parameter: value}}, ascending.
+    """Read a plan's ``schedule``.
+
+    Args:
+        body: the plan's or the rule's keys.
+        given: the value under ``schedule``; None if there is none.
+        method: the method that it changes.
+        steps_per_epoch: the plan's, or None if it gives none.
+
+    Returns:
+        {first step: {hyper-parameter: value}}, ascending.
 
     Raises:
-        PlanError: an unknown key, a value that the method refuses, or a hyper-parameter that must not change.
+        PlanError: a key is unknown, a value does not fit its hyper-parameter, or the hyper-parameter must not change.
     """
     found: dict[int, dict[str, Any]] = {}
     if given is None:
@@ -68,15 +79,17 @@ def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | N
             found.setdefault(step, {})[name] = getattr(valid, name)
     fixed = (FIXED | set(method.fixed)) & set(schedule.value)
     if fixed:
-        raise schedule.error(fixed.pop(), "cannot change during training")
+        raise schedule.error(
+            fixed.pop(), "cannot change during training, as existing state depends on it; remove it from the schedule"
+        )
     return dict(sorted(found.items()))
 
 
-Point = tuple[int, Any, Document, Any]  # step, value, and where it was written, for errors
+Point = tuple[int, Any, Document, Any]  # step, value; and the mapping and key where it was written, for errors
 
 
 def _points(entry: Document, steps_per_epoch: int | None) -> list[Point]:
-    """{steps|epochs: {start: value}} -> points."""
+    """Read {steps|epochs: {start: value}}."""
     found: list[Point] = []
     for unit in UNITS:
         if unit in entry.value:
@@ -87,11 +100,13 @@ def _points(entry: Document, steps_per_epoch: int | None) -> list[Point]:
 
 
 def _diminishing(given: Document, method: Method, steps_per_epoch: int | None) -> list[Point]:
-    """θ_t = sqrt(L·η_t): points whose values are densities 1 − θ_t, but never below the method's own density."""
+    """Read ``diminishing``: densities 1 − sqrt(L·η_t), but at least the method's own density."""
     given.known_keys(("lipschitz", "learning_rate"))
     for key in ("lipschitz", "learning_rate"):
         if key not in given.value:
-            raise given.error(key, "is missing: θ_t = sqrt(lipschitz · learning_rate)")
+            raise given.error(
+                key, "is missing; diminishing needs lipschitz and learning_rate: θ_t = sqrt(lipschitz · learning_rate)"
+            )
     lipschitz = _positive(given, "lipschitz", given.value["lipschitz"])
     rates = given.child("learning_rate")
     rates.known_keys(UNITS)
@@ -114,5 +129,5 @@ def _to_steps(where: Document, unit: str, amount: Any, steps_per_epoch: int | No
     if isinstance(amount, bool) or not isinstance(amount, int if whole else (int, float)) or amount < 0:
         raise where.error(unit, f"{amount!r} must be a {'whole ' if whole else ''}number, 0 or more")
     if unit == "epochs" and steps_per_epoch is None:
-        raise where.error(unit, "this plan speaks of epochs, so it must also give steps_per_epoch")
+        raise where.error(unit, "is given in epochs; add steps_per_epoch to the plan")
     return int(amount) if whole else round(amount * (steps_per_epoch or 1))

@@ -1,11 +1,11 @@
-"""The conformance suite: what every compression method must hold, for ours and for third parties'.
+"""The conformance suite: checks that every compression method must pass, including third parties' methods.
 
     from hvdcompress.testing import check_method
-    check_method(MyMethod(density=0.01))              # raises AssertionError, which names what broke
+    check_method(MyMethod(density=0.01))              # raises AssertionError, which says what failed
 
-A method is run by :class:`Trial`, a loopback network that notes every collective, and put through
-each of :data:`CHECKS` in several worlds. No test framework is needed, and ``python -O`` switches
-nothing off. A method need not be registered; only then its round trip through a plan is checked too.
+Each of :data:`CHECKS` runs the method in several worlds, in a :class:`Trial`: a loopback network that records every
+collective. No test framework is needed, and the checks also work under ``python -O``. The method need not be
+registered; if it is, its round trip through a plan is checked too.
 
 >>> import hvdcompress
 >>> check_method(hvdcompress.get("topk", density=0.1), worlds=(2,), sizes=(1, 50))
@@ -19,7 +19,7 @@ from typing import Any
 from hvdcompress.method import Method
 from hvdcompress.testing.exchange_checks import (
     check_bytes,
-    check_choreography,
+    check_collectives,
     check_deterministic,
     check_loss_scale,
     check_nonfinite,
@@ -57,7 +57,7 @@ __all__ = [
     "check_conservation",
     "check_unbiased",
     "check_bytes",
-    "check_choreography",
+    "check_collectives",
     "check_deterministic",
     "check_nonfinite",
     "check_resume",
@@ -70,16 +70,16 @@ __all__ = [
 Check = Callable[[Case], None]
 CHECKS: tuple[Check, ...] = (
     check_value, check_shapes, check_layout, check_results, check_finite, check_conservation, check_unbiased,
-    check_bytes, check_choreography, check_deterministic, check_nonfinite, check_resume, check_loss_scale,
+    check_bytes, check_collectives, check_deterministic, check_nonfinite, check_resume, check_loss_scale,
     check_state, check_wire,
 )  # fmt: skip
 """Every check, in the order in which :func:`check_method` runs them."""
 
-ROUNDING = {"fp16": 2.0**-9}  # only here does a network round what it sums, and no share accounts for it
+ROUNDING = {"fp16": 2.0**-9}  # the network itself rounds fp16 sums, and no rank's share contains that error
 
 
 def rounding_of(method: Method) -> float:
-    """Relative rounding error of a sum of the method's values, by its id or its ``values``."""
+    """Return the relative rounding error to allow in sums of the method's values, from its id or its ``values``."""
     return max((ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5)
 
 
@@ -95,21 +95,21 @@ def check_method(
     seed: int = 0,
     checks: Sequence[Check] = CHECKS,
 ) -> None:
-    """Put a method through the conformance suite.
+    """Check that a method conforms.
 
     Args:
         method: the method, with the hyper-parameters to check.
-        worlds: numbers of ranks.
-        sizes: numbers of elements.
-        steps: steps of each run; a method with phases needs enough to go through them.
-        ops: the array backend (default: the CPU drivers').
+        worlds: numbers of ranks to try.
+        sizes: numbers of elements to try.
+        steps: steps per run; a method with phases needs enough to reach all of them.
+        ops: the array backend (default: that of the CPU drivers).
         rounding: relative error of one sum of decoded values (default: by the width of its ``values``).
-        unbiased: whether results are declared unbiased (default: its field ``unbiased``, else False).
-        seed: of the method's randomness and of the data.
-        checks: some of :data:`CHECKS`.
+        unbiased: whether results are unbiased (default: the method's attribute ``unbiased``, else False).
+        seed: seed of the method's random numbers and of the data.
+        checks: the checks to run (default: all).
 
     Raises:
-        AssertionError: something does not hold; the message names the method, the check and what broke.
+        AssertionError: a check failed; the message names the method, the check, the world and the fault.
     """
     for world in worlds:
         for check in checks:
@@ -127,5 +127,5 @@ def check_method(
                 check(case)
             except Exception as error:
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-                text = f"{method} does not hold {check.__name__} with {world} ranks: {kind}{error}"
+                text = f"{method} fails {check.__name__} with {world} ranks: {kind}{error}"
                 raise AssertionError(text) from error

@@ -1,4 +1,4 @@
-"""Checks of how it is done: bytes, choreography, determinism, rollback, state and wire."""
+"""Checks of the exchange itself: bytes, collectives, determinism, rollback, checkpoints, state and wire format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for,
 
 
 def check_bytes(case: Case) -> None:
-    """The ledger's bytes are those of the payloads that really went, and the method's own formula."""
+    """The ledger counts the bytes that were really sent, and they agree with the method's ``num_bytes``."""
     net = case.trial()
     uneven = case.method.uneven
     for n, dtype in itertools.product(case.sizes, ("float32", "float64", "float16")):
@@ -44,18 +44,20 @@ def check_bytes(case: Case) -> None:
                     f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes",
                 )
                 largest = max(largest, sent)
-            require(largest == formula, f"n = {n}: num_bytes() says {formula}, the most a rank sent was {largest}")
+            require(
+                largest == formula, f"n = {n}: num_bytes() says {formula}, but no rank sent more than {largest} bytes"
+            )
     small = Trial(plan_for(case.method, min_elements=50), case.world, ops=case.ops)
     small.allreduce(case.gradients(49), "small")
     require(
         small.ledger.bytes_sent(0) == 4 * math.prod(case.shape(49)),
-        "a tensor below min_elements must go dense, at 4 bytes an element",
+        "a tensor below min_elements must be sent dense, with 4 bytes per element",
     )
     require(not small.residual("small", 0).any(), "a tensor below min_elements must have a residual of zeros")
 
 
-def check_choreography(case: Case) -> None:
-    """Verbs and dtypes are fixed by spec, phase and world, whatever the data, rank and step."""
+def check_collectives(case: Case) -> None:
+    """Verbs and dtypes depend only on tensor, phase and world, not on data, rank or step."""
     known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     kinds: tuple[Kind, ...] = ("normal", "zero", "heavy")
     for n in case.sizes:
@@ -68,32 +70,34 @@ def check_choreography(case: Case) -> None:
                 for collective in net.log:
                     where = f"n = {n}, {kind}, step {step}, {collective.verb}"
                     dtypes, lengths = set(collective.dtypes), set(collective.lengths)
-                    require(len(dtypes) == 1, f"{where}: ranks give different dtypes: {sorted(dtypes)}")
+                    require(len(dtypes) == 1, f"{where}: the ranks' dtypes differ: {sorted(dtypes)}")
                     dtype = dtypes.pop()
                     if collective.verb != "AllReduce":
-                        require(dtype == "uint8", f"{where} carries {dtype}, not uint8")
+                        require(dtype == "uint8", f"{where}: the payload is {dtype}, not uint8")
                     if collective.verb != "AllGather" and not collective.splits:
-                        require(len(lengths) == 1, f"{where}: ranks give different lengths: {sorted(lengths)}")
+                        require(len(lengths) == 1, f"{where}: the ranks' lengths differ: {sorted(lengths)}")
                     if collective.verb == "Broadcast":
                         size = collective.num_bytes[0]
-                        require(size % 4 == 0, f"{where}: {size} bytes are no int32s")
+                        require(size % 4 == 0, f"{where}: {size} bytes are not a multiple of 4")
                     if collective.verb == "AllToAll" and not collective.splits:
                         even = lengths.pop() % case.world == 0
-                        require(even, f"{where} cannot be cut into {case.world} equal pieces")
+                        require(even, f"{where}: the payload cannot be cut into {case.world} equal pieces")
                     verbs.append((collective.verb, collective.op, dtype))
                 key = (n, case.method.phase_of(step))
                 first = known.setdefault(key, verbs)
-                require(verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, they were {first}")
+                require(
+                    verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, before they were {first}"
+                )
 
 
 def check_deterministic(case: Case) -> None:
-    """The same seed gives the same bytes; numpy's and Python's global generators are left alone."""
+    """The same seed gives the same bytes, and the global generators of numpy and Python are not used."""
     with _generators_untouched():
         nets = [case.trial(), case.trial()]
         for step in range(case.steps):
             outs = []
             for number, net in enumerate(nets):
-                np.random.seed(number)  # what the global generator holds must not matter
+                np.random.seed(number)  # the state of the global generators must not matter
                 random.seed(number)
                 state, python = np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr, index]
                 outs.append(net.allreduce(case.gradients(200, step), "w")[0])
@@ -114,10 +118,10 @@ def _generators_untouched() -> Iterator[None]:
 
 
 def check_nonfinite(case: Case) -> None:
-    """A NaN or Inf on one rank: NaN everywhere, states exactly as before, and then as if it had not been."""
+    """A NaN or Inf on one rank gives NaN on all ranks and leaves no trace: state and later steps are unchanged."""
     for number, bad in enumerate((np.nan, np.inf, -np.inf)):
         rank = number % case.world
-        net, spared = case.trial(), case.trial()
+        net, clean = case.trial(), case.trial()
         for step in range(case.steps):
             both = zip(case.gradients(60, step), case.gradients(33, 9 + step), strict=True)
             given = [{"a": a, "b": b} for a, b in both]
@@ -133,17 +137,17 @@ def check_nonfinite(case: Case) -> None:
                             f"{bad} in 'b' of rank {rank}: rank {r} did not get NaN everywhere in {name!r}",
                         )
                 require(same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
-            outs, expected = net.allreduce_many(given), spared.allreduce_many(given)
+            outs, expected = net.allreduce_many(given), clean.allreduce_many(given)
             for r in range(case.world):
                 for name in ("a", "b"):
                     same = equal(outs[r][name], expected[r][name])
-                    require(same, f"{bad} at step {step}: the next step differs from a run that was spared it")
-        same = same_states(net.saved(), spared.saved())
-        require(same, f"{bad}: states differ from those of a run that was spared it")
+                    require(same, f"{bad} at step {step}: the next step differs from that of a run without it")
+        same = same_states(net.saved(), clean.saved())
+        require(same, f"{bad}: the states differ from those of a run without it")
 
 
 def check_resume(case: Case) -> None:
-    """State saved and loaded is state: the run goes on bit-exactly, and what was saved stays a copy."""
+    """A run continues from saved state with the same bits, and saved state is a copy."""
     straight, first, second = case.trial(), case.trial(), case.trial()
     specs = [TensorSpec("v", (3, 5)), TensorSpec("w", case.shape(70))]
 
@@ -160,10 +164,10 @@ def check_resume(case: Case) -> None:
         for slots in one["state"].values():
             for slot, array in slots.items():
                 kind = type(array)
-                require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a plain array")
-    for rank in range(case.world):  # a saved state is not a view into a live one
+                require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a numpy array")
+    for rank in range(case.world):  # what was saved must not be a view of live state
         first.allreduce_many(gradients(77 + rank))
-    require(same_states(saved, untouched), "a saved state changed as the run went on")
+    require(same_states(saved, untouched), "saved state changed while the run continued")
     second.restore(saved, specs)
     for step in range(3, 6):
         for a, b in zip(straight.allreduce_many(gradients(step)), second.allreduce_many(gradients(step)), strict=True):
@@ -173,16 +177,16 @@ def check_resume(case: Case) -> None:
         same_states(straight.saved(), second.saved()),
         "resumed and uninterrupted runs end with different states",
     )
-    require(same_states(saved, untouched), "the resumed run wrote into what it was loaded from")
+    require(same_states(saved, untouched), "the resumed run wrote into the state it was loaded from")
 
 
 def check_loss_scale(case: Case) -> None:
-    """State is kept in unscaled units: a loss scale that changes shows in the result's scale only.
+    """State is kept without the loss scale: changing the loss scale only scales the result.
 
-    A method that keeps nothing need not know of it.
+    A method without state may ignore the loss scale.
     """
     now = [1.0]
-    keeps = bool(feedback.slots(case.method, TensorSpec("w", case.shape(90))))
+    has_state = bool(feedback.slots(case.method, TensorSpec("w", case.shape(90))))
     plain, scaled = case.trial(), case.trial(loss_scale=lambda: now[0])
     for step in range(case.steps):
         now[0] = float(2 ** (3 * step % 7))  # a power of two scales exactly
@@ -190,52 +194,52 @@ def check_loss_scale(case: Case) -> None:
         given = case.gradients(90, step)
         where = f"step {step}, loss scale {now[0]}"
         out = scaled.allreduce([g * factor for g in given], "w")[0]
-        if keeps:
+        if has_state:
             expected = plain.allreduce(given, "w")[0] * factor
         else:
             expected = plain.allreduce([g * factor for g in given], "w")[0]
         close = np.allclose(out, expected, rtol=case.rounding, atol=case.rounding * float(factor))
-        require(close, f"{where}: the result is {out[:3]}…, should be {expected[:3]}…")
+        require(close, f"{where}: the result is {out[:3]}…, expected {expected[:3]}…")
         for rank in range(case.world):
             kept, other = plain.residual("w", rank), scaled.residual("w", rank)
             close = np.allclose(kept, other, rtol=case.rounding, atol=case.rounding)
-            require(close, f"{where}: rank {rank}'s residual is not in unscaled units")
+            require(close, f"{where}: the residual of rank {rank} depends on the loss scale")
 
 
 def check_state(case: Case) -> None:
-    """The state is what the method declares: the same slots, sizes and dtypes after every step."""
+    """After every step the state has the slots, sizes and dtypes that the method declares."""
     n = 65
     net = case.trial()
     (bucket,) = net.plan.buckets([TensorSpec("w", case.shape(n))])
     declared = feedback.slots(bucket.program.main, bucket.spec)
     for step in range(case.steps):
         net.allreduce(case.gradients(n, step), "w")
-        for rank, worker in enumerate(net.ranks):
-            state = worker.states["w"].slots
+        for number, rank in enumerate(net.ranks):
+            state = rank.states["w"].slots
             require(
                 state.keys() == declared.keys(),
-                f"slots {sorted(state)} are kept, {sorted(declared)} declared",
+                f"the state has the slots {sorted(state)}, declared are {sorted(declared)}",
             )
             for slot, array in state.items():
                 host, want = to_numpy(array), declared[slot]
-                kept = f"step {step}, rank {rank}: slot {slot!r}"
+                kept = f"step {step}, rank {number}: slot {slot!r}"
                 require(
                     host.size == math.prod(want.shape),
-                    f"{kept} has {host.size} elements, declared {want.shape}",
+                    f"{kept} has {host.size} elements, declared is the shape {want.shape}",
                 )
-                require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared {want.dtype}")
+                require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared is {want.dtype}")
     for slot, want in declared.items():
         if want.scope == "shared":
-            copies = [to_numpy(worker.states["w"].slots[slot]).tobytes() for worker in net.ranks]
-            require(len(set(copies)) == 1, f"slot {slot!r} is declared shared, and differs between ranks")
+            copies = [to_numpy(rank.states["w"].slots[slot]).tobytes() for rank in net.ranks]
+            require(len(set(copies)) == 1, f"slot {slot!r} is declared shared, but differs between ranks")
 
 
 def check_wire(case: Case) -> None:
-    """Damaged payloads raise ``WireError``, or decode to something that fits the tensor."""
+    """A damaged payload raises ``WireError``, or decodes to something that fits the tensor."""
     if type(case.method).decode is Method.decode:
         return
     if getattr(case.method, "route", "gather") != "gather":
-        return  # shards carry no header: they are of fixed length, and go to one rank each
+        return  # shards have a fixed length and no header
     shape = case.shape(120)
     net = case.trial()
     net.allreduce(case.gradients(shape), "w")

@@ -1,4 +1,4 @@
-"""Checks of what comes out: values, shapes, sums, and that nothing is lost."""
+"""Checks of the results: values, shapes, sums, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_nump
 
 
 def check_value(case: Case) -> None:
-    """A method is a frozen, hashable value, equal to another with the same fields, and survives a plan."""
+    """A method is a frozen, hashable value: equal to one with the same fields, and unchanged by a plan."""
     method, settings = case.method, case.method.hyperparameters()
     twin = type(method)(**settings)
-    require(twin == method and hash(twin) == hash(method), f"{method} made again from its fields is another value")
+    require(twin == method and hash(twin) == hash(method), f"{method} made again from its fields is not equal")
     require(twin is not method and {method, twin} == {method}, "equal methods must count as one in a set")
     for name in settings:
         try:
             setattr(method, name, settings[name])
         except (FrozenInstanceError, AttributeError):
             continue
-        raise AssertionError(f"field {name!r} can be written: methods are frozen")
+        raise AssertionError(f"field {name!r} can be assigned; methods must be frozen")
     for text in ("id", "paper", "sends"):
         require(getattr(method, text), f"the method has no {text!r}")
-    require(json.loads(json.dumps(settings)) == settings, f"hyper-parameters cannot go through JSON: {settings}")
+    require(json.loads(json.dumps(settings)) == settings, f"hyper-parameters change when written as JSON: {settings}")
     if registry.classes().get(method.id) is type(method):
-        require(registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is another method")
+        require(
+            registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is not equal to the method"
+        )
         plan = plan_of(method)
         again = load(json.loads(json.dumps(plan.to_dict())))
         require(plan.program.main == method, f"the plan made from {method} holds {plan.program.main}")
         require(again == plan and again.program.main == method, "load(plan.to_dict()) differs from the plan")
-        require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has another fingerprint")
+        require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has a different fingerprint")
 
 
 def check_shapes(case: Case) -> None:
-    """Any shape, size and dtype comes back as it went in; inputs stay untouched; nothing is aliased."""
+    """Results have the shape and dtype of the gradient; inputs are not changed, and no memory is shared."""
     net = case.trial()
     shapes: list[tuple[int, ...]] = [(n,) for n in case.sizes] + [(), (3, 5, 7), (0, 4)]
     for number, shape in enumerate(shapes):
@@ -49,7 +51,7 @@ def check_shapes(case: Case) -> None:
             given = [g.astype(dtype) for g in case.gradients(shape, number)]
             before = [g.copy() for g in given]
             for g in given:
-                g.flags.writeable = False  # writing one would raise, and say where
+                g.flags.writeable = False  # writing to it raises
             for kept in (
                 net.allreduce(given, f"{dtype}.{number}"),
                 net.allreduce(given, f"{dtype}.{number}"),
@@ -58,26 +60,26 @@ def check_shapes(case: Case) -> None:
                     where = f"shape {shape}, {dtype}, rank {rank}"
                     require(
                         out.shape == shape and out.dtype == dtype,
-                        f"{where}: {out.shape} {out.dtype} came back",
+                        f"{where}: the result is {out.shape} {out.dtype}",
                     )
                     require(np.isfinite(out).all(), f"{where}: the result is not finite")
                     require(equal(given[rank], before[rank]), f"{where}: the input was changed")
-                    require(not np.shares_memory(out, given[rank]), f"{where}: the result aliases the input")
+                    require(not np.shares_memory(out, given[rank]), f"{where}: the result shares memory with the input")
                     others = [other for r, other in enumerate(kept) if r != rank]
                     require(
                         not any(np.shares_memory(out, o) for o in others),
-                        f"{where}: results alias each other",
+                        f"{where}: results of different ranks share memory",
                     )
 
 
 def check_layout(case: Case) -> None:
-    """How a gradient lies in memory (transposed, strided) makes no difference."""
+    """The memory layout of a gradient (transposed, strided) makes no difference."""
     layouts: dict[str, Callable[[Array], Array]] = {"F-ordered": np.asfortranarray, "strided": _strided}
     for name, layout in layouts.items():
         given = case.gradients((4, 6), 99)
         plain = case.trial().allreduce(given, "w")
         other = case.trial().allreduce([layout(g) for g in given], "w")
-        require(all(map(np.array_equal, plain, other)), f"a gradient that is {name} in memory gets another result")
+        require(all(map(np.array_equal, plain, other)), f"a gradient that is {name} in memory gives a different result")
 
 
 def _strided(x: Array) -> Array:
@@ -87,7 +89,7 @@ def _strided(x: Array) -> Array:
 
 
 def check_results(case: Case) -> None:
-    """All ranks end bit-identical, an average is the sum over the world, and no result is a reused buffer."""
+    """Results are equal to the bit on all ranks, the average is sum / world, and no result is overwritten later."""
     summing, averaging = case.trial(), case.trial()
     for n in case.sizes:
         earlier: list[tuple[Array, Array]] = []
@@ -111,11 +113,11 @@ def check_results(case: Case) -> None:
 
 
 def check_finite(case: Case) -> None:
-    """Finite in, finite out: zeros, constants, denormals, 24 powers of ten, and magnitudes up to 1e37."""
+    """Finite gradients give finite results: zeros, constants, denormals, 24 powers of ten, magnitudes up to 1e37."""
     kinds: tuple[Kind, ...] = ("zero", "constant", "denormal", "mixed", "huge", "sparse", "shifted")
     for n in [n for n in case.sizes if n <= 100][-3:]:
         for kind in kinds:
-            # an unbiased result may be n times its input, and there is no float32 beyond 3.4e38
+            # an unbiased result may be n times its input, and float32 ends at 3.4e38
             shrink = np.float32(1 / max(n, 1)) if case.unbiased else np.float32(1)
             net = case.trial()
             for step in range(2):
@@ -125,19 +127,19 @@ def check_finite(case: Case) -> None:
                 require(all(np.isfinite(out).all() for out in outs), f"{where}: the result is not finite")
                 for rank in range(case.world):
                     finite = np.isfinite(net.residual("w", rank)).all()
-                    require(finite, f"{where}: rank {rank}'s residual is not finite")
+                    require(finite, f"{where}: the residual of rank {rank} is not finite")
                 if kind == "zero":
                     require(
                         not any(out.any() for out in outs),
-                        f"{where}: zeros in, {outs[0][outs[0] != 0][:3]} out",
+                        f"{where}: the result is not zero: {outs[0][outs[0] != 0][:3]}",
                     )
 
 
 def check_conservation(case: Case) -> None:
     """Nothing is lost: Σ sent = Σ gradients − Σ (residual_T − residual_0)/β, over steps and ranks.
 
-    β is 1 for plain feedback. With momentum, the velocities that went into the residual stand for the gradients.
-    For a method without feedback there is nothing to check here.
+    β is 1 for plain feedback. With momentum, velocities take the place of the gradients. Without feedback there is
+    nothing to check.
     """
     if case.method.feedback == "none":
         return
@@ -151,7 +153,7 @@ def check_conservation(case: Case) -> None:
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
             sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
             residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
-            slots = [worker.states["w"].slots.get(feedback.VELOCITY) for worker in net.ranks]
+            slots = [rank.states["w"].get(feedback.VELOCITY) for rank in net.ranks]
             velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
             per_rank = [np.abs(x).max(initial=0) for x in gradients]
             largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))
@@ -165,7 +167,7 @@ def check_conservation(case: Case) -> None:
 
 
 def check_unbiased(case: Case) -> None:
-    """Where declared: the mean over steps is the gradient, within six standard errors."""
+    """If declared unbiased: the mean over steps is the gradient, within six standard errors."""
     if not case.unbiased:
         return
     n, steps = 24, 300

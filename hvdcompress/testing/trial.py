@@ -1,4 +1,4 @@
-"""A loopback network that notes every collective, data from the package's own hash, and what a check is given."""
+"""What the checks are made of: a loopback network that records every collective, test data, and a case to check."""
 
 from __future__ import annotations
 
@@ -24,21 +24,28 @@ Array = np.ndarray[Any, Any]
 
 
 def require(condition: object, message: str) -> None:
-    """``assert`` that survives ``python -O``."""
+    """Raise AssertionError with ``message`` unless ``condition`` holds; unlike ``assert``, also under ``python -O``."""
     if not condition:
         raise AssertionError(message)
 
 
-# -- data: the package's own integer hash, so the same on every machine and in every version of numpy ------
+# -- data: from the package's integer hash, so it is the same on every machine and with every numpy ---------
 
 Kind = Literal["normal", "smooth", "shifted", "heavy", "sparse", "zero", "constant", "huge", "denormal", "mixed"]
 
 
 def numbers(shape: tuple[int, ...], *key: int, kind: Kind = "normal") -> Array:
-    """float32 numbers of ``shape``, fixed by ``key``: reproducible to the bit, from no generator of numpy's.
+    """Return test data, reproducible to the bit.
 
-    "normal" has unit variance and is nearly bell-shaped; "smooth" is a low-pass of it; "heavy" has heavy tails;
-    "sparse" is one tenth non-zero; "mixed" spans 24 powers of ten; "huge" reaches 1e37, "denormal" is below 1e-38.
+    Args:
+        shape: its shape.
+        *key: integers that select the data, such as the rank and the step.
+        kind: "normal" has unit variance and is nearly bell-shaped; "smooth" is low-pass filtered; "shifted" has mean
+            10; "heavy" has heavy tails; "sparse" is one tenth non-zero; "zero" and "constant" (0.375) have equal
+            elements; "mixed" spans 24 powers of ten; "huge" reaches 1e37; "denormal" is below 1e-38.
+
+    Returns:
+        float32 of ``shape``.
     """
     return _numbers(shape, key, kind).copy()
 
@@ -64,23 +71,23 @@ def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
     return made.astype(np.float32).reshape(shape)
 
 
-# -- a network that watches -------------------------------------------------------------------------------
+# -- a network that records ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One round of one tensor; ``sent`` is every rank's memory (of a broadcast: the root's)."""
+    """One recorded collective: one round of one tensor."""
 
-    name: str
+    name: str  #: of the tensor
     step: int
-    verb: str
-    op: str
-    dtypes: tuple[str, ...]
-    lengths: tuple[int, ...]
-    sent: tuple[bytes, ...]
-    num_bytes: tuple[int, ...]
-    root: int | None = None
-    splits: bool = False  #: an all-to-all of unequal pieces
+    verb: str  #: name of the verb's class
+    op: str  #: "sum" or "max" of an all-reduce, else ""
+    dtypes: tuple[str, ...]  #: by rank; of a broadcast, only the root's
+    lengths: tuple[int, ...]  #: elements, by rank; of a broadcast, only the root's
+    sent: tuple[bytes, ...]  #: payloads, by rank; of a broadcast, only the root's
+    num_bytes: tuple[int, ...]  #: bytes charged, by rank
+    root: int | None = None  #: of a broadcast
+    splits: bool = False  #: whether it is an all-to-all of unequal pieces
 
 
 #: what a request of each kind is in ``Collective.verb``
@@ -88,7 +95,7 @@ VERBS = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all": "Al
 
 
 def plan_for(method: Method | Plan, **settings: Any) -> Plan:
-    """A plan that gives every tensor ``method``, however small; an unregistered method will do."""
+    """Return a plan that uses ``method`` for tensors of any size. The method need not be registered."""
     if isinstance(method, Plan):
         return method
     settings = {"min_elements": 0, **settings}
@@ -98,10 +105,17 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 
 
 class Trial(Loopback):
-    """A loopback whose collectives are all noted in ``log``.
+    """A loopback network that records every collective in ``log``.
 
-    Arrays go in and out as numpy's, whichever backend ``ops`` is: torch's is handed views of their memory, TensorFlow's
-    copies, which are copied back where a verb wrote them.
+    Gradients and results are numpy arrays with any backend. The torch backend works on views of their memory, the
+    TensorFlow backend on copies, which are copied back where a verb wrote to them.
+
+    Args:
+        method: the method, or a plan.
+        world: number of ranks.
+        ops: the array backend, one of :func:`backends` (default: that of the CPU drivers).
+        loss_scale: the loss scale, or a function that returns it.
+        **settings: plan keys.
     """
 
     def __init__(self, method: Method | Plan, world: int, *, ops: Any = None, loss_scale: Any = 1.0, **settings: Any):
@@ -135,22 +149,22 @@ class Trial(Loopback):
         return [to_ops(self.ops, result) for result in super()._carry_out(name, requests)]
 
     def saved(self) -> list[dict[str, Any]]:
-        """Every rank's ``state_dict``, with numpy arrays."""
+        """Return every rank's ``state_dict``, with numpy arrays."""
         return [_numpy_tree(rank.state_dict()) for rank in self.ranks]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec]) -> None:
-        """Load what :meth:`saved` gave, into the tensors of ``specs``."""
+        """Load what :meth:`saved` returned, for the tensors of ``specs``."""
         buckets = self.plan.buckets(specs)
         for rank, one in zip(self.ranks, saved, strict=True):
             rank.load_state_dict(one, lambda parts: kept(self.ops, np.concatenate(parts)), buckets)
 
     def residual(self, name: str, rank: int) -> Array:
-        """As the loopback's, and always a fresh numpy array."""
+        """Return a rank's residual, as a new numpy array."""
         return to_numpy(super().residual(name, rank)).copy()
 
 
 def to_numpy(x: Any) -> Any:
-    """A tensor or array as a numpy array; None as it is."""
+    """Return an array of any backend as a numpy array; None as it is."""
     if x is None:
         return None
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
@@ -262,15 +276,22 @@ def backends() -> dict[str, Any]:
 # -- hyper-parameters -------------------------------------------------------------------------------------
 
 
-VALUES = ("fp32", "fp16", "bf16", "qsgd4", "rangefloat8", "qsgd2", "rangefloat11m5")  #: those that are tried
+VALUES = ("fp32", "fp16", "bf16", "qsgd4", "rangefloat8", "qsgd2", "rangefloat11m5")  #: number formats to try
 
 
 def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, Any]]:
-    """Settings that between them give every option of a method's hyper-parameters at least once.
+    """Return settings that together use every option of a method's hyper-parameters at least once.
 
-    Read off the fields' types, so that a new field is varied without anybody listing it: each choice and each
-    flag, densities 1, tiny and default, and feedback none, plain and low-pass (β = 1 and 0.3) with each width
-    of values. Combinations that the method refuses are left out.
+    They are derived from the types of the fields, so new fields need no entry in a list: each choice, each flag, the
+    densities 1, 0.34 and 1e-9, and feedback none, plain and low-pass with each number format. Combinations that the
+    method refuses are left out.
+
+    Args:
+        cls: the method's class.
+        density: the density where it is not varied, if the method has one.
+
+    Returns:
+        Settings, by a readable name such as "density=0.06,values=fp16".
     """
     hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum")]
@@ -306,7 +327,7 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
 
 @dataclass
 class Case:
-    """One method in one world: what a check is given."""
+    """What a check is given: one method in one world. The fields are the arguments of ``check_method``."""
 
     method: Method
     world: int = 2
@@ -320,13 +341,13 @@ class Case:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """``sizes`` as shapes that the method suits."""
+        """Return ``sizes`` as shapes that the method suits."""
         return [self.shape(n) for n in self.sizes]
 
     def shape(self, n: int) -> tuple[int, ...]:
-        """A shape of n elements, or a few less, that the method suits: a vector, a matrix or a convolution.
+        """Return a shape of n elements, or slightly fewer, that the method suits: vector, matrix or convolution.
 
-        Where none does, as for a single element and a method for matrices, it is a vector, which goes dense.
+        If there is none, as for one element and a method for matrices, it is a vector, which is sent dense.
         """
         side = math.isqrt(n)
         wide = max(1, n // 24)
@@ -336,22 +357,23 @@ class Case:
         return (n,)
 
     def trial(self, **settings: Any) -> Trial:
-        """A fresh network."""
+        """Return a new :class:`Trial` of the method."""
         settings.setdefault("seed", self.seed)
         return Trial(self.method, self.world, ops=self.ops, **settings)
 
     def gradients(self, n: int | tuple[int, ...], step: int = 0, kind: Kind = "normal") -> list[Array]:
-        """Every rank's gradient."""
+        """Return the gradients of all ranks for ``n`` elements, or for a shape."""
         shape = n if isinstance(n, tuple) else self.shape(n)
         return [numbers(shape, self.seed, rank, step, kind=kind) for rank in range(self.world)]
 
 
 def equal(a: Array, b: Array) -> bool:
-    """To the bit (a NaN equals the same NaN, and 0 differs from −0)."""
+    """Return whether two arrays are equal to the bit (so equal NaNs are equal, and 0 and −0 differ)."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def same_states(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the state dicts of two networks are equal to the bit."""
     return all(
         one["steps"] == two["steps"]
         and one["state"].keys() == two["state"].keys()

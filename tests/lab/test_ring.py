@@ -191,7 +191,7 @@ def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce() -> None:
     basis = state["basis"][: d * 32].reshape(d, 32)
     xs = [matrices.collocated(grad.reshape(-1), spec, fast) for grad in grads]
     sums = simulate(xs, [Projection(basis, world, state["mean"])] * world)
-    got = matrices.as_it_lay(sums[0].total, spec, fast).reshape(shape)
+    got = matrices.stored_order(sums[0].total, spec, fast).reshape(shape)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     assert sums[0].payload == net.ledger.bytes_sent(rank=0) - sent
 

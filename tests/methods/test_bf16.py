@@ -14,7 +14,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 def bfloat16(value: float) -> float:
-    """A float32 rounded to bfloat16, to nearest even, in Python's whole numbers; finite stays finite."""
+    """Round a float32 to bfloat16, to nearest even, with Python's integers. Finite values stay finite."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     sign, magnitude = bits & 0x80000000, bits & 0x7FFFFFFF
     quotient, rest = divmod(magnitude, 0x10000)
@@ -57,7 +57,7 @@ def test_rounding_equals_torch() -> None:
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("n", [1, 2, 41])
 def test_sums_in_float32_and_rounds_once(world: int, n: int) -> None:
-    """Not a sum of bfloat16s: those lose a small addend whole, 256 + 1 = 256."""
+    """Partial sums are float32, not bfloat16, in which 256 + 1 = 256."""
     net = Loopback("bf16", world=world, min_elements=1)
     for step in range(20):
         gradients = [numbers((n,), rank, step) for rank in range(world)]
@@ -68,7 +68,7 @@ def test_sums_in_float32_and_rounds_once(world: int, n: int) -> None:
 
 
 def test_small_addends_are_not_lost() -> None:
-    """In bfloat16, 256 + 1 is 256: eight of them would be lost one by one."""
+    """A sum in bfloat16 would lose eight addends of 1 one by one: 256 + 1 = 256."""
     net = Loopback("bf16", world=9, min_elements=1)
     gradients = [np.float32([256])] + [np.float32([1])] * 8
     assert net.allreduce(gradients, op="sum")[0][0] == 264

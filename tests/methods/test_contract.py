@@ -1,4 +1,4 @@
-"""Every method, with every option, on every array backend, in worlds of 1 to 5: what holds for all of them.
+"""Every method, with every option, on every array backend, in worlds of 1 to 5: what all of them must do.
 
 The methods and their variants are found, not listed: a new file in ``methods/`` is tested the day it comes.
 """
@@ -31,7 +31,7 @@ METHODS = hvdcompress.available()
 VARIANTS = [(id, name, options) for id in METHODS for name, options in variants(registry.classes()[id]).items()]
 WORLDS = (1, 2, 3, 4, 5)
 SIZES = (0, 1, 7, 97)
-# what an array backend can get wrong; that its payloads are the reference's has a test of its own
+# checks that depend on the array backend; another test compares its payloads with the reference's
 OF_BACKENDS = (
     testing.check_shapes,
     testing.check_results,
@@ -47,7 +47,7 @@ OF_BACKENDS = (
 @pytest.mark.parametrize("number,id,name", [(i, id, name) for i, (id, name, _) in enumerate(VARIANTS)])
 def test_variant_holds_on_the_reference(number: int, id: str, name: str) -> None:
     method = hvdcompress.get(id, **VARIANTS[number][2])
-    # each variant in one world, so that each method meets all five; its second in all at once
+    # each variant runs in one of the worlds, and a method's second variant in all of them
     first = sum(1 for other, *_ in VARIANTS[:number] if other == id) == 1
     worlds = WORLDS if first else (number % 5 + 1,)
     steps = 3 if len(method.phases) == 1 else 6  # through all phases
@@ -66,7 +66,7 @@ def test_method_holds_on_every_backend(backend: str, world: int, id: str) -> Non
 @pytest.mark.parametrize("id", METHODS)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
 def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
-    """Payloads are equal to the byte, whatever the data: normal, heavy tails, ties, denormals, zeros.
+    """Payloads are equal to the byte for all kinds of data: normal, heavy tails, ties, denormals, zeros.
 
     Where a method is not ``exact``, as FFT and matrix products round differently in numpy and torch, lengths are
     equal, and results to about the rounding of float32.
@@ -92,14 +92,14 @@ def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
 
 
 def assert_nearly_all_close(a: Any, b: Any, *, method: Method, where: str) -> None:
-    """Equal to float32 rounding, but for a few elements: a hair's breadth may tip a code or a selection over."""
+    """Equal up to float32 rounding, except a few elements where a tiny difference changes a code or a selection."""
     scale = np.abs(a).max(initial=0.0)
     share = np.mean(np.abs(a - b) <= 1e-4 * scale + 1e-38) if a.size else 1.0
     exact_codec = getattr(method, "values", "fp32") == "fp32"
     assert share == 1.0 if exact_codec else np.abs(a - b).max() <= 0.2 * scale, where
 
 
-# -- hypothesis: any gradients, not those that somebody thought of ----------------------------------------
+# -- hypothesis: random gradients -------------------------------------------------------------------------
 
 LARGE = float(np.float32(1e37))
 floats = st.floats(-LARGE, LARGE, width=32, allow_nan=False, allow_infinity=False)
@@ -109,7 +109,7 @@ floats = st.floats(-LARGE, LARGE, width=32, allow_nan=False, allow_infinity=Fals
 @settings(max_examples=40)
 @given(data=st.data())
 def test_any_gradients(id: str, data: st.DataObject) -> None:
-    """Finite in, finite out, identical on all ranks, nothing lost, for whatever floats."""
+    """For any finite floats: results are finite and equal on all ranks, and nothing is lost."""
     name = data.draw(st.sampled_from(list(variants(registry.classes()[id]))), "variant")
     method = hvdcompress.get(id, **variants(registry.classes()[id])[name])
     if getattr(method, "unbiased", False):
@@ -140,7 +140,7 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
-    """Several tensors at once give what each gives alone (but for scope: global, which joins them)."""
+    """Several tensors at once give the same results as each alone (except with scope: global, which joins them)."""
     found = variants(registry.classes()[id])
     name = data.draw(st.sampled_from([v for v, o in found.items() if o.get("scope") != "global"]), "variant")
     method = hvdcompress.get(id, **found[name])
@@ -157,7 +157,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
             assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))
 
 
-# -- what a method must bring along -----------------------------------------------------------------------
+# -- the files that belong to a method --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -192,7 +192,7 @@ def test_config_holds_the_defaults_with_comments(id: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("id", METHODS)
 def test_golden_case(id: str, backend: str) -> None:
-    """Payloads, results and residuals are to the byte what they were when the case was made."""
+    """Payloads, results and residuals are equal to the byte to those recorded in the case."""
     cases = json.loads(make_golden.golden_path(id).read_text(encoding="utf-8"))
     assert cases.keys() == make_golden.golden_variants(id).keys(), f"options changed: {make_golden.COMMAND} {id}"
     for name, case in cases.items():
@@ -209,10 +209,10 @@ def test_golden_case(id: str, backend: str) -> None:
 
 @pytest.mark.parametrize("id", METHODS)
 def test_method_documents_itself(id: str) -> None:
-    """What travels, bytes, departures, a doctest: in the docstring; a text below each field."""
+    """The docstring has what is sent, bytes, departures and a doctest; each field has a text below it."""
     cls = registry.classes()[id]
     text = registry.docstring(cls)
-    for words in ("What travels:", "Bytes:", "Departures", ">>> "):
+    for words in ("What is sent:", "Bytes:", "Departures", ">>> "):
         assert words in text, f"methods/{id}.py: its docstring lacks {words!r}"
     missing = {field.name for field in fields(cls)} - make_golden.field_comments(cls).keys()
     assert not missing, f"methods/{id}.py: no text below the fields {sorted(missing)}"
@@ -224,7 +224,7 @@ def test_method_documents_itself(id: str) -> None:
 
 
 def _third_party(**methods: Any) -> Method:
-    """A method that is in no registry: half of the gradient's entries, always the same."""
+    """An unregistered method: it sends every other element of the gradient."""
 
     class Half(Method):
         needs_feedback = True
@@ -252,7 +252,7 @@ def test_check_method_passes_an_unregistered_method() -> None:
 
 
 def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
-    """Its own slots are no reason to unscale: what goes in and what comes out are in the same units."""
+    """Without feedback, state of the method's own does not change the scale of gradients and results."""
     from hvdcompress.method import AllReduce, Reduced, Slot
 
     def exchange(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
@@ -268,19 +268,19 @@ def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
 
 
 def test_loopback_takes_an_unregistered_method() -> None:
-    """A third party tries its method out before it registers anything."""
+    """Third parties can try a method without registering it."""
     outs = Loopback(_third_party(), world=2, min_elements=1).allreduce([np.float32([2, 4])] * 2)
     assert outs[0].tolist() == [2, 0]
 
 
 def test_check_method_names_method_check_and_fault() -> None:
     wrong = _third_party(num_bytes=lambda self, spec, world: 5)
-    with pytest.raises(AssertionError, match=r"Half.*does not hold check_bytes with 2 ranks.*says 5"):
+    with pytest.raises(AssertionError, match=r"Half.*fails check_bytes with 2 ranks.*says 5"):
         check_method(wrong, worlds=(2,), sizes=(8,), steps=2)
 
 
 def test_checks_run_under_python_o() -> None:
-    """An ``assert`` statement in hvdcompress.testing would vanish under ``python -O``, and the suite check nothing."""
+    """hvdcompress.testing has no ``assert`` statements, which ``python -O`` removes."""
     import ast
 
     files = sorted(Path(testing.__file__).parent.glob("*.py"))
@@ -314,14 +314,14 @@ def test_world_of_64(id: str) -> None:
 
 
 def with_feedback(id: str, **settings: Any) -> Method:
-    """The method as it comes, but with a residual, so that nothing is lost."""
+    """Return the method with its defaults, but with a residual, so that nothing is lost."""
     lossy = hvdcompress.get(id).feedback == "none" and id not in ("none", "fp16", "bf16")
     return hvdcompress.get(id, **settings, **({"feedback": "plain"} if lossy else {}))
 
 
 @pytest.mark.parametrize("id", METHODS)
 def test_beyond_two_to_the_24_elements(id: str) -> None:
-    """Where float32 and 24-bit counters end: neighbouring places are told apart up there."""
+    """Beyond the range of float32 integers and 24-bit counters, neighbouring indices are still distinct."""
     settings = {"density": 2.0**-21} if registry.classes()[id].sparse else {}
     method = with_feedback(id, **settings)
     shape = Case(method).shape(2**24 + 2**14)
@@ -337,7 +337,7 @@ def test_beyond_two_to_the_24_elements(id: str) -> None:
         return
     found = np.flatnonzero(out)
     assert set(found.tolist()) <= set(places) and (out[found] == g[found]).all()
-    if id != "randomk":  # whose places are blind
+    if id != "randomk":  # which chooses positions at random
         assert found[-1] == n - 1 and len(found) >= 3
     assert np.count_nonzero(kept) + len(found) == 5
     np.testing.assert_allclose(out[places] + kept[places], g[places], rtol=1e-6)

@@ -38,7 +38,7 @@ def initial() -> Weights:
 
 
 def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, float, Loopback]:
-    """Training loss and held-out accuracy in percent after ``steps``, and the network."""
+    """Return the training loss, the held-out accuracy in percent after ``steps``, and the network."""
     x, y, held_x, held_y = digits()
     net = Loopback(method, world=WORLD, min_elements=100, ops=fast, **settings)
     w, speed = initial(), {name: np.zeros_like(v) for name, v in initial().items()}
@@ -49,7 +49,7 @@ def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, floa
             gradients.append(loss_and_gradient(w, x[rows], y[rows])[1])
         mean = net.allreduce_many(gradients)[0]
         rate = 0.1 * min(1, (step + 1) / 20) * (1 - step / steps)
-        for name in w:  # where a method keeps the momentum, the optimizer has none
+        for name in w:  # if the method applies momentum, the optimizer does not
             own = net.plan.program.main.feedback == "momentum" and w[name].size >= net.plan.min_elements
             speed[name] = (0.0 if own else 0.9) * speed[name] + mean[name]
             w[name] = w[name] - np.float32(rate) * speed[name]
@@ -63,7 +63,7 @@ def dense() -> tuple[float, float]:
     return train("none")[:2]
 
 
-#: where the rule below does not fit: methods that say otherwise how much they send, or keep no residual
+#: exceptions to the rule below: methods without a density, or without a residual
 SETTINGS: dict[str, dict[str, Any]] = {
     "fft": {"density": 0.3},
     "gradiveq": {  # there is no convolution here; and a basis from the first steps would not do
@@ -77,7 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(id: str) -> dict[str, Any]:
-    """Few enough entries that lost residuals would show; more where they are picked blindly, by random-k."""
+    """Choose a density at which lost residuals show; a higher one for random-k, which does not look at values."""
     if id in SETTINGS:
         return SETTINGS[id]
     sparse = "density" in hvdcompress.get(id).hyperparameters()
@@ -85,7 +85,7 @@ def settings_of(id: str) -> dict[str, Any]:
 
 
 def gate(id: str, **settings: Any) -> None:
-    """Raise AssertionError unless the method ends near dense, and sent what it says."""
+    """Raise AssertionError unless the method ends near dense and sent as many bytes as it says."""
     loss, accuracy, net = train(id, **settings)
     assert loss <= dense()[0] + 0.05, f"{id}: training loss {loss:.3f}, dense {dense()[0]:.3f}"
     assert accuracy >= dense()[1] - 2.0, f"{id}: held-out accuracy {accuracy:.1f} %, dense {dense()[1]:.1f} %"
@@ -134,9 +134,9 @@ def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "id", [id for id, cls in registry.classes().items() if cls.needs_feedback and id != "signsgd" or id == "randomk"]
-)  # signs and their mean magnitude pass here without: see the counterexamples in test_signsgd.py
+)  # signsgd passes here without a residual; test_signsgd.py has counterexamples
 def test_gate_closes_without_feedback(id: str) -> None:
-    """At the very density at which the method passes: what was not sent is needed."""
+    """Without its residual the method fails at the density at which it passes with it."""
     with pytest.raises(AssertionError, match="training loss|accuracy"):
         gate(id, **settings_of(id), feedback="none")
 

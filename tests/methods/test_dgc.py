@@ -25,7 +25,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 class Oracle:
-    """The paper's momentum correction and factor masking, dense and by sorting: nothing of the package's is used."""
+    """The paper's momentum correction and factor masking, dense and by sorting, without the package's code."""
 
     def __init__(self, world: int, n: int, density: float, momentum: float):
         self.momentum = np.float32(momentum)
@@ -42,14 +42,14 @@ class Oracle:
             mask = np.zeros(len(u), bool)
             mask[sorted(range(len(v)), key=lambda i: (-abs(float(v[i])), i))[: self.k]] = True
             total += np.where(mask, v, 0)
-            mask &= v != 0  # what is 0 is not sent
+            mask &= v != 0  # zeros are not sent
             v *= ~mask
             u *= ~mask
         return total
 
 
 def velocity(net: Loopback, rank: int, name: str = "w") -> np.ndarray:
-    """A rank's velocity of one tensor, flat."""
+    """Return a rank's velocity of one tensor, flat."""
     return net.ranks[rank].states[name].slots["velocity"].copy()
 
 
@@ -58,7 +58,7 @@ def residual(net: Loopback, rank: int, name: str = "w") -> np.ndarray:
 
 
 def run_beside_oracle(world: int = 3, n: int = 60, density: float = 0.07, momentum: float = 0.9) -> None:
-    """Results to rounding; residuals and velocities exactly."""
+    """Compare results up to rounding, residuals and velocities exactly."""
     net = Loopback("dgc", world=world, density=density, momentum=momentum, select="exact", min_elements=1)
     oracle = Oracle(world, n, density, momentum)
     for step in range(25):
@@ -78,7 +78,7 @@ def test_beside_an_independent_oracle(world: int, n: int, density: float, moment
 
 
 def test_topk_takes_the_feedback_momentum_as_well() -> None:
-    """Which makes it DGC with exact selection, to the bit of every result."""
+    """topk with feedback "momentum" is DGC with exact selection: every result is equal to the bit."""
     nets = [
         Loopback("topk", world=3, density=0.05, feedback="momentum", min_elements=1),
         Loopback("dgc", world=3, density=0.05, select="exact", min_elements=1),
@@ -122,7 +122,7 @@ def test_sent_and_residual_make_up_the_velocities(id: str) -> None:
 
 
 def test_what_waited_is_what_momentum_sgd_would_have_moved() -> None:
-    """Momentum correction (§3.2): at its first sending an entry carries the sum of its velocities so far."""
+    """Momentum correction (§3.2): the first time an entry is sent, it is the sum of its velocities so far."""
     net = Loopback("dgc", world=1, density=1 / 40, momentum=0.9, select="exact", min_elements=1)
     speed, moved, seen = np.zeros(40), np.zeros(40), np.zeros(40, bool)
     for step in range(60):
@@ -138,7 +138,7 @@ def test_what_waited_is_what_momentum_sgd_would_have_moved() -> None:
 
 
 def test_where_all_is_sent_there_is_no_momentum() -> None:
-    """Factor masking (§3.3) ends the velocity of all that is sent: at density 1 this is SGD, not momentum SGD.
+    """Factor masking (§3.3) resets the velocity of all that is sent: at density 1 this is SGD, not momentum SGD.
 
     That is why the paper's warm-up, at 0.25, has less momentum than what follows it.
     """
@@ -201,7 +201,7 @@ def first_threshold(u: np.ndarray, **options: Any) -> float:
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "student t, 1.1 degrees", "lognormal"])
 def test_the_sample_tells_the_threshold_of_any_distribution(name: str) -> None:
-    """It knows nothing of bells: the first count has the spread of the sample's own, 1/√(m·density)."""
+    """The threshold assumes no distribution: the first count varies as the sample does, by 1/√(m·density)."""
     u = test_gaussiank.shapes()[name].astype(np.float32)
     count = np.count_nonzero(np.abs(u) > first_threshold(u, density=0.05, sample=0.1))  # 3000 of 30 000, 150 above
     assert abs(count - 1500) < 4 * 1500 / math.sqrt(150)

@@ -22,18 +22,18 @@ def lengths(n: int, block: int) -> list[int]:
 
 
 def matrix(length: int) -> np.ndarray:
-    """The unitary transform of a real vector of this length [bins, length], by its definition."""
+    """Return the unitary DFT of a real vector of this length, from its definition [bins, length]."""
     turns = np.outer(np.arange(length // 2 + 1), np.arange(length)) % length / length
     return np.exp(-2j * np.pi * turns) / np.sqrt(length)
 
 
 def weights(length: int) -> np.ndarray:
-    """How often a bin stands in the full spectrum: DC and Nyquist once, all others twice."""
+    """Return how often each bin occurs in the full spectrum: DC and Nyquist once, all others twice."""
     return np.array([1 if 2 * k in (0, length) else 2 for k in range(length // 2 + 1)])
 
 
 class Oracle:
-    """The paper's algorithm by matrices in float64, sorting, and no bytes; nothing of the package's is used."""
+    """The paper's algorithm with matrices in float64, sorting and no bytes, without the package's code."""
 
     def __init__(self, world: int, n: int, density: float, block: int, feedback: bool = False, bits: int = 0):
         self.parts = np.cumsum([0, *lengths(n, block)])
@@ -78,7 +78,7 @@ class Oracle:
 def run_beside_oracle(
     world: int = 3, n: int = 57, density: float = 0.2, block: int = 16, values: str = "fp32", feedback: str = "none"
 ) -> None:
-    """The library and the oracle side by side, to rounding."""
+    """Compare the library with the oracle, up to rounding."""
     options = {"density": density, "block": block, "values": values, "feedback": feedback}
     net = Loopback("fft", world=world, ops=reference, min_elements=1, **options)
     bits = int(values[10:]) if values.startswith("rangefloat") else 0
@@ -139,7 +139,7 @@ def test_gaussian_data_are_better_served_in_the_time_domain() -> None:
 
 
 def test_smooth_data_are_far_better_served_by_frequencies() -> None:
-    """Noise of the bandwidth that 15 % of the bins hold: an error like METHODS' 0.016 (top-k there: 0.757)."""
+    """Noise with the bandwidth of 15 % of the bins: an error of about 0.016 (0.757 for top-k)."""
     noise = np.random.default_rng(0).normal(size=1 << 17)
     bell = np.exp(-0.5 * (np.arange(-60, 61) / 8) ** 2)
     g = np.convolve(noise, bell / bell.sum(), "same").astype(np.float32)
@@ -157,7 +157,7 @@ def error_of(id: str, g: np.ndarray, **options: object) -> float:
 
 
 def inverses_of_a_step(expected: dict[str, int]) -> None:
-    """Counts the inverse transforms of 4 ranks in one step, and compares with each rank's result by itself."""
+    """Count the inverse FFTs of 4 ranks in one step, and compare with the result of each rank alone."""
     gradients = [numbers((200,), rank) for rank in range(4)]
     alone = [Loopback("fft", world=1, min_elements=1, values="fp32").allreduce([g])[0] for g in gradients]
     calls, irfft = [], reference.irfft
@@ -172,7 +172,7 @@ def inverses_of_a_step(expected: dict[str, int]) -> None:
 
 
 def test_spectra_are_summed_before_one_inverse() -> None:
-    inverses_of_a_step({"none": 4, "plain": 8})  # one on each rank, and one more for its own share
+    inverses_of_a_step({"none": 4, "plain": 8})  # one per rank; with feedback, another for the rank's own share
 
 
 @pytest.mark.parametrize("n", [1, 2, 97, 4096, 5000])
@@ -192,7 +192,7 @@ def test_a_wave_is_sent_in_a_single_bin() -> None:
 
 
 def test_the_last_blocks_bins_compare_by_their_energy() -> None:
-    """Noise of a quarter of the block at the end: its bins get their share of the places, no less and no more."""
+    """With a quarter-length block of noise at the end, its bins get exactly their share of the entries."""
     g = np.random.default_rng(4).normal(size=4096 + 1024).astype(np.float32)
     trial = Trial(hvdcompress.get("fft", density=0.15), 1)
     trial.allreduce([g], "w")
@@ -224,7 +224,7 @@ def test_bytes_by_the_formula(n: int, block: int, density: float, bits: int) -> 
 
 
 def test_rate_of_the_paper() -> None:
-    """θ = 0.85, N = 10: 16x by the paper's bitmap; Elias-Fano's indices make it 17x."""
+    """θ = 0.85, N = 10: 16x with the paper's bitmap, 17x with Elias-Fano indices."""
     bins, n = 2049 << 8, 1 << 20
     assert 32 * n / (2 * 0.15 * bins * 10 + bins) == pytest.approx(16.0, abs=0.02)
     sent = hvdcompress.get("fft", density=0.15).num_bytes(TensorSpec("w", (n,)), 2)
@@ -256,7 +256,7 @@ def test_half_rounds_gradients_to_fp16_first() -> None:
 
 
 def test_filters_are_collocated_in_both_frameworks() -> None:
-    """((h·W + w)·D + d)·F + f of PyTorch's (F, D, H, W): what then varies slowly needs few bins. TF's lies so."""
+    """Gradients that vary slowly in the order ((h·W + w)·D + d)·F + f need few bins. TensorFlow stores them so."""
     f, d, h, w = 32, 6, 3, 5
     slow = np.cumsum(np.random.default_rng(2).normal(size=h * w * d * f)).astype(np.float32).reshape(h, w, d, f)
     torchs = np.ascontiguousarray(slow.transpose(3, 2, 0, 1))
@@ -307,7 +307,7 @@ def test_magnitudes_up_to_1e37(ops: str) -> None:
 
 
 def test_conservation_with_feedback() -> None:
-    """Σ sent + residual = Σ gradients, though the sum is inverted once and each share by itself."""
+    """Σ sent + residual = Σ gradients, although the sum and each share are inverted separately."""
     for options in ({"block": 16}, {"values": "fp32"}, {"values": "rangefloat6", "block": 0}, {"half": True}):
         method = hvdcompress.get("fft", feedback="plain", density=0.1, **options)
         check_method(method, worlds=(1, 4), sizes=(1, 60, 97), steps=6, checks=[testing.check_conservation])
@@ -326,7 +326,7 @@ def kept_in_each_step(net: Trial, losses: list[float]) -> list[int]:
 
 
 def test_density_grows_when_the_loss_gets_worse() -> None:
-    """B = 501, k = ⌊501·0.1·2^triggers⌋: what is observed after a step is agreed on in the next, and acts after it."""
+    """B = 501, k = ⌊501·0.1·2^triggers⌋: ranks agree on a loss in the step after it, and it acts one step later."""
     net = Trial(hvdcompress.get("fft", density=0.1, recovery=2.0, tolerance=0.2), 3)
     losses = [3.0, 2.0, 2.3, 2.5, 2.0, 2.0, 9.0, 3.0, 3.0, 9.0, 3.0, 30.0, 3.0, 3.0]
     assert kept_in_each_step(net, losses) == [50] * 5 + [100] * 3 + [200] * 3 + [400] * 2 + [501]
@@ -359,7 +359,7 @@ def test_recovered_density_survives_a_resume() -> None:
 
 @pytest.mark.parametrize("block", [4096, 0])
 def test_more_than_2_to_the_24_elements(block: int) -> None:
-    """Waves at the far end of time and of frequency: float32 cannot tell such indices apart."""
+    """Waves at the end of the tensor and at the highest frequencies, with indices beyond float32's integers."""
     n = 2**24 + (5002 if block else 1024)  # a short last block; a number without large factors
     g = np.zeros(n, np.float32)
     if block:

@@ -54,7 +54,7 @@ def test_rounds_as_numpys_float16(world: int) -> None:
 
 
 def test_small_values_survive_down_to_the_stated_bound() -> None:
-    """Values below about 6e-8·p round to zero; with feedback they come through in the end."""
+    """Values below about 6e-8·p round to zero; with feedback they are sent once they have added up."""
     net = Loopback("fp16", world=4, min_elements=1)
     out = net.allreduce([np.float32([5e-7, 1e-8])] * 4, "w")[0]
     assert out[0] > 0 and out[1] == 0

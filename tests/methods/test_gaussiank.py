@@ -19,7 +19,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 def pseudo_code(u: np.ndarray, density: float) -> list[int]:
-    """Algorithm 1 as METHODS writes it down, element by element: the places that are sent."""
+    """Algorithm 1, element by element: return the positions that are sent."""
     n = len(u)
     k = min(n, max(1, math.floor(n * density + 1e-9)))
     values = [float(x) for x in u]
@@ -35,7 +35,7 @@ def pseudo_code(u: np.ndarray, density: float) -> list[int]:
         else:
             break
     places = [i for i in range(n) if abs(u[i]) > threshold]
-    return places[: min(n, max(1, 4 * k // 3))]  # the fixed capacity; the rest returns to the residual
+    return places[: min(n, max(1, 4 * k // 3))]  # the fixed capacity; the rest stays in the residual
 
 
 class Oracle:
@@ -56,7 +56,7 @@ class Oracle:
 
 
 def run_beside_oracle(world: int = 3, n: int = 300, density: float = 0.05, steps: int = 22) -> None:
-    """``refine: paper`` and the pseudo-code side by side: results to rounding, residuals exactly."""
+    """Compare ``refine: paper`` with the pseudo-code: results up to rounding, residuals exactly."""
     net = Loopback("gaussiank", world=world, density=density, refine="paper", min_elements=1)
     oracle = Oracle(world, n, density)
     kinds = ("normal", "heavy", "shifted", "sparse")
@@ -75,7 +75,7 @@ def test_paper_refinement_beside_its_pseudo_code(world: int, n: int, density: fl
 
 
 def sent_of(u: np.ndarray, density: float, **options: object) -> np.ndarray:
-    """What one rank sends of u."""
+    """Return what one rank sends of u."""
     net = Loopback("gaussiank", world=1, density=density, min_elements=1, **options)
     out = net.allreduce([u.astype(np.float32)], "w")[0]
     np.testing.assert_array_equal(out + net.residual("w", 0), u.astype(np.float32))
@@ -126,7 +126,7 @@ def test_bisection_holds_the_count_on_any_distribution(name: str, density: float
     out = sent_of(u, density)
     count = np.count_nonzero(out)
     assert 2 * k <= 3 * count and 3 * count <= 4 * k, f"{count} sent, k = {k}"
-    # it is a threshold's work, not the capacity's: nothing that stays is larger than anything that goes
+    # a threshold selects, not the capacity: no element left out is larger than one that is sent
     assert np.abs(u[out == 0]).max() <= np.abs(out[out != 0]).min()
 
 
@@ -141,7 +141,7 @@ def test_bisection_holds_the_count_whatever_the_numbers(u: np.ndarray, density: 
     count, nonzero = np.count_nonzero(out), np.count_nonzero(u)
     assert 3 * count <= 4 * k
     assert 3 * count >= 2 * k or count == nonzero, f"{count} of {nonzero} non-zero sent, k = {k}"
-    # what is sent is the largest: nothing that stays is larger than anything that goes
+    # the largest are sent: no element left out is larger than one that is sent
     if count and count < n:
         assert np.abs(u[out == 0]).max() <= np.abs(out[out != 0]).min()
 
@@ -168,7 +168,7 @@ def test_sent_and_residual_make_up_the_sum_exactly() -> None:
         net.allreduce(gradients, "w")
         residuals = [net.residual("w", rank) for rank in range(2)]
         for before, after in zip(u, residuals, strict=True):
-            assert ((after == before) | (after == 0)).all()  # each place stays whole or goes whole
+            assert ((after == before) | (after == 0)).all()  # each element is sent entirely or not at all
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
@@ -194,7 +194,7 @@ def test_constant_vector_meets_the_older_bound_exactly() -> None:
 
 @pytest.mark.parametrize("refine", ["bisect", "paper"])
 def test_a_single_element_is_sent(refine: str) -> None:
-    """Its unbiased deviation is NaN in the authors' code, and nothing ever was sent."""
+    """In the authors' code its standard deviation is NaN, and it is never sent."""
     net = Loopback("gaussiank", world=2, density=0.001, refine=refine, min_elements=1)
     total = sum(net.allreduce([np.float32([2]), np.float32([4])], "w")[0][0] for _ in range(3))
     assert total > 0
@@ -281,7 +281,7 @@ def test_moments_are_taken_in_the_pass_that_adds_the_residual() -> None:
 
 
 def test_bytes_have_one_length_whatever_the_data() -> None:
-    """⌊4k/3⌋ slots: Horovod's response cache stays warm."""
+    """⌊4k/3⌋ slots: constant lengths keep Horovod's response cache valid."""
     lengths = set()
     for kind in ("normal", "zero", "heavy", "constant", "sparse"):
         net = Trial(hvdcompress.get("gaussiank", density=0.01), 2)

@@ -21,7 +21,7 @@ SHORT = {"dense_steps": 4, "compressed_steps": 3, "slice_elements": 24}
 
 
 class Oracle:
-    """The paper's sections 3 and 4, with loops and in float64: nothing of the package's is used."""
+    """The paper's sections 3 and 4, with loops and in float64, without the package's code."""
 
     def __init__(
         self, world: int, shape: tuple[int, ...], size: int, lt: int, lc: int, lam: float, d: int | None = None
@@ -81,19 +81,19 @@ class Oracle:
 def gradient(
     rank: int, step: int, shape: tuple[int, ...] = SHAPE, dimensions: int = 2, noise: float = 0.05
 ) -> np.ndarray:
-    """A few directions of slices, mixed anew in every slice and step, and noise: with one direction stronger."""
+    """Slices that are random mixtures of a few directions, one of them stronger, plus noise."""
     block, places = matrices.filters(TensorSpec("w", shape))
     base = numbers((dimensions, block), 77) * np.float32([[3.0], *[[1.0]] * (dimensions - 1)])
     flat = numbers((places, dimensions), rank, step, 5) @ base
     flat = flat + np.float32(noise) * numbers((places, block), rank, step, 6)
-    flat = flat + np.float32(0.5) * numbers((places, block), 78)  # a mean that stays
-    return matrices.as_it_lay(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
+    flat = flat + np.float32(0.5) * numbers((places, block), 78)  # a constant mean
+    return matrices.stored_order(flat.ravel(), TensorSpec("w", shape), reference).reshape(shape)
 
 
 def run_beside_oracle(
     world: int = 2, shape: tuple[int, ...] = SHAPE, size: int = 24, steps: int = 16, d: int | None = None, **more: Any
 ) -> None:
-    """Library and oracle side by side, over rounds of 4 dense and 3 compressed steps."""
+    """Compare library and oracle over several cycles of 4 dense and 3 compressed steps."""
     settings = {**SHORT, "slice_elements": size, "matrix_rank": d, "lam": 0.05, **more}
     net = Loopback("gradiveq", world=world, min_elements=1, **settings)
     oracle = Oracle(world, shape, size, settings["dense_steps"], settings["compressed_steps"], settings["lam"], d)
@@ -115,11 +115,11 @@ def test_beside_an_independent_oracle(world: int, shape: tuple[int, ...], size: 
     run_beside_oracle(world, shape, size, d=d)
 
 
-# -- a trained network, and what is true of it ------------------------------------------------------------------
+# -- properties after the dense steps ---------------------------------------------------------------------------
 
 
 def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> Trial:
-    """A network about to take its first compressed step."""
+    """Return a network before its first compressed step."""
     net = Trial(hvdcompress.get("gradiveq", **{**SHORT, "compressed_steps": 50, **settings}), world)
     for step in range(net.plan.program.main.dense_steps):  # type: ignore[attr-defined]
         net.allreduce([gradient(rank, step, shape) for rank in range(world)], "w")
@@ -128,21 +128,21 @@ def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> 
 
 
 def basis(net: Trial) -> tuple[np.ndarray, np.ndarray]:
-    """U [slice × d] and μ [slices × slice], in float64."""
+    """Return U [slice × d] and μ [slices × slice], in float64."""
     state, size = net.ranks[0].states["w"].slots, net.plan.program.main.slice_of(net.ranks[0].states["w"].bucket.spec)  # type: ignore[attr-defined]
     d = int(state["rank"][0])
     return state["basis"].reshape(-1, size)[:d].T.astype(np.float64), state["mean"].reshape(-1, size).astype(np.float64)
 
 
 def test_the_sum_of_the_compressed_is_the_sum_compressed() -> None:
-    """Σ Q(g_n) = Q(Σ g_n): three ranks, or one that has their sum, get the same."""
+    """Σ Q(g_n) = Q(Σ g_n): three ranks get the same result as one rank with their sum."""
     given = [gradient(rank, 99) for rank in range(3)]
     together, alone = trained(3), trained(1)
     alone.ranks[0].states["w"].slots = {**together.ranks[0].states["w"].slots}
     a = together.allreduce(given, "w", op="sum")[0]
     b = alone.allreduce([sum(given)], "w", op="sum")[0]
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    assert not np.allclose(a, sum(given), atol=1e-2)  # and it is a lossy one
+    assert not np.allclose(a, sum(given), atol=1e-2)  # the compression is lossy
 
 
 def test_vectors_in_the_span_come_back_exactly() -> None:
@@ -152,7 +152,7 @@ def test_vectors_in_the_span_come_back_exactly() -> None:
         parts = [numbers((len(mu), u.shape[1]), rank, step) for rank in range(2)]
         spec = net.ranks[0].states["w"].bucket.spec
         flat = [(part @ u.T + mu / 2).astype(np.float32).ravel() for part in parts]
-        given = [matrices.as_it_lay(v, spec, reference).reshape(SHAPE) for v in flat]
+        given = [matrices.stored_order(v, spec, reference).reshape(SHAPE) for v in flat]
         out = net.allreduce(given, "w", op="sum")[0]
         np.testing.assert_allclose(out, given[0] + given[1], atol=1e-5)
 
@@ -167,7 +167,7 @@ def test_the_basis_is_orthonormal_and_the_same_on_all_ranks(settings: dict[str, 
 
 
 def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LAPACKs differ in sign and order of addition: what others would get must not matter."""
+    """LAPACKs differ in signs and order of addition, so the SVDs of the other ranks must not matter."""
     roots = {}
     for name in ("a", "b", "c", "d"):
         net = Trial(hvdcompress.get("gradiveq", **SHORT), 3)
@@ -198,12 +198,12 @@ def test_layout_is_the_papers_in_both_frameworks(shape: tuple[int, ...]) -> None
     oihw, hwio = TensorSpec("w", shape), TensorSpec("w", (height, width, depth, filters), layout="hwio")
     g = np.arange(oihw.size, dtype=np.float32)
     vector = matrices.collocated(g, oihw, reference)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, oihw, reference), g)
+    np.testing.assert_array_equal(matrices.stored_order(vector, oihw, reference), g)
     for f, d, h, w in np.ndindex(*shape):
         assert vector[((h * width + w) * depth + d) * filters + f] == g.reshape(shape)[f, d, h, w]
-    keras = np.ascontiguousarray(g.reshape(shape).transpose(2, 3, 1, 0)).ravel()  # as Keras would have it
+    keras = np.ascontiguousarray(g.reshape(shape).transpose(2, 3, 1, 0)).ravel()  # Keras' layout
     np.testing.assert_array_equal(matrices.collocated(keras, hwio, reference), vector)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, hwio, reference), keras)
+    np.testing.assert_array_equal(matrices.stored_order(vector, hwio, reference), keras)
     assert matrices.filters(oihw) == matrices.filters(hwio) == (filters * depth, height * width)
 
 
@@ -211,13 +211,13 @@ def test_layout_is_the_papers_in_both_frameworks(shape: tuple[int, ...]) -> None
 def test_other_shapes_are_laid_out_likewise(shape: tuple[int, ...]) -> None:
     spec, g = TensorSpec("w", shape), np.arange(np.prod(shape), dtype=np.float32)
     vector = matrices.collocated(g, spec, reference)
-    np.testing.assert_array_equal(matrices.as_it_lay(vector, spec, reference), g)
+    np.testing.assert_array_equal(matrices.stored_order(vector, spec, reference), g)
     if len(shape) > 1:  # along the outputs first
         np.testing.assert_array_equal(vector[: shape[0]], g.reshape(shape[0], -1)[:, 0])
 
 
 def pump(method: Any, specs: list[TensorSpec], xs: list[np.ndarray], states: list[dict], phase: int, step: int) -> list:
-    """One exchange of several ranks, without a driver."""
+    """Run one exchange of several ranks, without a driver."""
     turns = [Context(rank, len(xs), step, spec, phase=phase) for rank, spec in enumerate(specs)]
     running = [method.exchange(x, s, ctx, reference) for x, s, ctx in zip(xs, states, turns, strict=True)]
     verbs, done = [next(one) for one in running], []
@@ -253,7 +253,7 @@ def test_the_basis_is_the_same_in_both_frameworks() -> None:
 
 
 def is_dense(net: Trial, shape: tuple[int, ...] = SHAPE, key: int = 0, name: str = "w") -> bool:
-    """Take a step of noise, which no basis holds, and see whether it came through."""
+    """Take a step with noise, which the basis cannot represent, and return whether it is unchanged."""
     given = [numbers(shape, rank, key, 123) for rank in range(net.world)]
     return bool(np.allclose(net.allreduce(given, name, op="sum")[0], sum(given), atol=1e-5))
 
@@ -283,8 +283,7 @@ def test_warm_up_comes_before_the_training() -> None:
 
 @pytest.mark.parametrize("at", [5, 2])
 def test_forced_training(at: int) -> None:
-    """A trigger in a compressed step, and in the middle of a training: Lt dense steps follow, and no step before
-    it is in μ or U."""
+    """After a trigger, in a compressed or in a dense step, Lt dense steps follow; μ and U contain no earlier step."""
     net = Trial(hvdcompress.get("gradiveq", **SHORT), 2)
     for step in range(at):
         net.allreduce([10 * gradient(rank, step) for rank in range(2)], "w")
@@ -300,7 +299,7 @@ def test_forced_training(at: int) -> None:
             if step >= 3 or slot == "count":
                 np.testing.assert_allclose(a, b, atol=1e-5)
     assert found == 4 * [True] + 3 * [False] + 2 * [True]
-    spans = [u @ u.T for u in (basis(net)[0], basis(fresh)[0])]  # the signs are anybody's
+    spans = [u @ u.T for u in (basis(net)[0], basis(fresh)[0])]  # signs are arbitrary
     np.testing.assert_allclose(*spans, atol=1e-4)
 
 
@@ -330,7 +329,7 @@ def test_a_falling_learning_rate_trains_again() -> None:
 @pytest.mark.parametrize("threshold,expected", [(0.5, [False, False, True, True]), (1.5, 4 * [False])])
 def test_a_growing_loss_on_one_rank_trains_again(threshold: float, expected: list[bool]) -> None:
     net = trained(2, retrain_error=threshold, slice_elements=8, dense_steps=8)
-    net.allreduce([gradient(rank, 50) for rank in range(2)], "w")  # as in the training: small loss
+    net.allreduce([gradient(rank, 50) for rank in range(2)], "w")  # like the dense steps: a small error
     assert not net.ranks[0].asks_for_trigger
     given = [gradient(0, 51), numbers(SHAPE, 5)]
     net.allreduce(given, "w")  # noise on rank 1
@@ -357,7 +356,7 @@ def test_state_is_shared_and_kept_when_the_world_changes() -> None:
     }  # fmt: skip
 
 
-# -- what travels -----------------------------------------------------------------------------------------------
+# -- what is sent -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 3, 16])
@@ -493,23 +492,23 @@ def test_finite_in_finite_out(kind: Any, values: str) -> None:
 
 
 def test_a_gradient_at_odds_with_the_basis_stays_finite() -> None:
-    """A projection can be larger than any of its elements: it is held at float32's end."""
+    """A projection can be larger than any of its elements: it is limited to float32's range."""
     net = trained(3, lam=0.5)
     u, _ = basis(net)
     spec = net.ranks[0].states["w"].bucket.spec
     ones = np.sign(np.tile(u[:, 0], 3)).astype(np.float32) * np.float32(1e38)
-    given = [matrices.as_it_lay(ones, spec, reference).reshape(SHAPE)] * 3
+    given = [matrices.stored_order(ones, spec, reference).reshape(SHAPE)] * 3
     assert np.isfinite(net.allreduce(given, "w")[0]).all()
 
 
 def test_huge_gradients_in_the_span_come_back() -> None:
-    """Sums of 8 products of 768 elements of 2e37 are beyond float32; what they stand for is not."""
+    """Sums of 8 projections of 768 elements of 2e37 exceed float32; the gradients they represent do not."""
     shape = (16, 16, 3, 3)
     net = trained(8, shape, slice_elements=768, matrix_rank=2)
     u, mu = basis(net)
     spec = net.ranks[0].states["w"].bucket.spec
     given = np.tile(u[:, 0] / np.abs(u[:, 0]).max() * 2e37, 3).astype(np.float32)
-    given = matrices.as_it_lay(given, spec, reference).reshape(shape)
+    given = matrices.stored_order(given, spec, reference).reshape(shape)
     np.testing.assert_allclose(net.allreduce([given] * 8, "w")[0], given, atol=1e33)
 
 
@@ -517,7 +516,7 @@ def test_damaged_broadcasts_are_refused() -> None:
     method = hvdcompress.get("gradiveq", **SHORT)
     ctx = Context(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
     for d in (0, 4, 2**31 + 5):
-        fitting = method.fitted(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
+        fitting = method.fit_basis(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
         verb = next(fitting)
         bad = verb.make().copy()
         bad[:4] = np.frombuffer(int(d).to_bytes(4, "little"), np.uint8)

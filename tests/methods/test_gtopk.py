@@ -25,7 +25,7 @@ def largest(entries: Entries, k: int) -> Entries:
 
 
 class Oracle:
-    """The tree, written as a recursion over spans of ranks, in float64: nothing of the package's is used.
+    """The tree as a recursion over spans of ranks, in float64, without the package's code.
 
     A span of ranks is merged by its first rank, out of its left part, which is as long as the greatest power of
     two below the span, and the rest.
@@ -44,7 +44,7 @@ class Oracle:
         both = {i: left.get(i, 0.0) + right.get(i, 0.0) for i in left | right}
         kept = largest(both, self.k)
         for i in both.keys() - kept.keys():
-            self.memory[start][i] += both[i]  # who drops it, keeps it
+            self.memory[start][i] += both[i]  # the rank that drops an entry keeps it in its residual
         return kept
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
@@ -60,7 +60,7 @@ class Oracle:
 
 
 def run_beside_oracle(world: int = 6, n: int = 90, density: float = 0.06, steps: int = 15) -> None:
-    """Results and residuals of library and oracle, to rounding."""
+    """Compare results and residuals of library and oracle, up to rounding."""
     net = Loopback("gtopk", world=world, density=density, min_elements=1)
     oracle = Oracle(world, n, density)
     for step in range(steps):
@@ -97,7 +97,7 @@ def test_two_ranks_get_the_top_k_of_the_sum_of_their_top_ks() -> None:
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "qsgd4", "rangefloat8"])
 @pytest.mark.parametrize("world", range(1, 10))
 def test_nothing_is_lost(world: int, values: str) -> None:
-    """Σ sent + Σ residual = Σ gradients: also what was dropped in merges, and what rounding took."""
+    """Σ sent + Σ residual = Σ gradients: including what merges dropped and what rounding changed."""
     net = Loopback("gtopk", world=world, density=0.07, values=values, min_elements=1)
     given, sent = np.zeros(100), np.zeros(100)
     for step in range(6):
@@ -119,7 +119,7 @@ def test_nothing_is_lost(world: int, values: str) -> None:
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, 2.0]), min_size=7 * 5, max_size=7 * 5),
 )
 def test_ties_zeros_and_cancellation(world: int, tenths: int, values: list[float]) -> None:
-    """Small whole numbers are summed exactly: library and oracle agree on every tie."""
+    """Small integers are summed exactly, so library and oracle agree on every tie."""
     given = [np.array(values[5 * rank : 5 * rank + 5], np.float32) for rank in range(world)]
     net, oracle = Loopback("gtopk", world=world, density=tenths / 5, min_elements=1), Oracle(world, 5, tenths / 5)
     for _ in range(2):
@@ -130,7 +130,7 @@ def test_ties_zeros_and_cancellation(world: int, tenths: int, values: list[float
 
 
 def first_owners_get_it_back(world: int, steps: int = 40, n: int = 2000) -> float:
-    """The authors' rule: what a rank sent returns to it where its place is not among the final k. Share lost."""
+    """Return the share that the authors' rule loses: entries return to their senders if not among the final k."""
     lost, given = 0.0, 0.0
     memory = [np.zeros(n) for _ in range(world)]
     for step in range(steps):
@@ -150,14 +150,14 @@ def _is_top(u: np.ndarray, k: int) -> np.ndarray:
 
 
 def test_returning_to_first_owners_only_would_lose_mass() -> None:
-    """Why the residual is kept by who drops: with two ranks both rules are one, with more the authors' loses."""
+    """Why the rank that drops an entry keeps it: with more than two ranks, the authors' rule loses entries."""
     assert first_owners_get_it_back(2) < 1e-12
     assert 0.005 < first_owners_get_it_back(4) < 0.02
     assert 0.02 < first_owners_get_it_back(8) < 0.05
 
 
 def partners(collective: Collective) -> dict[int, int]:
-    """rank -> bytes that it sends, without those that send none."""
+    """Return the bytes that each rank sends, by rank, without ranks that send none."""
     return {rank: size for rank, size in enumerate(collective.num_bytes) if size}
 
 
@@ -187,7 +187,7 @@ def test_bytes_are_twice_those_of_topk_and_constant_in_p(n: int, density: float,
 
 
 def test_no_gradient_build_up_on_the_wire() -> None:
-    """With topk what goes round the ring grows with p; here it does not."""
+    """With topk the bytes on the wire grow with p; here they do not."""
     carried: dict[str, list[int]] = {"topk": [], "gtopk": []}
     for id in carried:
         for world in (2, 8, 32):

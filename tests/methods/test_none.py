@@ -1,4 +1,4 @@
-"""none: the dense sum, what every other method is compared with."""
+"""none: the dense sum, the baseline of every other method."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_float64_is_summed_in_float64() -> None:
 
 
 def test_float64_in_a_bucket_is_summed_in_float64() -> None:
-    """Joining small tensors must not cost digits."""
+    """Joining small tensors must not lose digits."""
     net = Loopback("topk", world=2, bucket_elements=100)
     one = {"a": np.full(3, 1 + 2.0**-40), "b": np.full(4, 1 + 2.0**-41)}
     out = net.allreduce_many([one, one])[0]
@@ -53,7 +53,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("beta", [1.0, 0.25])
 def test_with_feedback_all_is_sent_and_nothing_kept(beta: float) -> None:
-    """With β < 1 the residual shrinks by 1 − β; it never takes up a gradient that was sent in full."""
+    """With β < 1 the residual shrinks by 1 − β; a gradient that was sent entirely adds nothing to it."""
     net = Loopback("none", world=2, feedback="lowpass", beta=beta)
     for step in range(3):
         gradients = [numbers((10,), rank, step) for rank in range(2)]

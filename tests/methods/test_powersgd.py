@@ -15,7 +15,7 @@ SHAPE = (12, 30)
 
 
 class Oracle:
-    """The paper's algorithms 1 and 2 in float64, with QR as in its appendix: nothing of the package's is used.
+    """The paper's algorithms 1 and 2 in float64, with QR as in its appendix, without the package's code.
 
     ``q`` [columns × r] is the first Q; as in the paper it is not orthonormalised before it is used.
     """
@@ -43,7 +43,7 @@ def first_q(name: str, columns: int, rank: int, plan_seed: int = 0) -> np.ndarra
 def run_beside_oracle(
     world: int = 3, shape: tuple[int, ...] = SHAPE, rank: int = 2, steps: int = 12, feedback: str = "plain"
 ) -> None:
-    """Library and oracle side by side."""
+    """Compare library and oracle."""
     net = Loopback("powersgd", world=world, matrix_rank=rank, feedback=feedback, min_elements=1)
     rows = shape[0]
     oracle = Oracle(world, first_q("w", int(np.prod(shape[1:])), rank), feedback == "plain")
@@ -86,7 +86,7 @@ def test_gradients_of_the_rank_come_through_exactly(rank: int, scale: float) -> 
 
 
 def test_error_contracts_to_the_best_approximation() -> None:
-    """Warm start is a power iteration: the same M again and again ends at the SVD's error, and never below it."""
+    """Warm start is a power iteration: with the same M in every step, the error falls to the SVD's and never below."""
     m = low_rank(2, SHAPE) + np.float32(0.5) * numbers(SHAPE, 5)
     for rank in (1, 2, 3):
         best = np.sqrt((np.linalg.svd(m.astype(np.float64), compute_uv=False)[rank:] ** 2).sum())
@@ -158,7 +158,7 @@ def test_first_q_is_random_shared_and_different_for_each_tensor() -> None:
 
 
 def test_a_gradient_of_zero_does_not_end_it() -> None:
-    """Q = Mᵀ·P̂ is zero then, and would stay so."""
+    """Q = Mᵀ·P̂ is then zero, and would stay zero."""
     net, m = Loopback("powersgd", world=2, matrix_rank=2, feedback="none", min_elements=1), low_rank(2, SHAPE)
     for gradient in (m, 0 * m, 0 * m):
         out = net.allreduce([gradient, gradient], "w")[0]
@@ -176,10 +176,10 @@ def test_zero_columns_and_rows_are_harmless() -> None:
     np.testing.assert_allclose(out, m, atol=1e-4 * np.abs(m).max())
 
 
-@pytest.mark.parametrize("rank", [1, 2])  # of two columns, one may hide that the other has overflowed
+@pytest.mark.parametrize("rank", [1, 2])  # with two columns, one may hide an overflow of the other
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "rangefloat8"])
 def test_finite_in_finite_out(values: str, rank: int) -> None:
-    """1e37 in every place: plain sums of 3000 products would overflow."""
+    """All elements are 1e37: plain sums of 3000 products would overflow."""
     net = Loopback("powersgd", world=3, matrix_rank=rank, values=values, min_elements=1)
     for step in range(5):  # the second time Q points along the first gradient
         gradients = [np.full((6, 3000), 1e37, np.float32)] * 3
@@ -194,7 +194,7 @@ def test_finite_in_finite_out(values: str, rank: int) -> None:
 
 
 def test_half_precision_has_the_numbers_at_their_own_size() -> None:
-    """Made small, as the others are, gradients of 1e-4 would be lost below fp16's least number."""
+    """Scaled down as for other formats, gradients of 1e-4 would be below fp16's smallest number."""
     m = low_rank(1, (64, 1024), scale=1e-4)
     for values in ("fp16", "bf16"):
         out = Loopback("powersgd", world=8, matrix_rank=1, values=values).allreduce([m] * 8, "w")[0]

@@ -14,7 +14,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 def levels_around(v: np.ndarray, bits: int, bucket: int, norm: str) -> tuple[np.ndarray, np.ndarray]:
-    """The two values that each element may become, by the paper's definition, in float64."""
+    """Return the two values that each element may become, by the paper's definition, in float64."""
     s, low, high = 2 ** (bits - 1) - 1, np.zeros(len(v)), np.zeros(len(v))
     for start in range(0, len(v), bucket):
         part = v[start : start + bucket].astype(np.float64)
@@ -47,7 +47,7 @@ def test_each_value_becomes_one_of_the_two_levels_around(world: int, n: int, bit
 
 
 def run_unbiased(steps: int = 600, world: int = 4, n: int = 200, **options: Any) -> None:
-    """The mean over steps nears the gradients' mean as 1/√steps, and no slower, whichever route."""
+    """On each route, the mean over steps approaches the gradients' mean as 1/√steps, not slower."""
     net = Loopback("qsgd", world=world, min_elements=1, **options)
     gradients = [numbers((n,), rank, kind="heavy") for rank in range(world)]
     outs = np.array([net.allreduce(gradients, "w")[0] for _ in range(steps)], np.float64)
@@ -71,7 +71,7 @@ def test_unbiased_is_declared_without_feedback_only(route: str) -> None:
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("kind", ["normal", "heavy", "constant"])
 def test_variance_is_within_the_papers_bound(bits: int, kind: Any) -> None:
-    """E‖Q(v) − v‖² ≤ min(n/s², √n/s)·‖v‖² for l2 buckets of n, hence for the whole vector of many."""
+    """E‖Q(v) − v‖² ≤ min(n/s², √n/s)·‖v‖² for l2 buckets of n elements, and so for a vector of many buckets."""
     bucket, s = 32, 2 ** (bits - 1) - 1
     net = Loopback("qsgd", world=1, bits=bits, bucket=bucket, norm="l2", min_elements=1)
     v = numbers((320,), 3, kind=kind)
@@ -81,7 +81,7 @@ def test_variance_is_within_the_papers_bound(bits: int, kind: Any) -> None:
 
 
 def run_errors_average_out(world: int = 16, steps: int = 40) -> None:
-    """Equal gradients on p ranks: with streams of their own the mean's error has a p-th of one rank's energy."""
+    """With equal gradients on p ranks and private streams, the error of the mean has 1/p of one rank's energy."""
     g = numbers((512,), 4)
     energy = []
     for p in (1, world):
@@ -115,7 +115,7 @@ def test_bytes_by_the_formula(n: int, bits: int, bucket: int, route: str) -> Non
 
 
 def test_scatter_costs_the_same_for_any_number_of_workers() -> None:
-    """Up to rounding of shards: about two payloads on the wire, where gather brings p − 1."""
+    """Up to the rounding of shards, about two payloads are on the wire; with gather there are p − 1."""
     n, carried = 64 * 512, {"gather": {}, "scatter": {}}
     for route, found in carried.items():
         for world in (4, 16, 64):
@@ -148,7 +148,7 @@ def test_one_worker_by_scatter_quantizes_twice_and_is_the_same_everywhere() -> N
 
 
 def run_nothing_is_lost_with_feedback(route: str = "scatter", world: int = 3, steps: int = 12) -> None:
-    """Σ over ranks of (sent + residual) = Σ gradients, whose rounding errors scatter shares out."""
+    """Σ over ranks of (sent + residual) = Σ gradients; scatter assigns each rounding error to one rank."""
     net = Loopback("qsgd", world=world, bits=4, bucket=32, route=route, feedback="plain", min_elements=1)
     sent, given = np.zeros(101), np.zeros(101)
     for step in range(steps):
@@ -167,7 +167,7 @@ def test_nothing_is_lost_with_feedback(route: str) -> None:
 
 @pytest.mark.parametrize("bucket,settles", [(32, True), (512, False)])
 def test_residual_settles_where_levels_are_close_enough(bucket: int, settles: bool) -> None:
-    """√bucket < s = 7, or the variance of an l2 bucket may exceed what it is of, and feedback feeds on itself."""
+    """With √bucket < s = 7 feedback is stable; otherwise an l2 bucket's variance may exceed its energy."""
     net = Loopback("qsgd", world=1, bits=4, norm="l2", bucket=bucket, feedback="plain", min_elements=1)
     size = []
     for step in range(41):

@@ -1,4 +1,4 @@
-"""randomk: the same k random places on all ranks, values summed, no index on the wire (Stich et al. 2018)."""
+"""randomk: the same k random positions on all ranks; values are summed, and no index is sent (Stich et al. 2018)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def places(n: int, k: int, step: int, key: int = 0, name: str = "w") -> np.ndarr
 
 
 def run_beside_oracle(world: int = 3, n: int = 60, density: float = 0.1, steps: int = 25) -> None:
-    """rand_k with memory, dense: the places are read off an all-ones probe network of the same seed."""
+    """rand_k with memory, dense. Its positions come from a network with the same seed that reduces ones."""
     net = Loopback("randomk", world=world, density=density, min_elements=1, seed=11)
     probe = Loopback("randomk", world=1, density=density, min_elements=1, seed=11, feedback="none")
     memory = [np.zeros(n, np.float32) for _ in range(world)]
@@ -68,7 +68,7 @@ def test_places_are_uniform_over_many_steps(n: int, k: int) -> None:
 
 
 def test_pairs_of_places_are_independent() -> None:
-    """Neighbours are drawn together as often as any two are."""
+    """Neighbours are drawn together as often as any other pair."""
     n, k, steps = 50, 5, 3000
     near = sum(int((np.diff(places(n, k, step)) == 1).sum()) for step in range(steps))
     expected = steps * (n - 1) * (k * (k - 1)) / (n * (n - 1))
@@ -76,7 +76,7 @@ def test_pairs_of_places_are_independent() -> None:
 
 
 def test_indices_above_two_to_the_24_are_reached_and_told_apart() -> None:
-    """Sampling through float32 would give even numbers only up there."""
+    """Sampling through float32 would give only even indices beyond 2^24."""
     n = 2**24 + 2**20 + 3
     index = places(n, 200_000, 1)
     high = index[index >= 2**24]

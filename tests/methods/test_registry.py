@@ -1,4 +1,4 @@
-"""Methods are found, made and refused by name."""
+"""Methods are found and created by name; wrong names and values are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_method_is_a_frozen_value(id: str) -> None:
     with pytest.raises((FrozenInstanceError, AttributeError)):
         method.beta = 0.5  # type: ignore[misc]
     with pytest.raises((TypeError, ValueError)):
-        type(method)(0.5)  # positions mean nothing
+        type(method)(0.5)  # there are no positional arguments
 
 
 def test_methods_of_different_ids_are_different() -> None:

@@ -11,7 +11,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 class Oracle:
-    """The paper's algorithm, dense and with loops: nothing of the package's is used."""
+    """The paper's algorithm, dense and with loops, without the package's code."""
 
     def __init__(self, world: int, n: int, density: float, beta: float, select: str = "chunk"):
         self.world, self.n, self.density, self.beta, self.select = world, n, density, beta, select
@@ -24,7 +24,7 @@ class Oracle:
             return sorted(sorted(range(self.n), key=lambda i: (-abs(u[i]), i))[:k])
         chunk = max(1, round(1 / self.density))
         index = []
-        for start in range(0, self.n, chunk):  # the last chunk may be ragged, and sends one as well
+        for start in range(0, self.n, chunk):  # the last chunk may be shorter, and sends one element too
             stop = min(start + chunk, self.n)
             index.append(max(range(start, stop), key=lambda i: (abs(u[i]), -i)))
         return index
@@ -51,7 +51,7 @@ def run_beside_oracle(
     select: str = "chunk",
     steps: int = 25,
 ) -> None:
-    """Library and oracle side by side, on gradients without near-ties, where rounding cannot decide."""
+    """Compare library and oracle on gradients without near-ties, which rounding would decide."""
     net = Loopback("scalecom", world=world, density=density, beta=beta, select=select, min_elements=1)
     oracle = Oracle(world, n, density, beta, select)
     for step in range(steps):
@@ -72,7 +72,7 @@ def test_beside_an_independent_oracle(world: int, n: int, density: float, beta: 
 
 
 def places(net: Trial) -> np.ndarray:
-    """The places that the last step of tensor w sent, from the broadcast's bytes."""
+    """Return the positions that the last step of tensor w sent, from the broadcast's bytes."""
     method, worker = net.plan.program.main, net.ranks[0]
     sent = next(c for c in reversed(net.log) if c.verb == "Broadcast").sent[0]
     return method.unpack(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec.size, net.ops)
@@ -87,7 +87,7 @@ def test_leader_is_step_modulo_world(world: int) -> None:
 
 
 def test_leader_counter_is_in_the_checkpoint() -> None:
-    """A run that is resumed goes on with the next leader, not with rank 0."""
+    """A resumed run continues with the next leader, not with rank 0."""
     net, resumed = [Trial(hvdcompress.get("scalecom", density=0.1), 3) for _ in range(2)]
     for step in range(4):
         net.allreduce([numbers((50,), rank, step) for rank in range(3)], "w")
@@ -110,7 +110,7 @@ def test_leader_does_not_move_on_at_an_abandoned_step() -> None:
 
 @pytest.mark.parametrize("select", ["chunk", "exact"])
 def test_commutes_with_the_average(select: str) -> None:
-    """For a fixed I, mean_i CLT(x_i) = CLT(mean_i x_i): the true average at the leader's places."""
+    """For a fixed I, mean_i CLT(x_i) = CLT(mean_i x_i): the true average at the leader's positions."""
     world = 4
     net = Trial(hvdcompress.get("scalecom", density=0.07, select=select), world)
     gradients = [numbers((101,), rank) for rank in range(world)]
@@ -187,7 +187,7 @@ def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int) ->
 
 
 def test_rate_of_a_hundred() -> None:
-    """Density 1/128 in fp32: 128·32/(32 + 7) = 105x, at any number of workers."""
+    """Density 1/128 in fp32: 128·32/(32 + 7) = 105x, for any number of ranks."""
     net = Loopback("scalecom", world=2, density=1 / 128)
     net.allreduce([numbers((128 * 320,), rank) for rank in range(2)])
     np.testing.assert_allclose(net.ledger.rate(0), 128 * 32 / 39, rtol=1e-6)
@@ -237,7 +237,7 @@ def test_averaged_contraction() -> None:
         out = net.allreduce(gradients, "w")[0].astype(np.float64)
         y = np.mean(gradients, axis=0, dtype=np.float64)
         exact = set(np.argsort(-np.abs(y), kind="stable")[:k].tolist())
-        d = k - len(exact & set(places(net).tolist()))  # each of d places is missed, and another taken: 2d differ
+        d = k - len(exact & set(places(net).tolist()))  # each of d positions is missed and another taken, so 2d differ
         gamma0 = 1 - sum(y[i] ** 2 for i in exact) / (y**2).sum()
         error = ((y - out) ** 2).sum() / (y**2).sum()
         assert error <= d / k + (1 - d / k) * gamma0 + 1e-6
@@ -251,7 +251,7 @@ def test_averaged_contraction() -> None:
 
 
 def test_residuals_of_workers_grow_alike() -> None:
-    """Where gradients share a signal, residuals do: their pairwise cosine distance is small."""
+    """If gradients share a signal, so do residuals: their pairwise cosine distance is small."""
     world, n = 4, 400
     net = Loopback("scalecom", world=world, density=0.02, beta=1.0, min_elements=1)
     signal = numbers((n,), 99)

@@ -13,7 +13,7 @@ from hvdcompress.testing import Trial, numbers
 
 
 class Oracle:
-    """The paper's Algorithm 1 on each rank, in float64; nothing of the package's is used."""
+    """The paper's Algorithm 1 on each rank, in float64, without the package's code."""
 
     def __init__(self, world: int, n: int):
         self.memory = [np.zeros(n) for _ in range(world)]
@@ -29,7 +29,7 @@ class Oracle:
 
 
 def run_beside_oracle(world: int = 3, n: int = 57, steps: int = 25) -> None:
-    """Side by side, to float32's rounding, which flips no sign: no p comes near 0 by chance of these numbers."""
+    """Compare up to float32 rounding. It flips no sign, as with this data no p is near 0."""
     net, oracle = Loopback("signsgd", world=world, min_elements=1), Oracle(world, n)
     for step in range(steps):
         gradients = [numbers((n,), rank, step) for rank in range(world)]
@@ -70,7 +70,7 @@ def test_it_is_a_contraction(kind: str) -> None:
 
 
 def test_the_magnitude_is_summed_in_float64() -> None:
-    """A float32 sum of many equal numbers stops growing, or overflows."""
+    """A float32 sum of many equal numbers would stop growing, or overflow."""
     for value in (0.1, 1e37, 1e-42):
         g = np.full(300_000, value, np.float32)
         out = Loopback("signsgd", min_elements=1, world=1).allreduce([g], "w")[0]
@@ -78,7 +78,7 @@ def test_the_magnitude_is_summed_in_float64() -> None:
 
 
 def run_residual_stays_small(steps: int = 200) -> None:
-    """Error feedback: what is sent follows what was given, at a distance that does not grow."""
+    """With error feedback, the sum of what was sent stays at a bounded distance from the sum of the gradients."""
     net, sent, given = Loopback("signsgd", world=2, min_elements=1), 0.0, 0.0
     g = [np.float32([10, 1, -0.1, 0.01]), np.float32([8, -1, -0.3, 0.01])]
     for _ in range(steps):

@@ -22,7 +22,7 @@ def clip_of_the_paper(g: np.ndarray, factor: float = 2.5) -> np.ndarray:
 
 
 def ternaries(net: Trial, n: int, world: int) -> list[np.ndarray]:
-    """Every rank's ternaries [n], read off the words that it gave to the all-reduce, with Python's integers."""
+    """Return every rank's ternaries [n], unpacked from its all-reduce payload with Python's integers."""
     width = math.ceil(math.log2(2 * world + 1))
     per = 32 // width
     words = next(c for c in reversed(net.log) if c.op == "sum").sent
@@ -56,7 +56,7 @@ def test_fields_are_ternaries_and_the_scaler_is_the_largest(world: int) -> None:
 
 @pytest.mark.parametrize("world,width", [(1, 2), (2, 3), (3, 3), (4, 4), (7, 4), (8, 5), (16, 6), (64, 8)])
 def test_bytes_by_the_formula(world: int, width: int) -> None:
-    """⌈log2(2p + 1)⌉ bits a field, ⌊32/width⌋ fields an int32, and one scaler."""
+    """⌈log2(2p + 1)⌉ bits per field, ⌊32/width⌋ fields per int32, and one scaler."""
     assert width == math.ceil(math.log2(2 * world + 1))
     for n in (1, 16, 1000):
         net = Trial(hvdcompress.get("terngrad"), world)
@@ -80,7 +80,7 @@ def test_bytes_of_the_other_routes() -> None:
 
 
 def run_mean(clip: float = 0.0, route: str = "reduce", world: int = 4, steps: int = 1200) -> None:
-    """The mean over steps nears the mean of the (clipped) gradients as 1/√steps."""
+    """The mean over steps approaches the mean of the (clipped) gradients as 1/√steps."""
     net = Loopback("terngrad", world=world, clip_factor=clip, route=route, min_elements=1)
     gradients = [numbers((60,), rank) for rank in range(world)]
     outs = np.array([net.allreduce(gradients, "w")[0] for _ in range(steps)], np.float64)
@@ -140,7 +140,7 @@ def test_constant_and_one_element_tensors_survive(route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_nearly_constant_tensor_survives(route: str) -> None:
-    """Its σ is far below its values: 2.5σ would leave nothing of it."""
+    """Its σ is far below its values: clipping to 2.5σ would remove nearly all of it."""
     g = (1 + 1e-4 * numbers((1000,), 5)).astype(np.float32)
     out = Loopback("terngrad", min_elements=1, world=2, route=route).allreduce([g, g], "w")[0]
     np.testing.assert_allclose(out, g, rtol=1e-3)

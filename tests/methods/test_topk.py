@@ -15,11 +15,11 @@ from hvdcompress.testing import Trial, numbers
 
 
 class Oracle:
-    """The papers' algorithm, dense and by sorting: nothing of the package's is used."""
+    """The papers' algorithm, dense and by sorting, without the package's code."""
 
     def __init__(self, world: int, n: int, density: float):
         self.memory = [np.zeros(n, np.float32) for _ in range(world)]
-        # floor() as METHODS has it, of the decimal number that was written
+        # floor() of the exact decimal number
         self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
@@ -36,7 +36,7 @@ class Oracle:
 
 
 def run_beside_oracle(world: int = 3, n: int = 57, density: float = 0.07, steps: int = 25) -> None:
-    """The library and the oracle side by side: results to rounding, residuals exactly."""
+    """Compare library and oracle: results up to rounding, residuals exactly."""
     net, oracle = Loopback("topk", world=world, density=density, min_elements=1), Oracle(world, n, density)
     for step in range(steps):
         gradients = [numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world)]
@@ -53,7 +53,7 @@ def test_beside_an_independent_oracle(world: int, n: int, density: float) -> Non
 
 
 def test_k_is_floor_of_what_was_written() -> None:
-    """k = min(n, max(1, floor(n·density))): 0.29·100 is 29, although floats make it 28.999999999999996."""
+    """k = min(n, max(1, floor(n·density))): 0.29·100 is 29, although it is 28.999999999999996 in floating point."""
     for n, density, k in [
         (100, 0.29, 29),
         (1000, 0.001, 1),
@@ -83,7 +83,7 @@ def test_entries_of_different_ranks_on_one_place_add_up() -> None:
 
 
 def test_gradient_build_up_shows_on_the_wire_only() -> None:
-    """What is sent does not grow with the workers; what goes round the ring does: all is passed on."""
+    """The payload does not grow with the number of ranks; the bytes on the wire do, as every payload is forwarded."""
     sent, carried = [], []
     for world in (2, 4, 8):
         net = Loopback("topk", world=world, density=0.01)
@@ -134,7 +134,7 @@ def test_lowpass_feedback_keeps_its_share_at_sent_places() -> None:
     net = Loopback("topk", world=1, density=0.25, feedback="lowpass", beta=0.25, min_elements=1)
     net.allreduce([np.float32([8, 4, 2, 1])], "w")
     assert net.residual("w", 0).tolist() == [0, 1, 0.5, 0.25]
-    net.allreduce([np.float32([0, 8, 0, 0])], "w")  # sends place 1, where the residual was 1: 3/4 of it stay
+    net.allreduce([np.float32([0, 8, 0, 0])], "w")  # sends element 1, whose residual was 1; 3/4 of it stay
     assert net.residual("w", 0).tolist() == [0, 0.75, 0.5, 0.25]
 
 

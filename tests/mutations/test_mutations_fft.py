@@ -133,7 +133,7 @@ def any_loss_will_do(patch: Patch) -> None:
 
 
 def order_is_not_undone(patch: Patch) -> None:
-    patch.setattr(matrices, "as_it_lay", lambda x, spec, ops: x)
+    patch.setattr(matrices, "stored_order", lambda x, spec, ops: x)
 
 
 def squares_are_taken_in_float32(patch: Patch) -> None:

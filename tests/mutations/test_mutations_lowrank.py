@@ -114,14 +114,14 @@ def p_is_not_summed(patch: Patch) -> None:
 
 def mean_is_not_shared_out(patch: Patch) -> None:
     """Every rank subtracts μ, and not μ/p."""
-    patch.setattr(type(hvdcompress.get("gradiveq")), "compressed", _with_world_1)
+    patch.setattr(type(hvdcompress.get("gradiveq")), "exchange_compressed", _with_world_1)
 
 
 def _with_world_1(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
     return (yield from COMPRESSED(self, x, state, replace(ctx, world=1), ops))
 
 
-COMPRESSED = type(hvdcompress.get("gradiveq")).compressed  # type: ignore[attr-defined]
+COMPRESSED = type(hvdcompress.get("gradiveq")).exchange_compressed  # type: ignore[attr-defined]
 
 
 def mean_is_left_out(patch: Patch) -> None:
@@ -164,14 +164,14 @@ def components_are_not_centred(patch: Patch) -> None:
 def every_rank_makes_its_own_basis(patch: Patch) -> None:
     """With a sign of its own, as another LAPACK might."""
     cls = type(hvdcompress.get("gradiveq"))
-    fitted = cls.fitted  # type: ignore[attr-defined]
+    fitted = cls.fit_basis  # type: ignore[attr-defined]
 
     def own(self: Any, history: Any, ctx: Any, ops: Any) -> Any:
         new = yield from fitted(self, history, ctx, ops)
         new["basis"] = new["basis"] * (-1) ** ctx.rank
         return new
 
-    patch.setattr(cls, "fitted", own)
+    patch.setattr(cls, "fit_basis", own)
 
 
 def root_is_each_rank_itself(patch: Patch) -> None:
@@ -214,7 +214,7 @@ def learning_rates_are_not_noticed(patch: Patch) -> None:
 
 
 def damage_is_not_noticed(patch: Patch) -> None:
-    patch.setattr(type(hvdcompress.get("gradiveq")), "most", lambda self, size: 2**33)
+    patch.setattr(type(hvdcompress.get("gradiveq")), "max_components", lambda self, size: 2**33)
 
 
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [

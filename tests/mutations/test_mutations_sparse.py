@@ -156,7 +156,7 @@ def vectors_are_compressed(patch: Patch) -> None:
 
 def the_capacity_overflows(patch: Patch) -> None:
     """Room for k entries where 4k/3 may come."""
-    patch.setattr(select, "capacity", lambda density, n: select.kept(density, n) // 2)
+    patch.setattr(select, "capacity", lambda density, n: select.num_kept(density, n) // 2)
 
 
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [

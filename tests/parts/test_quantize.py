@@ -27,12 +27,12 @@ CODECS = [
 ]
 
 
-def turn(rank: int = 0, step: int = 0) -> Context:
+def context(rank: int = 0, step: int = 0) -> Context:
     return Context(rank, 8, step, TensorSpec("w", (100,)), seed=3)
 
 
 def read_back(x: np.ndarray, made: Any, ctx: Context | None = None, stream: int = 0) -> np.ndarray:
-    buffer = made.encode(x, ctx or turn(), ops, stream)
+    buffer = made.encode(x, ctx or context(), ops, stream)
     assert buffer.dtype == np.uint8 and len(buffer) == made.num_bytes(len(x))
     values = made.decode(buffer, len(x), ops)
     assert values.dtype == np.float32 and values.shape == x.shape
@@ -40,12 +40,12 @@ def read_back(x: np.ndarray, made: Any, ctx: Context | None = None, stream: int 
 
 
 def draws(x: np.ndarray, made: Any, count: int) -> np.ndarray:
-    """What x is read as at ``count`` steps, float64 [count, n]."""
-    return np.array([read_back(x, made, turn(step=step)) for step in range(count)], np.float64)
+    """Encode and decode x at ``count`` steps; returns float64 [count, n]."""
+    return np.array([read_back(x, made, context(step=step)) for step in range(count)], np.float64)
 
 
 def norms_of(x: np.ndarray, made: StochasticCodec) -> np.ndarray:
-    """Every element's norm, by definition."""
+    """Return the norm of every element's bucket, by definition."""
     parts = [x[i : i + made.bucket].astype(np.float64) for i in range(0, len(x), made.bucket)]
     norms = [np.sqrt((part**2).sum()) if made.norm == "l2" else np.abs(part).max() for part in parts]
     return np.repeat(norms, [len(part) for part in parts])
@@ -59,7 +59,7 @@ def test_the_names_of_values() -> None:
 @pytest.mark.parametrize("n", [0, 1, 2, 511, 512, 513, 1009])
 @pytest.mark.parametrize("bits", [2, 3, 4, 7, 8])
 def test_bytes_by_the_formula(n: int, bits: int) -> None:
-    """A float32 a bucket, and really ``bits`` bits a value."""
+    """One float32 per bucket, and exactly ``bits`` bits per value."""
     for bucket in (1, 100, 512, 10**6):
         made = StochasticCodec(bits, bucket)
         assert made.num_bytes(n) == 4 * math.ceil(n / bucket) + math.ceil(n * bits / 8)
@@ -68,7 +68,7 @@ def test_bytes_by_the_formula(n: int, bits: int) -> None:
 
 @pytest.mark.parametrize("made", CODECS, ids=str)
 def test_the_mean_is_x(made: StochasticCodec) -> None:
-    """By the exact distribution: a level is a Bernoulli variable, whose standard error is known."""
+    """A level is a Bernoulli variable, so the standard error of its mean is known."""
     x, count = numbers((100,), 1, kind="heavy"), 4000
     step = norms_of(x, made) / (2 ** (made.bits - 1) - 1)
     share = np.abs(x) / step % 1
@@ -92,7 +92,7 @@ def test_variance_is_within_the_papers_bound(bits: int, n: int, kind: Any) -> No
 
 
 def test_the_bound_is_nearly_reached() -> None:
-    """Or it would show nothing: with one level, a constant vector errs by √n − 1 times its energy."""
+    """The bound is tight: with one level, the error of a constant vector is √n − 1 times its energy."""
     v = np.full(400, 0.5, np.float32)
     errors = np.square(draws(v, StochasticCodec(2, 400, "l2"), 400) - v).sum(1)
     assert 0.9 * (math.sqrt(400) - 1) < errors.mean() / 100.0 < math.sqrt(400)
@@ -106,12 +106,12 @@ def test_the_largest_magnitude_errs_less_than_the_l2_norm() -> None:
 
 @pytest.mark.parametrize("made", CODECS, ids=str)
 def test_errors_of_ranks_and_streams_average_out(made: StochasticCodec) -> None:
-    """Independent errors: the mean of m of them has an m-th of the variance; equal ones would keep all of it."""
+    """Independent errors: the mean of m of them has 1/m of the variance; with equal errors it would have all of it."""
     x, m, steps = numbers((256,), 4), 16, 60
-    alone = np.array([read_back(x, made, turn(0, t)) - x for t in range(steps)])
-    ranks = np.array([np.mean([read_back(x, made, turn(r, t)) - x for r in range(m)], 0) for t in range(steps)])
+    alone = np.array([read_back(x, made, context(0, t)) - x for t in range(steps)])
+    ranks = np.array([np.mean([read_back(x, made, context(r, t)) - x for r in range(m)], 0) for t in range(steps)])
     streams = np.array(
-        [np.mean([read_back(x, made, turn(0, t), stream=r) - x for r in range(m)], 0) for t in range(steps)]
+        [np.mean([read_back(x, made, context(0, t), stream=r) - x for r in range(m)], 0) for t in range(steps)]
     )
     expected = np.square(alone, dtype=np.float64).mean() / m
     for mean in (ranks, streams):
@@ -144,7 +144,7 @@ def test_any_floats_are_read_as_a_neighbour(values: list[float], bits: int, buck
 @pytest.mark.parametrize("made", CODECS, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-45, -1e-40, 0.1, -1e37, MAX])
 def test_constants(made: StochasticCodec, value: float) -> None:
-    """With the largest magnitude as the norm they come back to the bit; zeros always do."""
+    """With the maximum as the norm, levels are preserved to the bit; zeros always are."""
     for n in (1, 16, 100):
         x = np.full(n, value, np.float32)
         found = read_back(x, made)
@@ -157,7 +157,7 @@ def test_constants(made: StochasticCodec, value: float) -> None:
 @pytest.mark.parametrize("made", CODECS, ids=str)
 def test_damaged_bytes_are_refused_or_read_as_finite(made: StochasticCodec) -> None:
     x, rng = numbers((100,), 6), np.random.default_rng(0)
-    buffer = made.encode(x, turn(), ops)
+    buffer = made.encode(x, context(), ops)
     for length in (0, 1, len(buffer) - 1):
         with pytest.raises(WireError, match="bytes of quantized values"):
             made.decode(buffer[:length], 100, ops)

@@ -1,4 +1,4 @@
-"""Range float: as METHODS defines it, bin by bin, in plain Python; and what must hold for any floats."""
+"""Range float: compared with its definition, bin by bin in plain Python, and its properties for any floats."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MAX = float(np.finfo(np.float32).max)
 
 
 class Oracle:
-    """One tensor's range float, with integers and ``struct``; eps is found by trying."""
+    """The range float of one tensor, with integers and ``struct``; eps is found by trial."""
 
     def __init__(self, x: np.ndarray, bits: int, mantissa: int):
         self.shift = 23 - mantissa
         self.max = max([float(f) for f in x if f > 0], default=0.0)
         self.min = max([-float(f) for f in x if f < 0], default=0.0)
-        self.first = self.b(max(self.max, self.min)) + 1  # no code at all but zero's
+        self.first = self.b(max(self.max, self.min)) + 1  # only zero has a code
         while self.first > 1 and 1 + self.count(self.max, -1) + self.count(self.min, -1) <= 2**bits:
             self.first -= 1
         self.P, self.Q = self.count(self.max), self.count(self.min)
@@ -49,7 +49,7 @@ class Oracle:
 
 
 def codes_of(x: np.ndarray, made: RangeFloatCodec) -> tuple[np.ndarray, np.ndarray]:
-    """The codes and the values they are read as, from the bytes."""
+    """Return the codes in a buffer, and the values they decode to."""
     buffer = made.encode(x, None, ops)
     assert buffer.dtype == np.uint8 and len(buffer) == made.num_bytes(len(x)) == HEAD + -(-len(x) * made.bits // 8)
     values = made.decode(buffer, len(x), ops)
@@ -99,7 +99,7 @@ def test_every_code_stands_for_itself(bits: int, mantissa: int) -> None:
         values = ops.range_values(codes, limits, bits, mantissa)
         used = int(ops.range_codes(np.float32([-limits[1], limits[0]]), limits, bits, mantissa).max())
         assert ops.range_codes(values, limits, bits, mantissa)[: used + 1].tolist() == codes[: used + 1].tolist()
-        # no code is wasted: at most one is over, where two sides share an odd number of them
+        # at most one code is unused: if two signs share an odd number of codes
         assert used + 1 >= 2**bits - (1 if min(bounds) > 0 else 0)
 
 
@@ -115,7 +115,7 @@ def test_data_of_one_sign_spend_no_code_on_the_other() -> None:
 
 @pytest.mark.parametrize("bits,mantissa", [(8, 4), (10, 6), (12, 8), (16, 12), (10, 3)])
 def test_relative_error_is_half_a_bin(bits: int, mantissa: int) -> None:
-    """Truncated: below 2^−m on [eps, max]; read as the middle: half of it."""
+    """The relative error on [eps, max] is below 2^−m if truncated, half of it if decoded to the middle."""
     x = np.random.default_rng(1).normal(size=100_000).astype(np.float32)
     codes, values = codes_of(x, RangeFloatCodec(bits, mantissa))
     coded = codes > 0
@@ -164,7 +164,7 @@ def test_damaged_bytes_decode_to_something_finite_or_are_refused(data: bytes, bi
     made, buffer = RangeFloatCodec(bits, mantissa), np.frombuffer(data, np.uint8)
     for count in (0, 1, 7, 20):
         if len(buffer) != made.num_bytes(count):
-            with pytest.raises(WireError, match="were expected"):
+            with pytest.raises(WireError, match="bytes of range floats, expected"):
                 made.decode(buffer, count, ops)
         else:
             assert np.isfinite(made.decode(buffer, count, ops)).all()

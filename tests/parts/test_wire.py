@@ -1,4 +1,4 @@
-"""The wire format: 24 bytes typed by hand, and no bytes whatever that do worse than ``WireError``."""
+"""The wire format: a header typed by hand; bytes that are not a payload raise ``WireError`` and nothing else."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_header_bytes() -> None:
 
 
 def test_golden_header() -> None:
-    """Typed in once from a payload of version 1: a change of these bytes is a new version of the format."""
+    """Recorded from a payload of version 1. If these bytes change, the format needs a new version."""
     assert wire.pack(Header("topk", 1, 0, 1000, 10, 92)).hex() == GOLDEN
 
 
@@ -148,19 +148,19 @@ def test_split_of_any_bytes(data: bytes, world: int) -> None:
 # -- whole payloads: fuzzed -------------------------------------------------------------------------------
 
 
-def turn(n: int) -> Context:
+def context(n: int) -> Context:
     return Context(0, 2, 0, TensorSpec("w", (n,)))
 
 
 def payload_of(method: Method, n: int, key: int) -> np.ndarray:
     x = np.random.default_rng(key).normal(size=n).astype(np.float32)
-    return method.encode(x, {}, turn(n), ops)
+    return method.encode(x, {}, context(n), ops)
 
 
 def decodes_or_raises(method: Method, data: bytes, n: int) -> bool:
-    """Decode bytes; whatever they are, the outcome is a vector that fits the tensor, or a WireError."""
+    """Decode bytes: any bytes give a vector that fits the tensor, or a WireError."""
     try:
-        share = method.decode(np.frombuffer(data, np.uint8), turn(n), ops)
+        share = method.decode(np.frombuffer(data, np.uint8), context(n), ops)
     except WireError:
         return False
     index, values = np.asarray(share.index), np.asarray(share.values)
@@ -183,7 +183,7 @@ def test_damaged_payloads(method: Method, data: st.DataObject) -> None:
     elif damage == "flip":
         for bit in data.draw(st.lists(st.integers(0, 8 * len(bad) - 1), min_size=1, max_size=20)):
             bad[bit // 8] ^= 1 << bit % 8
-    elif damage == "overwrite":  # behind the header, where no checksum watches
+    elif damage == "overwrite":  # after the header, where there is no checksum
         body = data.draw(st.binary(min_size=len(bad) - 24, max_size=len(bad) - 24))
         bad[24:] = body
     elif damage == "append":
@@ -205,13 +205,13 @@ def test_random_bytes(method: Method, data: bytes, n: int) -> None:
 def test_payload_of_another_method_or_tensor_is_refused() -> None:
     topk, gaussiank = hvdcompress.get("topk", density=0.1), hvdcompress.get("gaussiank", density=0.1)
     with pytest.raises(WireError, match="another method than 'topk'"):
-        topk.decode(np.r_[gaussiank.encode(np.ones(40, np.float32), {}, turn(40), ops)], turn(40), ops)
+        topk.decode(np.r_[gaussiank.encode(np.ones(40, np.float32), {}, context(40), ops)], context(40), ops)
     with pytest.raises(WireError, match="40 elements, this one has 41"):
-        topk.decode(topk.encode(np.ones(40, np.float32), {}, turn(40), ops), turn(41), ops)
+        topk.decode(topk.encode(np.ones(40, np.float32), {}, context(40), ops), context(41), ops)
 
 
 def test_a_header_that_claims_much_allocates_nothing() -> None:
-    """A header with a right checksum that announces 4 billion entries is refused before anything is made."""
+    """A header with a correct checksum that claims 4 billion entries is refused before memory is allocated."""
     method = hvdcompress.get("topk", density=0.1)
     lies = [
         Header("topk", code, 0, elements, entries, length)
@@ -224,7 +224,7 @@ def test_a_header_that_claims_much_allocates_nothing() -> None:
     for lie in lies:
         data = np.frombuffer(wire.pack(lie) + bytes(64), np.uint8)
         with pytest.raises(WireError):
-            method.decode(data, turn(40), ops)
+            method.decode(data, context(40), ops)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
@@ -243,7 +243,7 @@ def test_index_codings_round_trip(coding: pack.Coding, data: st.DataObject) -> N
 
 @given(st.integers(1, 3000), st.floats(0.001, 1))
 def test_elias_fano_is_near_its_bound(n: int, density: float) -> None:
-    """k·(2 + log2(n/k)) bits, and never more than one bit an index above that."""
+    """k·(2 + log2(n/k)) bits, and never more than one bit per index above it."""
     k = max(1, int(n * density))
     bits = 8 * pack.index_num_bytes("elias_fano", k, n)
     assert bits <= k * (2 + np.log2(n / k)) + k + 3 * 32
@@ -266,9 +266,9 @@ def test_int64_indices_beyond_two_to_the_31() -> None:
 
 
 def test_sparse_payload_round_trip_beyond_two_to_the_24() -> None:
-    """Indices above 2^24 are told apart: nothing passes through float32."""
+    """Indices above 2^24 are exact: nothing passes through float32."""
     n = 2**24 + 5
     index = np.array([0, 2**24 - 1, 2**24, 2**24 + 1, n - 1], np.int32)
-    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", turn(n), ops)
+    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", context(n), ops)
     share = pack.decode(payload, 5, n, "fp32", "topk", ops)
     np.testing.assert_array_equal(share.index, index)

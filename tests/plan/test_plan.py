@@ -1,4 +1,4 @@
-"""Plans: which tensor gets which method, and errors that say where and what."""
+"""Plans: which tensor gets which method, and errors that name the line and the key."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_first_rule_that_matches_wins() -> None:
         (spec("fc.bias", 500), "fp16", None),
         (spec("fc.bias", 501), "scalecom", 0.01),
         (spec("fc.weight", 50, 10), "scalecom", 0.01),
-        (spec("Conv1.weight", 9, 9), "scalecom", 0.01),  # globs tell case apart
+        (spec("Conv1.weight", 9, 9), "scalecom", 0.01),  # globs are case-sensitive
     ]:
         method = plan.program_of(tensor).main
         assert (method.id, getattr(method, "density", None)) == (id, density), tensor
@@ -180,7 +180,7 @@ def test_schedule_is_obeyed_in_loopback() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_warm_up_gives_the_average_whatever_the_loss_scale(scale: float) -> None:
-    """A tensor in warm-up has a residual already, unused: it must not make a dense result scaled twice."""
+    """A tensor in warm-up already has an unused residual, which must not make the result scaled twice."""
     net = Loopback("topk", world=2, density=0.5, min_elements=1, warmup={"steps": 2}, loss_scale=scale)
     g = [np.float32([1, 2, 3, 4]), np.float32([3, 2, 1, 0])]
     for _ in range(2):
@@ -191,7 +191,7 @@ def test_warm_up_gives_the_average_whatever_the_loss_scale(scale: float) -> None
 
 
 def names(plan: Plan, *specs: TensorSpec) -> dict[str, tuple[list[str], str]]:
-    return {u.spec.name: ([m.name for m in u.members], u.program.main.id) for u in plan.buckets(specs)}
+    return {b.spec.name: ([m.name for m in b.members], b.program.main.id) for b in plan.buckets(specs)}
 
 
 def test_small_tensors_go_dense() -> None:
@@ -199,10 +199,10 @@ def test_small_tensors_go_dense() -> None:
     assert names(plan, spec("b", 1023), spec("a", 32, 32)) == {"a": (["a"], "topk"), "b": (["b"], "none")}
 
 
-def test_units_come_in_name_order_whatever_the_order_of_tensors() -> None:
+def test_buckets_come_in_name_order_whatever_the_order_of_tensors() -> None:
     specs = [spec(name, 2000) for name in ("z", "a", "m")]
     for order in (specs, specs[::-1]):
-        assert [u.spec.name for u in load({"method": "topk"}).buckets(order)] == ["a", "m", "z"]
+        assert [b.spec.name for b in load({"method": "topk"}).buckets(order)] == ["a", "m", "z"]
 
 
 def test_buckets_join_small_tensors_in_name_order_up_to_a_size() -> None:
@@ -421,7 +421,7 @@ def test_no_mapping_is_an_error(write: Any, text: str) -> None:
 
 
 def test_yaml_numbers_without_a_point_are_numbers(write: Any) -> None:
-    """YAML 1.1 reads 1e-3 as text; a newcomer means the number."""
+    """YAML 1.1 reads 1e-3 as text; it is accepted as a number."""
     assert load(write("method: topk\ndensity: 1e-3\n")) == load({"method": "topk", "density": 0.001})
 
 
@@ -485,4 +485,4 @@ def test_what_goes_dense_is_joined_where_the_method_suits_no_bucket():
     assert [m.name for m in buckets["a+2"].members] == ["a", "c", "e"]
     assert [bucket.program.main.id for bucket in buckets.values()] == ["none", "powersgd", "none", "none"]
     alone = {bucket.spec.name for bucket in load({"method": "powersgd"}).buckets(specs)}
-    assert alone == {"a", "b", "c", "d", "e"}, "without buckets each rides on the stock all-reduce"
+    assert alone == {"a", "b", "c", "d", "e"}, "without buckets each tensor piggybacks on the stock all-reduce"
