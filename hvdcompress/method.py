@@ -20,13 +20,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-Array = Any  #: a numpy array, or the framework's tensor; always flat (one dimension) inside a method
-
+from hvdcompress.ops.spec import Array, Ops, Sparse  # noqa: F401 (methods import all three from here)
 
 # -- what travels between a method and its driver ------------------------------------------------
 
@@ -66,13 +65,6 @@ class Slot:
     dtype: str = "float32"
     scope: Literal["rank", "shared"] = "rank"
     merge: Literal["sum", "keep"] = "sum"
-
-
-class Sparse(NamedTuple):
-    """A sparse vector: ``index`` [m] int32 or int64, ``values`` [m] float32. Duplicate indices add up."""
-
-    index: Array
-    values: Array
 
 
 @dataclass
