@@ -51,10 +51,10 @@ class Ops(Protocol):
         """Join arrays end to end. A list of one array returns that array, not a copy."""
 
     def to_bytes(self, x: Array) -> Array:
-        """Return the memory of ``x`` as uint8, little-endian; a view where ``x`` is contiguous."""
+        """Return the memory of ``x`` as uint8, little-endian; may be a view."""
 
     def from_bytes(self, buffer: Array, dtype: str) -> Array:
-        """Interpret uint8 memory as ``dtype``; a view unless the bytes are not aligned.
+        """Interpret uint8 memory as ``dtype``; a view where the bytes are aligned.
 
         Args:
             buffer: uint8; its length is a multiple of the size of ``dtype``.
@@ -84,10 +84,8 @@ class Ops(Protocol):
     def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array) -> None:
         """Set out = scale·gradient + residual, in place.
 
-        The product is rounded to float32 before the sum is, on every device (no fused multiply-add).
-
-        Raises:
-            ValueError: The lengths differ.
+        All three have one length. The product is rounded to float32 before the sum is, on every device (no fused
+        multiply-add).
         """
 
     def accumulate_moments(self, gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
@@ -101,11 +99,9 @@ class Ops(Protocol):
 
         Args:
             x: [n].
-            own: Dense [n] or sparse. Sparse indices are distinct, except that repeats with the value 0 are allowed.
+            own: Dense [n] or sparse. Sparse indices are in [0, n) and distinct, except that repeats with the value 0
+                are allowed. Check indices that came over the network with :meth:`all_below` first.
             factor: Rounded to float32 first.
-
-        Raises:
-            IndexError: A sparse index is outside of ``x``. Backends on a GPU may not notice.
         """
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
@@ -116,12 +112,9 @@ class Ops(Protocol):
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n] or sparse. Values of equal indices are added in the order in which they stand, so that
-                all ranks, and all devices, get the same bits.
+            total: Dense [n] or sparse, with indices in [0, n). Values of equal indices are added in the order in which
+                they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
-
-        Raises:
-            IndexError: A sparse index is outside of ``out``. Backends on a GPU may not notice.
         """
 
     def add_all(self, arrays: list[Array]) -> Array:
@@ -235,7 +228,7 @@ class Ops(Protocol):
         """Convert the bits of bfloat16 to float32, exactly."""
 
     def float_bounds(self, x: Array) -> Array:
-        """Return the largest positive x and the largest magnitude of a negative x [2]; 0 where there is none."""
+        """Return the largest x and the largest −x [2] float32, each at least 0."""
 
     def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
         """Encode ``x`` as range floats: codes that divide a range into bins of constant relative width.
@@ -281,18 +274,18 @@ class Ops(Protocol):
         """Return a bitmap of ``num_bits`` bits in which the given positions are set.
 
         Args:
-            positions: [k] int32 or int64, distinct.
+            positions: [k] int32 or int64, distinct and in [0, num_bits).
             num_bits: The length of the bitmap in bits.
 
         Returns:
             [⌈num_bits/8⌉] uint8, lowest bit first.
-
-        Raises:
-            IndexError: A position is outside of the bitmap. Backends on a GPU may not notice.
         """
 
     def find_bits(self, buffer: Array, num_bits: int) -> Array:
-        """Return the positions below ``num_bits`` of the bits that are set, ascending int64."""
+        """Return the positions below ``num_bits`` of the bits that are set, ascending int64.
+
+        A buffer that is too short counts as if zeros followed it.
+        """
 
     # -- codes: random rounding to levels, signs, and fields that add ----------------------------------------------
 
@@ -303,7 +296,7 @@ class Ops(Protocol):
             key: [1] uint32, on the host.
             count: How many numbers to return.
             like: The numbers are made on the device of this array.
-            start: The position in the stream, below 2^32.
+            start: The position in the stream of the first one; start + count ≤ 2^32.
 
         Returns:
             [count] float32: multiples of 2^-24 in [0, 1). The number at position i is the hash h(h(i + key) ^ key),
@@ -327,7 +320,7 @@ class Ops(Protocol):
             [⌈n·bits/8⌉] uint8, lowest bit first.
 
         Raises:
-            IndexError: There are fewer norms than buckets.
+            IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
 
     def dequantize(self, buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
@@ -337,7 +330,7 @@ class Ops(Protocol):
         finite numbers.
 
         Raises:
-            IndexError: There are fewer norms than buckets.
+            IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
 
     def pack_signs(self, x: Array) -> Array:

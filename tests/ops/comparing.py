@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.shared import mix
 from hvdcompress.ops.spec import Ops
 
 BACKENDS = ("numpy", "numba", "torch")
@@ -26,6 +27,11 @@ finite = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False
 def verbs() -> set[str]:
     """The names of the array verbs."""
     return {name for name, verb in vars(Ops).items() if inspect.isfunction(verb) and name[0] != "_"}
+
+
+def key(number: int) -> np.ndarray:
+    """The key [1] uint32 of a random stream."""
+    return mix(np.array([number], np.uint32))
 
 
 def is_torch(ops: Any) -> bool:

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, get, vector
+from comparing import MAX, TINY, Put, call, get, key, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.parts import seed
 
-KEY = seed._key(5)
+KEY = key(5)
 
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
@@ -24,7 +23,7 @@ def damaged(x: np.ndarray, count: int) -> np.ndarray:
 
 
 for count in (0, 1, 7, 5000):
-    call("uniform")(lambda o, put, x, r, n=count: o.uniform(seed._key(n), n, like=put(x)))
+    call("uniform")(lambda o, put, x, r, n=count: o.uniform(key(n), n, like=put(x)))
     call("uniform")(lambda o, put, x, r, n=count: o.uniform(KEY, n, like=put(x), start=2**31 - 3))
 for bucket in (1, 3, 512, 1 << 62):
     for bits in (2, 3, 8):
@@ -60,7 +59,7 @@ for width in (2, 3, 5, 12, 17, 32):
 # -- random numbers -----------------------------------------------------------------------------------------------
 
 
-def hashed(i: int, key: int) -> float:
+def hashed(i: int, word: int) -> float:
     """MurmurHash3's finalizer, twice, in Python's integers."""
 
     def mix(x: int) -> int:
@@ -68,7 +67,7 @@ def hashed(i: int, key: int) -> float:
             x = (x ^ x >> shift) * factor % 2**32
         return x
 
-    return (mix(mix((i + key) % 2**32) ^ key) >> 8) / 2**24
+    return (mix(mix((i + word) % 2**32) ^ word) >> 8) / 2**24
 
 
 def test_uniform_is_its_definition(backend: Any) -> None:
@@ -80,7 +79,7 @@ def test_uniform_is_its_definition(backend: Any) -> None:
 
 def test_uniform_is_uniform_and_independent(backend: Any) -> None:
     n, like = 200_000, Put(backend)(np.zeros(1, np.float32))
-    u, v = (np.asarray(backend.uniform(seed._key(k), n, like)).astype(np.float64) for k in (1, 2))
+    u, v = (np.asarray(backend.uniform(key(k), n, like)).astype(np.float64) for k in (1, 2))
     assert u.min() >= 0 and u.max() < 1
     counts = np.bincount((u * 100).astype(int), minlength=100)
     assert ((counts - n / 100) ** 2 / (n / 100)).sum() < 99 + 6 * math.sqrt(2 * 99), "chi-square"
@@ -115,8 +114,8 @@ def test_what_lies_on_a_level_stays_there(backend: Any, bits: int) -> None:
     s, put = 2 ** (bits - 1) - 1, Put(backend)
     x = np.tile(np.arange(-s, s + 1, dtype=np.float32), 1000)
     norms = np.float32([s])
-    for key in (KEY, seed._key(6)):
-        packed = backend.quantize(put(x), put(norms), x.size, bits, key)
+    for drawn in (KEY, key(6)):
+        packed = backend.quantize(put(x), put(norms), x.size, bits, drawn)
         np.testing.assert_array_equal(np.asarray(backend.dequantize(packed, put(norms), x.size, bits, x.size)), x)
 
 
