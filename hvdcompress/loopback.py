@@ -23,6 +23,7 @@ from hvdcompress.engine.step import Step
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket, Plan, plan_of
 
 Op = Literal["average", "sum"]
@@ -50,7 +51,7 @@ class Loopback:
         world: int,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
-        ops: Any = fast,
+        ops: Ops = fast,
         **settings: Any,
     ):
         if world < 1:

@@ -19,13 +19,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-Array = Any  #: a numpy array or a framework's tensor; inside a method always flat (one dimension)
-
+from hvdcompress.ops.spec import Array, Ops, Sparse
 
 # -- what a method and its driver hand each other ------------------------------------------------
 
@@ -73,14 +72,7 @@ class Slot:
     rank's values."""
 
 
-class Sparse(NamedTuple):
-    """A sparse vector of m entries. The values of equal indices add up."""
-
-    index: Array  #: positions [m], int32 or int64
-    values: Array  #: values [m], float32
-
-
-def add_shares(shares: list[Any], ops: Any) -> Array | Sparse:
+def add_shares(shares: list[Any], ops: Ops) -> Array | Sparse:
     """Sum several ranks' shares.
 
     Args:
@@ -359,7 +351,7 @@ class Method:
 
     # The exchange, in the order of the calls: clip, scan, exchange (which calls encode and decode).
 
-    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Any) -> float:
+    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
         """Return the factor that the local gradient is multiplied by before the residual is added.
 
         Override it to clip gradients.
@@ -372,7 +364,7 @@ class Method:
         """
         return scale
 
-    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
+    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Ops) -> Any:
         """Write ``scale · gradient + residual`` to ``out``, all of them float32 [n].
 
         Override it to compute statistics of the result, such as its moments, in the same pass over memory.
@@ -383,7 +375,7 @@ class Method:
         ops.accumulate(gradient, residual, scale, out)
         return None
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         """Compress one rank's gradient into a payload for an all-gather.
 
         Args:
@@ -397,7 +389,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Array | Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array | Sparse:
         """Decompress a payload of any rank.
 
         Args:
@@ -413,7 +405,7 @@ class Method:
         """
         raise NotImplementedError
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         """Sum ``x`` over ranks, compressed. By default: encode, all-gather, decode and add.
 
         Args:

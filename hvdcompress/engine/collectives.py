@@ -23,6 +23,7 @@ from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.transport import Handle, Request, Transport
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 
 FUSED = 1 << 15  #: bytes from which an all-reduce goes by itself where transports do not fuse
@@ -40,7 +41,7 @@ def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
-def lower(verb: Verb, rank: int, world: int, ops: Any, like: Array, broadcasts: bool = False) -> Request:
+def lower(verb: Verb, rank: int, world: int, ops: Ops, like: Array, broadcasts: bool = False) -> Request:
     """What ``rank`` sends for a verb.
 
     Args:
@@ -66,14 +67,14 @@ def lower(verb: Verb, rank: int, world: int, ops: Any, like: Array, broadcasts: 
     return Request("all_reduce", zeros_or_made)
 
 
-def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Any) -> Any:
+def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
     """A collective's result as the method expects it; ``lengths``: of the pieces that came, in rank order."""
     if isinstance(verb, AllGather | AllToAll):
         return cut(out, lengths)
     return ops.to_bytes(out) if isinstance(verb, Broadcast) else out
 
 
-def gathered_lengths(out: Array, mine: Array, world: int, ops: Any) -> list[int]:
+def gathered_lengths(out: Array, mine: Array, world: int, ops: Ops) -> list[int]:
     """The lengths of the payloads in a gathered buffer.
 
     They are that of ``mine`` where ``world`` of it fill the buffer, and all headers, if there are any, are alike: other
@@ -112,7 +113,7 @@ class Pending:
     name: str
     verb: Verb
     request: Request
-    ops: Any
+    ops: Ops
     running: Running | None = None
     start: int = 0
     lengths: Sequence[int] | None = None
@@ -133,7 +134,7 @@ class Collectives:
 
     # -- one verb -----------------------------------------------------------------------------------------
 
-    def start(self, name: str, round: int, verb: Verb, ops: Any = fast, like: Array | None = None) -> Pending:
+    def start(self, name: str, round: int, verb: Verb, ops: Ops = fast, like: Array | None = None) -> Pending:
         """Start the collective of a verb; returns at once.
 
         Args:

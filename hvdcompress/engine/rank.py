@@ -21,6 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize, spans
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -56,7 +57,7 @@ class Exchange:
     communication: Communication
     gradient: Array
     outs: Sequence[Array]
-    ops: Any
+    ops: Ops
     scale: float
     finite: bool
     spare: dict[str, Array]
@@ -148,7 +149,7 @@ class Rank:
     # -- one exchange ---------------------------------------------------------------------------------------
 
     def start(
-        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Any, loss_scale: float = 1.0
+        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Ops, loss_scale: float = 1.0
     ) -> Exchange:
         """Begin a bucket's exchange and run it to its first verb.
 
@@ -237,7 +238,7 @@ class Rank:
         for observer in self.observers:
             (observer.decoded if last else observer.encoded)(self.rank, name, seconds)
 
-    def _state(self, bucket: Bucket, like: Array, ops: Any) -> State:
+    def _state(self, bucket: Bucket, like: Array, ops: Ops) -> State:
         """The bucket's state; at first use what was loaded for it, or zeros."""
         state = self.states.get(bucket.spec.name)
         if state is None:
@@ -247,11 +248,11 @@ class Rank:
             raise ValueError(f"tensor {bucket.spec.name!r} had shape {before} before and has {now} now")
         return state
 
-    def _blank(self, bucket: Bucket, like: Array, ops: Any) -> State:
+    def _blank(self, bucket: Bucket, like: Array, ops: Ops) -> State:
         declared = declared_slots(bucket).items()
         return State(bucket, {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared})
 
-    def _joined(self, state: State, members: Sequence[Array], ops: Any) -> Array:
+    def _joined(self, state: State, members: Sequence[Array], ops: Ops) -> Array:
         """The members' gradients one after another, in a buffer that is kept: fresh memory costs more than copying."""
         if len(members) == 1:
             return members[0]

@@ -12,7 +12,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from hvdcompress.engine.agreement import Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.rank import Exchange, Rank
 from hvdcompress.method import AllReduce, Array
+from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket
 
 
@@ -76,7 +76,7 @@ class Step:
     # -- gradients come in ----------------------------------------------------------------------------------
 
     def launch(
-        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Any, piggyback: bool = False
+        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Ops, piggyback: bool = False
     ) -> Exchange:
         """Start a bucket's exchange and its first collective; see :meth:`Rank.start` for the arguments.
 

@@ -56,7 +56,7 @@ array([[0.  , 3.  ],
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -74,6 +74,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
@@ -121,13 +122,13 @@ class DGC(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=self.select == "exact")
 
-    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Any) -> float:
+    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
         if self.clip_norm is None or not (norm := ops.l2_norm(gradient)):
             return scale
         # the backends' float64 sums differ in their last bits; rounded to float32 they agree
         return float(np.float32(min(scale, self.clip_norm / math.sqrt(ctx.world) / norm)))
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         n, exact = ctx.spec.size, self.select == "exact"
         if exact:
             index = ops.top_k(x, self.capacity(n))  # [c] int32, ascending
@@ -137,7 +138,7 @@ class DGC(Method):
         chosen = select.pad(Sparse(index, ops.take(x, index)), self.capacity(n), ops)
         return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size
         return pack.decode(payload, self.capacity(n), n, self.values, self.id, ops, distinct=self.select == "exact")
 
@@ -145,7 +146,7 @@ class DGC(Method):
         """Return the number of sampled elements, m ≤ n."""
         return min(n, max(LEAST_SAMPLE, math.ceil(n * self.sample), math.ceil(LEAST_ABOVE / self.density)))
 
-    def threshold(self, x: Array, ctx: Context, ops: Any) -> np.float32:
+    def threshold(self, x: Array, ctx: Context, ops: Ops) -> np.float32:
         """Return the largest float32 below the (m·density)-th largest |x| of a sample of m elements of x [n]."""
         n, m = len(x), self.sample_size(len(x))
         if m < n:

@@ -47,7 +47,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -66,6 +66,7 @@ from hvdcompress.method import (
     add_shares,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
 
@@ -127,7 +128,7 @@ class FFT(Method):
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
         return self.recovery > 1 and metric == "loss" and value > low + self.tolerance * abs(low)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         length = self.length(ctx.spec.size)
         if self.half:
             half = codec("fp16")
@@ -140,12 +141,12 @@ class FFT(Method):
         chosen = ops.scaled(chosen, length**0.5)  # as of the unitary FFT: values are as large as gradients
         return pack.encode(Sparse(index, chosen), self.places(ctx.spec), self.values, self.id, ctx, ops, per=2)
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         """Return frequencies [k] and their re and im, alternating [2·k]."""
         k = self.num_kept(ctx.spec, ctx.triggers)
         return pack.decode(payload, k, self.places(ctx.spec), self.values, self.id, ops, per=2)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         pieces = yield AllGather(self.encode(x, state, ctx, ops))
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
         total = self.invert(shares, FLOAT_MAX, ctx, ops)
@@ -153,7 +154,7 @@ class FFT(Method):
         own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, ops) if ctx.needs_own else None
         return Reduced(total=total, own=own)
 
-    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Any) -> Array:
+    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Ops) -> Array:
         """Return the gradient [n] whose spectrum is the sum of the shares, clipped to ±``limit``."""
         n, length = ctx.spec.size, self.length(ctx.spec.size)
         summed = add_shares([Sparse(ops.pair_places(s.index), s.values) for s in shares], ops)

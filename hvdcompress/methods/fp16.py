@@ -26,9 +26,8 @@ array([1.5000e+00, 6.5376e+04], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
 
@@ -42,6 +41,6 @@ class Fp16(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         total, own = yield from codecs.all_reduce(x, "fp16", ctx, ops)
         return Reduced(total=total, own=own)

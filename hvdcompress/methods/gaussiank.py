@@ -42,6 +42,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import pack, select
 
 
@@ -68,21 +69,21 @@ class GaussianK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(select.capacity(self.density, spec.size), spec.size, self.values, distinct=False)
 
-    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Any) -> Any:
+    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Ops) -> Any:
         return ops.accumulate_moments(gradient, residual, scale, out)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         n = ctx.spec.size
         index = self.choose(x, ctx.scanned or ops.moments(x), ops)  # [c] int32, ascending
         ctx.counters["kept"] = len(index)
         chosen = select.pad(Sparse(index, ops.take(x, index)), select.capacity(self.density, n), ops)
         return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=False)
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size
         return pack.decode(payload, select.capacity(self.density, n), n, self.values, self.id, ops, distinct=False)
 
-    def choose(self, x: Array, moments: tuple[float, float], ops: Any) -> Array:
+    def choose(self, x: Array, moments: tuple[float, float], ops: Ops) -> Array:
         """Select the elements to send.
 
         Args:

@@ -78,6 +78,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, matrices, seed, wire
 
 
@@ -173,7 +174,7 @@ class GradiVeQ(Method):
         """Return the bytes of the fit: d, and the weights that combine the history into the components."""
         return 4 + 4 * self.max_components(self.slice_of(spec)) * self.dense_steps
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.phases[ctx.phase] == "compress":
             return (yield from self.exchange_compressed(x, state, ctx, ops))
         total, own = yield from codecs.all_reduce(x, self.dense_values, ctx, ops)
@@ -183,7 +184,7 @@ class GradiVeQ(Method):
             new["count"] = ops.zeros(1, "float32", like=x)  # the next dense steps start a new mean
         return Reduced(total=total, own=own, state=new)
 
-    def collect(self, total: Array, state: dict[str, Array], ctx: Context, ops: Any) -> dict[str, Array]:
+    def collect(self, total: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> dict[str, Array]:
         """Add a sum to the state: its first slice replaces the oldest of the history; all slices go into the mean."""
         size, mean = self.slice_of(ctx.spec), state["mean"]
         sums = matrices.collocated(total, ctx.spec, ops)
@@ -194,7 +195,7 @@ class GradiVeQ(Method):
         history = ops.concat([state["history"][size:], sums[:size]])
         return {"history": history, "mean": mean, "count": count, "since": state["since"] * 0 + ctx.triggers}
 
-    def fit_basis(self, history: Array, ctx: Context, ops: Any) -> Generator[Any, Any, dict[str, Array]]:
+    def fit_basis(self, history: Array, ctx: Context, ops: Ops) -> Generator[Any, Any, dict[str, Array]]:
         """Compute d and the basis from the history [Lt × slice]. One rank runs the SVD and broadcasts its result."""
         size, lt = self.slice_of(ctx.spec), self.dense_steps
         most = self.max_components(size)
@@ -215,7 +216,7 @@ class GradiVeQ(Method):
         unused = ops.zeros((most - d) * size, "float32", like=history)
         return {"basis": ops.concat([basis, unused]), "rank": ops.from_bytes(fit[:4], "int32")}
 
-    def exchange_compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange_compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         """Sum the slices' coefficients q, and the elements that fill no slice; then expand them to ĝ."""
         size, mean = self.slice_of(ctx.spec), state["mean"]
         slices, d = len(mean) // size, int(state["rank"][0])

@@ -37,8 +37,6 @@ array([ 0., -6.,  0.,  0.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdcompress.method import (
     AllToAll,
     Array,
@@ -54,6 +52,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import pack, select
 
 
@@ -80,7 +79,7 @@ class GTopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
         index = ops.top_k(x, select.num_kept(self.density, n))  # [k] int32, ascending
         own = mine = Sparse(index, ops.take(x, index))
@@ -107,22 +106,22 @@ class GTopK(Method):
             own = self.less_rounding(own, mine, total, n, ops)
         return Reduced(total=total, own=own)
 
-    def write(self, chosen: Sparse, ctx: Context, ops: Any) -> Array:
+    def write(self, chosen: Sparse, ctx: Context, ops: Ops) -> Array:
         """Encode k entries. A rank does so once per step, so it never uses its random numbers twice."""
         return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size
         return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)
 
-    def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Any) -> Sparse:
+    def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Ops) -> Sparse:
         """Return ``own`` corrected by the rounding error of a payload: what was read minus what was written."""
         if self.values == "fp32":
             return own
         return ops.merge(own, Sparse(written.index, read.values - written.values), n)
 
 
-def strongest(entries: Sparse, k: int, ops: Any) -> tuple[Sparse, Sparse]:
+def strongest(entries: Sparse, k: int, ops: Ops) -> tuple[Sparse, Sparse]:
     """Split entries into the k of largest magnitude and the others, both with ascending indices."""
     m = len(entries.index)
     kept = ops.top_k(entries.values, k)  # positions among the m

@@ -20,9 +20,8 @@ array([2., 3.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdcompress.method import AllReduce, Array, Communication, Context, Method, Reduced, TensorSpec, method
+from hvdcompress.ops.spec import Ops
 
 
 @method
@@ -42,6 +41,6 @@ class Dense(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         total = yield AllReduce(x)
         return Reduced(total=total, own=x)

@@ -35,8 +35,6 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hvdcompress.method import (
@@ -52,6 +50,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, matrices, seed
 
 FLOAT32_MAX = 3.4028235e38
@@ -91,7 +90,7 @@ class PowerSGD(Method):
             codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
         drawn = seed.uniform(seed.shared_key(ctx), r * columns) - np.float32(0.5)
         q = ops.orthonormalise(state["q"], r, fill=ops.asarray(drawn, like=x))  # [r × columns], from the previous step

@@ -28,7 +28,7 @@ magnitudes beyond 3.4e38·k/n become Inf.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -45,6 +45,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, seed, select
 
 
@@ -76,7 +77,7 @@ class RandomK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         n = ctx.spec.size
         k = select.num_kept(self.density, n)
         chosen = seed.distinct_indices(seed.shared_key(ctx), k, n)

@@ -37,7 +37,7 @@ array([ 0., -5.,  3.,  0.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from hvdcompress.method import (
     Array,
@@ -54,6 +54,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, pack, select
 
 
@@ -95,7 +96,7 @@ class ScaleCom(Method):
         k = self.num_kept(spec.size)
         return self.num_index_bytes(spec.size) + codecs.reduced_num_bytes(k, self.values, world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         n = ctx.spec.size
         leader = ctx.step % ctx.world  # cyclic, so that every rank's large elements are selected at times
         packed = yield Broadcast(lambda: self.pick(x, n, ops), leader, self.num_index_bytes(n))
@@ -103,7 +104,7 @@ class ScaleCom(Method):
         total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, ops)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
-    def pick(self, x: Array, n: int, ops: Any) -> Array:
+    def pick(self, x: Array, n: int, ops: Ops) -> Array:
         """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(n)]."""
         if self.select == "exact":
             k = self.num_kept(n)
@@ -111,7 +112,7 @@ class ScaleCom(Method):
         offsets = ops.chunk_argmax(x, select.chunk_size(self.density))  # [k] int32 < C
         return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
 
-    def unpack(self, packed: Array, n: int, ops: Any) -> Array:
+    def unpack(self, packed: Array, n: int, ops: Ops) -> Array:
         """Unpack the leader's selection into positions [k], ascending."""
         k = self.num_kept(n)
         if self.select == "exact":

@@ -29,9 +29,9 @@ array([ 2.,  1., -2.,  1.], dtype=float32)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hvdcompress.method import Array, Context, FeedbackName, method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts.sums import Codec, Quantizer
 from hvdcompress.parts.wire import WireError
 
@@ -45,11 +45,11 @@ class SignCodec:
     def num_bytes(self, count: int) -> int:
         return (4 if count else 0) + -(-count // 8)
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
         return ops.concat([ops.to_bytes(scale), ops.pack_signs(x)])
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
         if not count:

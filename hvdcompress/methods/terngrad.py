@@ -34,12 +34,13 @@ residual grows with the steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
@@ -48,7 +49,7 @@ WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
 
 
-def clipped(x: Array, factor: float, ops: Any) -> Array:
+def clipped(x: Array, factor: float, ops: Ops) -> Array:
     """Clip x [n] to ±``factor``·σ, or to ±|mean| where that is larger. A factor of 0 does not clip."""
     if not factor or not len(x):
         return x
@@ -70,7 +71,7 @@ class TernaryCodec(StochasticCodec):
     clip_factor: float = 2.5
     code = 6
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         return super().encode(clipped(x, self.clip_factor, ops), ctx, ops, stream)
 
 
@@ -103,7 +104,7 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, ops))
         n, width = len(x), field_width(ctx.world)

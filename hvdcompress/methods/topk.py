@@ -30,9 +30,8 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import pack, select
 
 
@@ -54,10 +53,10 @@ class TopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(select.num_kept(self.density, spec.size), spec.size, self.values)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         index = ops.top_k(x, select.num_kept(self.density, ctx.spec.size))  # [k] int32, ascending
         return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size
         return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)

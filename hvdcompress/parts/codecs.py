@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 from hvdcompress.method import AllReduce, Array, Context, Values
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
@@ -40,10 +41,10 @@ class Float32:
     def num_bytes(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         return ops.to_bytes(x)
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_bytes(buffer, "float32")
 
 
@@ -55,12 +56,12 @@ class Float16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         half, saturated = ops.to_fp16(x, 1.0)
         _count_saturated(ctx, saturated)
         return ops.to_bytes(half)
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_fp16(ops.from_bytes(buffer, "float16"), 1.0)
 
 
@@ -72,10 +73,10 @@ class BFloat16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         return ops.to_bytes(ops.to_bf16(x))
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
 
 
@@ -105,7 +106,7 @@ def reduced_num_bytes(count: int, values: Values, world: int) -> int:
 
 
 def all_reduce(
-    x: Array, values: Values, ctx: Context, ops: Any, stream: int = 0
+    x: Array, values: Values, ctx: Context, ops: Ops, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum ``x`` over ranks in a number format.
 

@@ -17,11 +17,11 @@ This is plain feedback on gradients that momentum was applied to on each rank. I
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
+from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -50,7 +50,7 @@ def exchange(
     state: dict[str, Array],
     spare: dict[str, Array],
     ctx: Context,
-    ops: Any,
+    ops: Ops,
 ) -> Communication:
     """Run ``method.exchange`` with error feedback.
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from hvdcompress.method import Array, Context, TensorSpec, Values
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
 Axes = tuple[int, ...]
@@ -44,7 +45,7 @@ def slice_for(block: int, places: int) -> int:
     return min(slices, key=lambda size: abs(math.log(max(size, 1) / USUAL)))
 
 
-def collocated(x: Array, spec: TensorSpec, ops: Any) -> Array:
+def collocated(x: Array, spec: TensorSpec, ops: Ops) -> Array:
     """Reorder ``x`` [n] so that the same weight of all filters is adjacent, then depth, width and height.
 
     The element of filter f, depth d and window position (h, w) gets the index ((h·W + w)·D + d)·F + f (Yu et al. 2018,
@@ -62,7 +63,7 @@ def collocated(x: Array, spec: TensorSpec, ops: Any) -> Array:
     return x if spec.layout == "hwio" else ops.permute(x, spec.shape, axes)
 
 
-def stored_order(x: Array, spec: TensorSpec, ops: Any) -> Array:
+def stored_order(x: Array, spec: TensorSpec, ops: Ops) -> Array:
     """Return to stored order: the inverse of :func:`collocated`, [n] to [n]."""
     axes = _axes(spec)
     back = tuple(axes.index(axis) for axis in range(len(axes)))
@@ -74,7 +75,7 @@ def _axes(spec: TensorSpec) -> Axes:
     return (*range(2, ndim), *reversed(range(min(ndim, 2))))
 
 
-def norm(x: Array, ops: Any) -> float:
+def norm(x: Array, ops: Ops) -> float:
     """Return ‖x‖, from sums in float64."""
     mean, std = ops.moments(x)
     return math.sqrt(len(x) * mean * mean + max(len(x) - 1, 0) * std * std)
@@ -94,7 +95,7 @@ def shrinkage(length: int, world: int) -> float:
 
 
 def all_reduce(
-    x: Array, shrunk: float, name: Values, ctx: Context, ops: Any, stream: int = 0
+    x: Array, shrunk: float, name: Values, ctx: Context, ops: Ops, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum numbers over ranks that were multiplied by :func:`shrinkage`.
 

@@ -15,11 +15,12 @@ high_i + i is set.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse, Values
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec
 
@@ -67,13 +68,13 @@ def num_bytes(k: int, n: int, values: Values, distinct: bool = True, per: int = 
     return wire.NUM_BYTES + index_num_bytes(coding, k, n) + aligned(codec(values).num_bytes(per * k))
 
 
-def padded(x: Array, ops: Any) -> Array:
+def padded(x: Array, ops: Ops) -> Array:
     """Append zeros to uint8 bytes, up to a multiple of 4."""
     missing = aligned(len(x)) - len(x)
     return ops.concat([x, ops.zeros(missing, "uint8", like=x)]) if missing else x
 
 
-def encode_index(index: Array, coding: Coding, n: int, ops: Any) -> Array:
+def encode_index(index: Array, coding: Coding, n: int, ops: Ops) -> Array:
     """Write ascending indices.
 
     Args:
@@ -96,7 +97,7 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Any) -> Array:
     return ops.concat([padded(lows, ops), padded(highs, ops)])
 
 
-def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Any) -> Array:
+def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Array:
     """Read indices: the inverse of :func:`encode_index`.
 
     Args:
@@ -141,7 +142,7 @@ def encode(
     values: Values,
     method: str,
     ctx: Context,
-    ops: Any,
+    ops: Ops,
     distinct: bool = True,
     per: int = 1,
 ) -> Array:
@@ -173,7 +174,7 @@ def encode(
 
 
 def decode(
-    payload: Array, k: int, places: int, values: Values, method: str, ops: Any, distinct: bool = True, per: int = 1
+    payload: Array, k: int, places: int, values: Values, method: str, ops: Ops, distinct: bool = True, per: int = 1
 ) -> Sparse:
     """Read a sparse payload: the inverse of :func:`encode`.
 

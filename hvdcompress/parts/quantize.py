@@ -16,9 +16,10 @@ Bytes: 4 per bucket (its norm, float32) + ⌈count·bits/8⌉ (a sign and a leve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from hvdcompress.method import Array, Context
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -40,7 +41,7 @@ class StochasticCodec:
         """Return the bytes of the norms of ``count`` values."""
         return 4 * -(-count // self.bucket)
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         """Quantize values.
 
         Args:
@@ -56,7 +57,7 @@ class StochasticCodec:
         codes = ops.quantize(x, norms, self.bucket, self.bits, seed.private_key(ctx, stream))
         return ops.concat([ops.to_bytes(norms), codes])
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read quantized values. Damaged bytes of the right length give finite values.
 
         Args:

@@ -24,9 +24,9 @@ for N = 8 and 0.36 % for N = 10. From 13 bits on, values below eps would cost mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hvdcompress.method import Array, Context
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts.wire import WireError
 
 HEAD = 8  #: bytes of the range: max and −min
@@ -49,7 +49,7 @@ class RangeFloatCodec:
         """Return the bytes of ``count`` values."""
         return HEAD + -(-count * self.bits // 8)
 
-    def encode(self, x: Array, ctx: Context | None, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context | None, ops: Ops, stream: int = 0) -> Array:
         """Write values; uses no random numbers.
 
         Args:
@@ -65,7 +65,7 @@ class RangeFloatCodec:
         codes = ops.range_codes(x, bounds, self.bits, self.mantissa_bits)  # [count] int32
         return ops.concat([ops.to_bytes(bounds), ops.pack_bits(codes, self.bits)])
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read values. Damaged bytes of the right length give finite values.
 
         Args:

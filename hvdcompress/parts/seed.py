@@ -15,8 +15,8 @@ import zlib
 import numpy as np
 
 from hvdcompress.method import Context
-from hvdcompress.ops import _numpy_codes
-from hvdcompress.ops._numpy_codes import mix
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.shared import mix
 
 _ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
 
@@ -42,7 +42,7 @@ def private_key(ctx: Context, stream: int = 0) -> np.ndarray:
 
 def uniform(key: np.ndarray, count: int) -> np.ndarray:
     """Return float32 [count] in [0, 1), multiples of 2^-24, from a stream's key: ``ops.uniform`` on the host."""
-    return _numpy_codes.uniform(key, count, like=key)
+    return reference.uniform(key, count, like=key)
 
 
 def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:

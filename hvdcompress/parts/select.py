@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.method import Array, Sparse
+from hvdcompress.ops.spec import Ops
 
 #: Refines a threshold: (x, start, k, capacity, ops) -> (threshold, magnitude of elements that may fill up, or None).
 Refine = Callable[[Array, np.float32, int, int, Any], tuple[np.float32, np.float32 | None]]
@@ -36,7 +37,7 @@ def just_below(magnitude: float) -> np.float32:
     return np.nextafter(np.float32(magnitude), np.float32(0))
 
 
-def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, None]:
+def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Ops) -> tuple[np.float32, None]:
     """Correct a threshold up to three times, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1).
 
     Args:
@@ -61,7 +62,7 @@ def refine_paper(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -
     return threshold, None
 
 
-def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Any) -> tuple[np.float32, np.float32 | None]:
+def refine_bisect(x: Array, start: np.float32, k: int, capacity: int, ops: Ops) -> tuple[np.float32, np.float32 | None]:
     """Find a threshold t with 2k/3 ≤ #{|x| > t} ≤ capacity by bisecting its bit pattern, in at most 31 steps.
 
     The bit patterns of non-negative floats ascend with their values, so each step halves the number of *floats* that
@@ -104,7 +105,7 @@ def capacity(density: float, n: int) -> int:
     return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
-def above_threshold(x: Array, start: np.float32, density: float, refine: Refine, ops: Any) -> Array:
+def above_threshold(x: Array, start: np.float32, density: float, refine: Refine, ops: Ops) -> Array:
     """Select the elements above a threshold.
 
     Args:
@@ -126,7 +127,7 @@ def above_threshold(x: Array, start: np.float32, density: float, refine: Refine,
     return index
 
 
-def pad(chosen: Sparse, capacity: int, ops: Any) -> Sparse:
+def pad(chosen: Sparse, capacity: int, ops: Ops) -> Sparse:
     """Fill ``chosen`` up to ``capacity`` entries by repeating its last index with the value 0."""
     missing = capacity - len(chosen.index)
     if missing == 0:

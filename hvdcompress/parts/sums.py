@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdcompress.method import AllGather, AllToAll, Array, Communication, Context, Method, Reduced, Route, TensorSpec
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 
 
@@ -27,7 +28,7 @@ class Codec(Protocol):
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""
 
-    def encode(self, x: Array, ctx: Context, ops: Any, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
         """Write values.
 
         Args:
@@ -40,7 +41,7 @@ class Codec(Protocol):
             uint8 [num_bytes(count)].
         """
 
-    def decode(self, buffer: Array, count: int, ops: Any) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read values.
 
         Args:
@@ -63,7 +64,7 @@ def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int
     return (world + 1) * codec.num_bytes(-(-count // world))
 
 
-def scatter(x: Array, codec: Codec, ctx: Context, ops: Any, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
+def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum ``x`` over ranks by scatter-reduce.
 
     Args:
@@ -120,11 +121,11 @@ class Quantizer(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return reduced_num_bytes(spec.size, self.codec, self.route, world)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         header = np.frombuffer(wire.pack(self._header(len(x))), np.uint8)
         return ops.concat([ops.asarray(header, like=x), self.codec.encode(x, ctx, ops)])
 
-    def decode(self, payload: Array, ctx: Context, ops: Any) -> Array:
+    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array:
         n = ctx.spec.size
         wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), self._header(n))
         return self.codec.decode(payload[wire.NUM_BYTES :], n, ops)
@@ -132,7 +133,7 @@ class Quantizer(Method):
     def _header(self, n: int) -> wire.Header:
         return wire.Header(self.id, 0, self.codec.code, n, n, wire.NUM_BYTES + self.codec.num_bytes(n))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Any) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route == "gather":
             return (yield from super().exchange(x, state, ctx, ops))
         total, own = yield from scatter(x, self.codec, ctx, ops)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdcompress.method import Method
+from hvdcompress.ops.spec import Ops
 from hvdcompress.testing.exchange_checks import (
     check_bytes,
     check_collectives,
@@ -89,7 +90,7 @@ def check_method(
     worlds: Sequence[int] = (1, 2, 3, 5),
     sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000),
     steps: int = 4,
-    ops: Any = None,
+    ops: Ops | None = None,
     rounding: float | None = None,
     unbiased: bool | None = None,
     seed: int = 0,

@@ -153,7 +153,7 @@ def check_conservation(case: Case) -> None:
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
             sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
             residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
-            slots = [rank.states["w"].get(feedback.VELOCITY) for rank in net.ranks]
+            slots = [rank.states["w"].slots.get(feedback.VELOCITY) for rank in net.ranks]
             velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
             per_rank = [np.abs(x).max(initial=0) for x in gradients]
             largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))

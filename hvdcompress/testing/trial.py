@@ -17,6 +17,7 @@ from hvdcompress import registry
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -107,8 +108,7 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 class Trial(Loopback):
     """A loopback network that records every collective in ``log``.
 
-    Gradients and results are numpy arrays with any backend. The torch backend works on views of their memory, the
-    TensorFlow backend on copies, which are copied back where a verb wrote to them.
+    Gradients and results are numpy arrays with any backend. The torch backend works on views of their memory.
 
     Args:
         method: the method, or a plan.
@@ -118,7 +118,9 @@ class Trial(Loopback):
         **settings: plan keys.
     """
 
-    def __init__(self, method: Method | Plan, world: int, *, ops: Any = None, loss_scale: Any = 1.0, **settings: Any):
+    def __init__(
+        self, method: Method | Plan, world: int, *, ops: Ops | None = None, loss_scale: Any = 1.0, **settings: Any
+    ):
         given = {} if ops is None else {"ops": adapted(ops)}
         super().__init__(plan_for(method, **settings), world, loss_scale=loss_scale, **given)
         self.log: list[Collective] = []
@@ -156,7 +158,7 @@ class Trial(Loopback):
         """Load what :meth:`saved` returned, for the tensors of ``specs``."""
         buckets = self.plan.buckets(specs)
         for rank, one in zip(self.ranks, saved, strict=True):
-            rank.load_state_dict(one, lambda parts: kept(self.ops, np.concatenate(parts)), buckets)
+            rank.load_state_dict(one, lambda parts: to_ops(self.ops, np.concatenate(parts)), buckets)
 
     def residual(self, name: str, rank: int) -> Array:
         """Return a rank's residual, as a new numpy array."""
@@ -177,23 +179,24 @@ def _numpy_tree(value: Any) -> Any:
 
 
 class _TorchOps:
-    """ops/torch.py, taking numpy arrays as views where a driver would hand over tensors."""
+    """The verbs of ``ops/torch``, taking numpy arrays as views where a driver would hand over tensors."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Ops):
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
         verb = getattr(self.module, name)
-        if not callable(verb) or name == "asarray":  # asarray's argument is a host array by contract
+        if name == "asarray":  # its argument is a host array by contract
             return verb
         return lambda *args, **kwargs: verb(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
 
 
 def _tensors(value: Any) -> Any:
+    """Return an argument of a verb with tensors, which share memory, in the place of numpy arrays."""
     if isinstance(value, np.ndarray):
         import torch
 
-        if not value.size:  # torch is particular about the strides of nothing
+        if not value.size:  # torch is particular about the strides of empty arrays
             return torch.from_numpy(value.copy()).new_zeros(value.shape)
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     if isinstance(value, list):
@@ -203,67 +206,23 @@ def _tensors(value: Any) -> Any:
     return value
 
 
-class _TensorFlowOps:
-    """ops/tensorflow.py, taking numpy arrays; those that a verb writes are brought up to date afterwards."""
-
-    def __init__(self, module: Any):
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        verb = getattr(self.module, name)
-        if not callable(verb) or name == "asarray":
-            return verb
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            lent: list[tuple[Array, Any, Any]] = []
-            result = verb(*(self._lend(a, lent) for a in args), **{k: self._lend(a, lent) for k, a in kwargs.items()})
-            for array, buffer, before in lent:
-                if buffer.value is not before:
-                    array[...] = to_numpy(buffer)
-            return result
-
-        return call
-
-    def _lend(self, value: Any, lent: list[tuple[Array, Any, Any]]) -> Any:
-        if isinstance(value, np.ndarray):
-            buffer = self.module.Buffer(value)
-            lent.append((value, buffer, buffer.value))
-            return buffer
-        if isinstance(value, list):
-            return [self._lend(item, lent) for item in value]
-        return Sparse(*(self._lend(item, lent) for item in value)) if isinstance(value, Sparse) else value
+def adapted(ops: Ops) -> Any:
+    """Return a backend as :class:`Trial` runs it: torch's takes numpy arrays, the others do anyway."""
+    return _TorchOps(ops) if getattr(ops, "__name__", "") == "hvdcompress.ops.torch" else ops
 
 
-def adapted(ops: Any) -> Any:
-    """A backend as :class:`Trial` runs it."""
-    name = getattr(ops, "__name__", "")
-    if name == "hvdcompress.ops.tensorflow":
-        return _TensorFlowOps(ops)
-    return _TorchOps(ops) if name == "hvdcompress.ops.torch" else ops
-
-
-def to_ops(ops: Any, array: Any) -> Any:
-    """A numpy array as a driver would hand it to the backend."""
-    if isinstance(ops, _TensorFlowOps):
-        return ops.module.Buffer(array).value
+def to_ops(ops: Ops, array: Any) -> Any:
+    """Return a numpy array as a driver would hand it to the backend."""
     return _tensors(array) if isinstance(ops, _TorchOps) else array
 
 
-def kept(ops: Any, array: Any) -> Any:
-    """A numpy array as state that the backend's verbs may write."""
-    return ops.module.Buffer(array) if isinstance(ops, _TensorFlowOps) else to_ops(ops, array)
-
-
-def backends() -> dict[str, Any]:
-    """The array backends that this machine can run in a :class:`Trial`, by name; "numpy" is the reference.
-
-    But for ``hvdcompress.ops.tensorflow``, which a Trial takes, too: it is slow to import and to run.
-    """
+def backends() -> dict[str, Ops]:
+    """Import the array backends that this machine has, by name; "numpy" is the reference."""
     import hvdcompress.ops as package
 
     found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("_") or info.name == "tensorflow":
+        if not info.ispkg:  # the spec, and what backends share
             continue
         try:
             found[info.name] = importlib.import_module(f"{package.__name__}.{info.name}")
@@ -331,7 +290,7 @@ class Case:
 
     method: Method
     world: int = 2
-    ops: Any = None
+    ops: Ops | None = None
     sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000)
     steps: int = 4
     rounding: float = 1e-5

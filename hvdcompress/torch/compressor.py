@@ -25,6 +25,7 @@ from hvdcompress.engine.rank import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
@@ -358,7 +359,7 @@ class Compressor(compressor.Compressor):
             )
 
 
-def _flat(tensor: torch.Tensor, dtype: torch.dtype, ops: Any) -> Any:
+def _flat(tensor: torch.Tensor, dtype: torch.dtype, ops: Ops) -> Any:
     """The gradient as a flat array of the working dtype: a view of its memory where that can be."""
     flat = tensor.detach().to(dtype).contiguous().view(-1)
     return flat.numpy() if ops is fast else flat

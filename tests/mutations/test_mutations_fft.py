@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import test_fft
-import test_ops_dense
+import test_ops_spectra
 import test_rangefloat
 from test_mutations import Guard, Patch, holds, must_notice
 
 import hvdcompress
 from hvdcompress import testing
-from hvdcompress.ops import _numpy_dense as dense
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import floats
 from hvdcompress.parts import matrices
 from hvdcompress.parts.rangefloat import RangeFloatCodec
 
@@ -34,23 +34,23 @@ def decoder_truncates(patch: Patch) -> None:
 
 
 def decoder_goes_beyond_the_range(patch: Patch) -> None:
-    space = dense._range_space
+    space = floats._range_space
 
     def wider(bounds: Any, bits: int, shift: int) -> Any:
         edges, *rest = space(bounds, bits, shift)
         return (edges | (1 << shift) - 1, *rest)  # the last bin's far end
 
-    patch.setattr(dense, "_range_space", wider)
+    patch.setattr(floats, "_range_space", wider)
 
 
 def eps_is_one_bin_too_low(patch: Patch) -> None:
-    space = dense._range_space
+    space = floats._range_space
 
     def lower(bounds: Any, bits: int, shift: int) -> Any:
         edges, first, positive, negative = space(bounds, bits, shift)
         return edges, first - 1, positive + 1, negative + 1
 
-    patch.setattr(dense, "_range_space", lower)
+    patch.setattr(floats, "_range_space", lower)
 
 
 def both_signs_always_get_half(patch: Patch) -> None:
@@ -194,9 +194,9 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (triggers_do_not_matter, test_fft.test_density_grows_when_the_loss_gets_worse),
     (any_loss_will_do, test_fft.test_what_calls_for_recovery),
     (order_is_not_undone, test_fft.test_filters_are_collocated_in_both_frameworks),
-    (squares_are_taken_in_float32, lambda: test_ops_dense.test_magnitudes_neither_overflow_nor_vanish(reference)),
+    (squares_are_taken_in_float32, lambda: test_ops_spectra.test_magnitudes_neither_overflow_nor_vanish(reference)),
     (nothing_holds_the_values_within_float32, lambda: test_fft.test_magnitudes_up_to_1e37("numpy")),
-    (spectrum_is_not_divided, lambda: test_ops_dense.test_no_spectrum_exceeds_the_largest_element(reference)),
+    (spectrum_is_not_divided, lambda: test_ops_spectra.test_no_spectrum_exceeds_the_largest_element(reference)),
     (spectrum_is_not_divided, test_fft.run_beside_oracle),
     (half_is_ignored, test_fft.test_half_rounds_gradients_to_fp16_first),
     (formula_counts_half, holds("fft", c.check_bytes)),

@@ -158,7 +158,7 @@ def one_component_too_many(patch: Patch) -> None:
 
 
 def components_are_not_centred(patch: Patch) -> None:
-    patch.setattr("hvdcompress.ops._numpy_matrix._centred", lambda x, rows: x.reshape(rows, -1).astype(np.float64))
+    patch.setattr("hvdcompress.ops.numpy.matrices._centred", lambda x, rows: x.reshape(rows, -1).astype(np.float64))
 
 
 def every_rank_makes_its_own_basis(patch: Patch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import test_ops_codes
+import test_ops_statistics
 import test_qsgd
 import test_quantize
 import test_signsgd
@@ -20,9 +21,10 @@ import hvdcompress
 from hvdcompress import testing as c
 from hvdcompress.method import Reduced
 from hvdcompress.methods import signsgd, terngrad
-from hvdcompress.ops import _numpy_codes as codes
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import codes
+from hvdcompress.ops.shared import level_values
 from hvdcompress.parts import quantize, seed, sums
 
 FAST = "hvdcompress.ops.fast"
@@ -134,7 +136,7 @@ def damaged_norms_are_believed(patch: Patch) -> None:
         each = np.unpackbits(buffer, count=count * bits, bitorder="little").reshape(count, bits)
         number = each @ (1 << np.arange(bits))
         with np.errstate(all="ignore"):
-            return codes.level_values(bits)[number] * norms[np.arange(count) // bucket]
+            return level_values(bits)[number] * norms[np.arange(count) // bucket]
 
     for ops in (fast, reference):
         patch.setattr(ops, "dequantize", believe)
@@ -248,9 +250,9 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (random_numbers_stop_short_of_one, lambda: test_ops_codes.test_levels_are_their_definition(reference, 4)),
     (one_norm_for_the_whole_tensor, test_quantize.test_one_large_value_spoils_its_own_bucket_only),
     (one_norm_for_the_whole_tensor, test_qsgd.run_one_of_two_levels),
-    (norms_are_rounded_down, lambda: test_ops_codes.test_no_element_exceeds_its_norm(reference)),
+    (norms_are_rounded_down, lambda: test_ops_statistics.test_no_element_exceeds_its_norm(reference)),
     (norms_are_rounded_down, lambda: test_quantize.test_the_mean_is_x(CODEC(8, 7, "max"))),
-    (l2_norms_overflow, lambda: test_ops_codes.test_no_element_exceeds_its_norm(fast)),
+    (l2_norms_overflow, lambda: test_ops_statistics.test_no_element_exceeds_its_norm(fast)),
     (l2_norms_overflow, lambda: test_quantize.test_constants(FINE, -1e37)),
     (means_are_summed_in_float32, test_signsgd.test_the_magnitude_is_summed_in_float64),
     (codes_go_as_bytes, lambda: test_quantize.test_bytes_by_the_formula(513, 4)),

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_dgc
 import test_gtopk
-import test_ops_sparse
+import test_ops_selection
+import test_ops_statistics
 from test_mutations import Guard, Patch, holds, must_notice
 
 import hvdcompress
@@ -177,14 +178,14 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (clipping_forgets_the_workers, lambda: test_dgc.test_gradients_are_clipped_to_their_share_of_the_norm(4, 100.0)),
     (clipping_is_in_scaled_units, test_dgc.test_clipping_is_in_unscaled_units),
     (the_norm_is_taken_in_float32, lambda: test_dgc.test_gradients_are_clipped_to_their_share_of_the_norm(1, 1e37)),
-    (the_norm_is_taken_in_float32, lambda: test_ops_sparse.test_norm_neither_overflows_nor_vanishes(fast, 1e-30)),
+    (the_norm_is_taken_in_float32, lambda: test_ops_statistics.test_norm_neither_overflows_nor_vanishes(fast, 1e-30)),
     (the_threshold_is_believed, lambda: test_dgc.test_count_is_near_k_on_any_distribution("normal", 0.01)),
     (
         the_sample_is_always_the_same,
         test_dgc.test_the_sample_is_the_same_on_all_ranks_and_another_one_each_step,
     ),
     (the_kth_is_one_off, lambda: test_dgc.test_of_small_tensors_the_sample_is_all(10)),
-    (the_kth_is_one_off, lambda: test_ops_sparse.test_kth_magnitude_by_sorting(reference, 7)),
+    (the_kth_is_one_off, lambda: test_ops_selection.test_kth_magnitude_by_sorting(reference, 7)),
     (vectors_are_compressed, lambda: test_dgc.test_vectors_go_dense((2000,), True)),
     (the_capacity_overflows, lambda: test_dgc.test_count_is_near_k_on_any_distribution("normal", 0.01)),
 ]

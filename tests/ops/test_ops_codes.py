@@ -1,4 +1,4 @@
-"""The verbs of ``_numpy_codes.py`` and ``_torch_codes.py``: random numbers, norms of buckets, levels, signs, fields."""
+"""The verbs of ``codes.py``: random numbers, random rounding to levels, signs, and fields that add."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_ops import MAX, TINY, Put, backend, call, get, is_tensorflow, vector  # noqa: F401 (backend is a fixture)
+from comparing import MAX, TINY, Put, call, get, key, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.parts import seed
 
-KEY = seed._key(5)
+KEY = key(5)
 
-# -- compared to the bit, by test_ops.py, on all that it has --------------------------------------------------
+
+# -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
 
 def damaged(x: np.ndarray, count: int) -> np.ndarray:
@@ -23,11 +23,9 @@ def damaged(x: np.ndarray, count: int) -> np.ndarray:
 
 
 for count in (0, 1, 7, 5000):
-    call("uniform")(lambda o, put, x, r, n=count: o.uniform(seed._key(n), n, like=put(x)))
+    call("uniform")(lambda o, put, x, r, n=count: o.uniform(key(n), n, like=put(x)))
     call("uniform")(lambda o, put, x, r, n=count: o.uniform(KEY, n, like=put(x), start=2**31 - 3))
 for bucket in (1, 3, 512, 1 << 62):
-    for norm in ("max", "l2", "mean"):
-        call("bucket_norms")(lambda o, put, x, r, b=bucket, m=norm: o.bucket_norms(put(x), b, m))
     for bits in (2, 3, 8):
 
         def both(o: Any, put: Any, x: Any, r: Any, norms: Any, b: int = bucket, w: int = bits) -> Any:
@@ -58,10 +56,10 @@ for width in (2, 3, 5, 12, 17, 32):
         )
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------
+# -- random numbers -----------------------------------------------------------------------------------------------
 
 
-def hashed(i: int, key: int) -> float:
+def hashed(i: int, word: int) -> float:
     """MurmurHash3's finalizer, twice, in Python's integers."""
 
     def mix(x: int) -> int:
@@ -69,19 +67,19 @@ def hashed(i: int, key: int) -> float:
             x = (x ^ x >> shift) * factor % 2**32
         return x
 
-    return (mix(mix((i + key) % 2**32) ^ key) >> 8) / 2**24
+    return (mix(mix((i + word) % 2**32) ^ word) >> 8) / 2**24
 
 
-def test_uniform_is_its_definition(backend: Any) -> None:  # noqa: F811
+def test_uniform_is_its_definition(backend: Any) -> None:
     like = Put(backend)(np.zeros(1, np.float32))
     for start in (0, 5, 2**31 - 2, 2**32 - 9):
         found = np.asarray(backend.uniform(KEY, 9, like, start))
         assert found.tolist() == [hashed(start + i, int(KEY[0])) for i in range(9)]
 
 
-def test_uniform_is_uniform_and_independent(backend: Any) -> None:  # noqa: F811
+def test_uniform_is_uniform_and_independent(backend: Any) -> None:
     n, like = 200_000, Put(backend)(np.zeros(1, np.float32))
-    u, v = (np.asarray(backend.uniform(seed._key(k), n, like)).astype(np.float64) for k in (1, 2))
+    u, v = (np.asarray(backend.uniform(key(k), n, like)).astype(np.float64) for k in (1, 2))
     assert u.min() >= 0 and u.max() < 1
     counts = np.bincount((u * 100).astype(int), minlength=100)
     assert ((counts - n / 100) ** 2 / (n / 100)).sum() < 99 + 6 * math.sqrt(2 * 99), "chi-square"
@@ -89,44 +87,11 @@ def test_uniform_is_uniform_and_independent(backend: Any) -> None:  # noqa: F811
         assert abs(np.corrcoef(u, other)[0, 1]) < 5 / math.sqrt(n)
 
 
-# -- norms of buckets ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n,bucket", [(1, 1), (7, 3), (512, 512), (513, 512), (1500, 1025), (4099, 10**9)])
-def test_norms_are_their_definition(backend: Any, n: int, bucket: int) -> None:  # noqa: F811
-    for kind in ("normal", "heavy", "special", "constant"):
-        x, put = vector(kind, n), Put(backend)
-        parts = [x[i : i + bucket].astype(np.float64) for i in range(0, n, bucket)]
-        for norm, function in (
-            ("max", lambda part: np.abs(part).max()),
-            ("l2", lambda part: min(math.sqrt(math.fsum(part**2)), MAX)),
-            ("mean", lambda part: math.fsum(np.abs(part)) / len(part)),
-        ):
-            found = np.asarray(backend.bucket_norms(put(x), bucket, norm))
-            np.testing.assert_array_equal(found, np.float32([function(part) for part in parts]))
-            put.check()
-
-
-def test_no_element_exceeds_its_norm(backend: Any) -> None:  # noqa: F811
-    """Or a level above s would be wanted. Largest elements in all company, and at the ends of float32's range."""
-    rng = np.random.default_rng(0)
-    for scale in (1e-45, 1e-38, 1.0, 1e37, MAX / 8):
-        if scale < 1e-30 and is_tensorflow(backend):
-            continue  # it takes denormal numbers for 0
-        x = (scale * rng.normal(size=(2000, 4))).astype(np.float32)
-        x[:, 1:] *= (10.0 ** -rng.uniform(0, 9, (2000, 3))).astype(np.float32)
-        for norm in ("max", "l2"):
-            norms = np.asarray(backend.bucket_norms(Put(backend)(x.ravel()), 4, norm))
-            assert np.isfinite(norms).all() and (np.abs(x).max(1) <= norms).all()
-    huge = np.asarray(backend.bucket_norms(Put(backend)(np.full(5000, MAX, np.float32)), 5000, "l2"))
-    assert huge.tolist() == [MAX]
-
-
 # -- levels -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_levels_are_their_definition(backend: Any, bits: int) -> None:  # noqa: F811
+def test_levels_are_their_definition(backend: Any, bits: int) -> None:
     """Code by code, with the hash of above: ⌊a⌋ or one more, the sign on top, packed lowest bit first."""
     n, bucket, s = 203, 64, 2 ** (bits - 1) - 1
     x, put = vector("normal", n), Put(backend)
@@ -145,16 +110,16 @@ def test_levels_are_their_definition(backend: Any, bits: int) -> None:  # noqa: 
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
-def test_what_lies_on_a_level_stays_there(backend: Any, bits: int) -> None:  # noqa: F811
+def test_what_lies_on_a_level_stays_there(backend: Any, bits: int) -> None:
     s, put = 2 ** (bits - 1) - 1, Put(backend)
     x = np.tile(np.arange(-s, s + 1, dtype=np.float32), 1000)
     norms = np.float32([s])
-    for key in (KEY, seed._key(6)):
-        packed = backend.quantize(put(x), put(norms), x.size, bits, key)
+    for drawn in (KEY, key(6)):
+        packed = backend.quantize(put(x), put(norms), x.size, bits, drawn)
         np.testing.assert_array_equal(np.asarray(backend.dequantize(packed, put(norms), x.size, bits, x.size)), x)
 
 
-def test_there_is_one_zero(backend: Any) -> None:  # noqa: F811
+def test_there_is_one_zero(backend: Any) -> None:
     x, put = np.float32([-0.0, -TINY, 0.0, -1e-30, 1.0]), Put(backend)
     norms = np.float32([1.0])
     packed = backend.quantize(put(x), put(norms), 5, 4, KEY)
@@ -162,11 +127,11 @@ def test_there_is_one_zero(backend: Any) -> None:  # noqa: F811
     assert get(found) == get(np.float32([0, 0, 0, 0, 1]))
 
 
-# -- fields that add -----------------------------------------------------------------------------------------------
+# -- fields that add ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 15, 16, 64, 1024])
-def test_fields_add_without_carrying(backend: Any, world: int) -> None:  # noqa: F811
+def test_fields_add_without_carrying(backend: Any, world: int) -> None:
     """At the extremes too: all ranks −1, all ranks 1; and no sum on the way leaves int32."""
     width, rng = (2 * world).bit_length(), np.random.default_rng(world)
     assert 2 ** (width - 1) < 2 * world + 1 <= 2**width
@@ -182,7 +147,7 @@ def test_fields_add_without_carrying(backend: Any, world: int) -> None:  # noqa:
     assert found.dtype == np.float32
 
 
-# -- memory --------------------------------------------------------------------------------------------------------
+# -- memory -------------------------------------------------------------------------------------------------------
 
 
 def test_unusual_memory_and_missing_norms_go_to_the_reference() -> None:
@@ -206,7 +171,7 @@ def test_unusual_memory_and_missing_norms_go_to_the_reference() -> None:
     )
 
 
-def test_a_bucket_may_be_larger_than_memory(backend: Any) -> None:  # noqa: F811
+def test_a_bucket_may_be_larger_than_memory(backend: Any) -> None:
     x, put = vector("normal", 100), Put(backend)
     norms = backend.bucket_norms(put(x), 1 << 62, "max")
     packed = backend.quantize(put(x), norms, 1 << 62, 8, KEY)
@@ -214,7 +179,7 @@ def test_a_bucket_may_be_larger_than_memory(backend: Any) -> None:  # noqa: F811
     assert np.abs(found - x).max() <= np.abs(x).max() / 127 * 1.0001
 
 
-def test_places_above_2_to_the_24(backend: Any) -> None:  # noqa: F811
+def test_places_above_2_to_the_24(backend: Any) -> None:
     n, put = 2**24 + 3, Put(backend)  # float32 cannot tell 2^24 and 2^24 + 1 apart
     places = np.array([5, 2**24 - 1, 2**24 + 1, 2**24 + 2])
     x = np.zeros(n, np.float32)

@@ -1,62 +1,31 @@
-"""The loops of coarse codes, compiled as those of ``_kernels.py`` are, and by the same habits.
+"""The loops of ``numba/codes.py``; ``numpy/codes.py`` is their reference, to the bit.
 
-``_numpy_codes.py`` is their reference, to the bit: the hash is cast to uint32 at each step (numba would widen it),
-and float64 sums are folded in the reference's order.
+The hash is cast to uint32 at each step, because numba would widen it.
 """
 
 # mypy: disable-error-code="assignment"
+# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
 
 from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops._kernels import BLOCK, MAGNITUDE, compiled
-from hvdcompress.ops._numpy_codes import PIECE
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.shared import MIX_FACTORS
+
+_FIRST, _SECOND = MIX_FACTORS
 
 
 @compiled
 def mix(x):
-    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
-    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(_FIRST))
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(13))) * np.uint32(_SECOND))
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
 
 
 @compiled
-def bucket_max(bits, bucket, out):
-    for j in range(out.size):
-        part = bits[j * bucket : (j + 1) * bucket]
-        most = np.int32(0)
-        for i in range(part.size):
-            most = max(most, part[i] & MAGNITUDE)
-        out[j] = most
-
-
-@compiled
-def piece_sums(x, bucket, squares, out):
-    """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
-    wide = np.zeros(min(bucket, PIECE))
-    for row in range(out.shape[0]):
-        for piece in range(out.shape[1]):
-            start = row * bucket + piece * wide.size
-            part = x[start : min(start + wide.size, (row + 1) * bucket)]
-            if part.size < wide.size:
-                wide[:] = 0
-            for i in range(part.size):
-                value = np.float64(part[i])
-                wide[i] = value * value if squares else abs(value)
-            width = wide.size
-            while width > 1:
-                half = (width + 1) // 2
-                low, high = wide[:half], wide[half:width]
-                for i in range(high.size):
-                    low[i] += high[i]
-                width = half
-            out[row, piece] = wide[0]
-
-
-@compiled
 def quantize(x, bits_of_x, norms, bucket, width, key, out):
-    """``norms`` are not 0."""
+    """``norms``: none is 0."""
     levels, sign = np.float32((1 << (width - 1)) - 1), np.uint32(32 - width)
     top = np.uint32(1 << (width - 1))
     codes = np.zeros(BLOCK, np.uint8)

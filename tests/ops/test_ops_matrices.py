@@ -1,4 +1,4 @@
-"""The verbs of ``_numpy_matrix.py`` and ``_torch_matrix.py``: products, layouts, orthonormal rows, components."""
+"""The verbs of ``matrices.py``: layouts, products, orthonormal rows and principal components."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_ops import MAX, Put, call, get, vector
-from test_ops import backend as backend  # a fixture
+from comparing import MAX, Put, call, get, vector
 
 from hvdcompress.ops import numpy as reference
 
-# -- compared to the bit, by test_ops.py, on all that it has --------------------------------------------------
+# -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
 
 def tame(x: np.ndarray, rows: int = 3, most: int = 40) -> np.ndarray:
@@ -29,7 +28,7 @@ for verb in ("matmul", "matmul_transposed", "orthonormalise", "principal"):
     call(verb)(lambda o, put, x, r: None)  # to rounding only: below
 
 
-# -- the definitions, in float64 --------------------------------------------------------------------------------
+# -- the definitions, in float64 ----------------------------------------------------------------------------------
 
 
 def array(x: Any) -> np.ndarray:

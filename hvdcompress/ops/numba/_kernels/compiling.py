@@ -1,0 +1,20 @@
+"""How kernels are compiled, and the constants that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
+LANES = 256  #: how many sums run side by side
+BLOCK = 1024  #: how many elements stay in the processor's nearest cache
+
+
+def compiled(function: Any) -> Any:
+    """Compile ``function`` when it is first called; the result is kept on disk, for all ranks and later runs."""
+    try:
+        return njit(function, cache=True, nogil=True)
+    except RuntimeError:  # neither beside the kernel's file nor in the user's cache can anything be written
+        return njit(function, nogil=True)

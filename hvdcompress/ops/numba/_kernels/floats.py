@@ -1,0 +1,64 @@
+"""The loops of ``numba/floats.py``. Arguments: float32 vectors; the ``bits`` of 16- and 32-bit floats as unsigned."""
+
+# mypy: disable-error-code="assignment"
+# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.spec import FP16_MAX
+
+
+@compiled
+def to_fp16(x, scale, limit, out):
+    saturated = 0
+    scaled, raised = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    bits, raised_bits = scaled.view(np.uint32), raised.view(np.uint32)
+    for start in range(0, x.size, BLOCK):
+        part, half = x[start : start + BLOCK], out[start : start + BLOCK]
+        count = np.int32(0)
+        for i in range(part.size):
+            value = part[i] * scale
+            count += np.int32(1) if abs(value) > limit else np.int32(0)
+            scaled[i] = min(max(value, -limit), limit)
+            raised[i] = abs(scaled[i]) + np.float32(0.5)
+        saturated += count
+        for i in range(part.size):
+            b = bits[i] & np.uint32(0x7FFFFFFF)
+            # move the exponent by 112 (0x38 << 24), round the 13 dropped bits to nearest even (+ 0xFFF)
+            normal = (b - np.uint32(0x37FFF001) + (b >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+            # below 2^-14 halves are multiples of 2^-24, to which adding 0.5 has rounded
+            tiny = raised_bits[i] - np.uint32(0x3F000000)
+            sign = bits[i] >> np.uint32(16) & np.uint32(0x8000)
+            half[i] = sign | (tiny if b < np.uint32(0x38800000) else normal)
+    return saturated
+
+
+@compiled
+def from_fp16(half, scale, out, out_bits):
+    for start in range(0, half.size, BLOCK):
+        h, o, bits = half[start : start + BLOCK], out[start : start + BLOCK], out_bits[start : start + BLOCK]
+        for i in range(h.size):
+            bits[i] = (np.uint32(h[i] & np.uint16(0x7FFF)) << np.uint32(13)) + np.uint32(0x38000000)
+        for i in range(h.size):
+            m = np.int32(h[i] & np.uint16(0x7FFF))
+            value = np.float32(m) * np.float32(2.0**-24) if m < 0x400 else min(o[i], np.float32(FP16_MAX))
+            value = np.float32(np.nan) if m > 0x7C00 else value
+            o[i] = (-value if h[i] >= np.uint16(0x8000) else value) * scale
+
+
+@compiled
+def to_bf16(bits, out):
+    for i in range(bits.size):
+        b = bits[i]
+        rounded = (b + np.uint32(0x7FFF) + (b >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        largest = b >> np.uint32(16) & np.uint32(0x8000) | np.uint32(0x7F7F)
+        out[i] = largest if (rounded & np.uint32(0x7FFF)) >= np.uint32(0x7F80) else rounded
+
+
+@compiled
+def from_bf16(bits, out):
+    for i in range(bits.size):
+        out[i] = np.uint32(bits[i]) << np.uint32(16)

@@ -1,0 +1,62 @@
+"""The loops of ``numba/statistics.py``. Arguments: float32 vectors, or their ``bits`` as int32."""
+
+# mypy: disable-error-code="assignment"
+# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numba._kernels.compiling import LANES, MAGNITUDE, compiled
+from hvdcompress.ops.shared import PIECE
+
+
+@compiled
+def moments(x, total, squares):
+    for start in range(0, x.size, LANES):
+        part = x[start : start + LANES]
+        for i in range(part.size):
+            wide = np.float64(part[i])
+            total[i] += wide
+            squares[i] += wide * wide
+
+
+@compiled
+def largest(bits):
+    most = np.int32(0)
+    for i in range(bits.size):
+        most = max(most, bits[i] & MAGNITUDE)
+    return most
+
+
+@compiled
+def bucket_max(bits, bucket, out):
+    for j in range(out.size):
+        part = bits[j * bucket : (j + 1) * bucket]
+        most = np.int32(0)
+        for i in range(part.size):
+            most = max(most, part[i] & MAGNITUDE)
+        out[j] = most
+
+
+@compiled
+def piece_sums(x, bucket, squares, out):
+    """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
+    wide = np.zeros(min(bucket, PIECE))
+    for row in range(out.shape[0]):
+        for piece in range(out.shape[1]):
+            start = row * bucket + piece * wide.size
+            part = x[start : min(start + wide.size, (row + 1) * bucket)]
+            if part.size < wide.size:
+                wide[:] = 0
+            for i in range(part.size):
+                value = np.float64(part[i])
+                wide[i] = value * value if squares else abs(value)
+            width = wide.size
+            while width > 1:
+                half = (width + 1) // 2
+                low, high = wide[:half], wide[half:width]
+                for i in range(high.size):
+                    low[i] += high[i]
+                width = half
+            out[row, piece] = wide[0]

@@ -1,0 +1,29 @@
+"""Which arrays the kernels can take; all others go to the reference."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.spec import Sparse
+
+
+def plain(*arrays: Array, dtype: Any = np.float32) -> bool:
+    """Return whether all arrays are of this dtype and one length, contiguous, aligned and writable.
+
+    Each kernel is so compiled only once. Lengths that differ are an error, which the reference then raises.
+    """
+    size = arrays[0].size
+    return all(array.dtype == dtype and array.size == size and array.flags.carray for array in arrays)
+
+
+def plain_sparse(y: Any, x: Array) -> TypeGuard[Sparse]:
+    """Return whether ``y`` is a sparse vector that the kernels can add to ``x``."""
+    return isinstance(y, Sparse) and plain(x) and plain(y.values) and y.index.size == y.values.size
+
+
+def int64(index: Array) -> Array:
+    """Return indices as the kernels take them."""
+    return np.ascontiguousarray(index, np.int64)

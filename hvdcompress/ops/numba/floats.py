@@ -1,0 +1,42 @@
+"""Floats, compiled: 16-bit floats (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import floats as kernels
+from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.spec import FP16_MAX
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+    if not plain(x) or not 0 < limit <= FP16_MAX:
+        return reference.to_fp16(x, scale, limit)
+    out = np.empty(x.size, np.float16)
+    return out, int(kernels.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16)))
+
+
+def from_fp16(x: Array, scale: float) -> Array:
+    if not plain(x, dtype=np.float16):
+        return reference.from_fp16(x, scale)
+    out = np.empty(x.size, np.float32)
+    kernels.from_fp16(x.view(np.uint16), np.float32(scale), out, out.view(np.uint32))
+    return out
+
+
+def to_bf16(x: Array) -> Array:
+    if not plain(x):
+        return reference.to_bf16(x)
+    out = np.empty(x.size, np.uint16)
+    kernels.to_bf16(x.view(np.uint32), out)
+    return out
+
+
+def from_bf16(bits: Array) -> Array:
+    if not plain(bits, dtype=np.uint16):
+        return reference.from_bf16(bits)
+    out = np.empty(bits.size, np.float32)
+    kernels.from_bf16(bits, out.view(np.uint32))
+    return out

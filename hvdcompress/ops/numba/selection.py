@@ -1,0 +1,69 @@
+"""Selection, compiled: choose elements by magnitude (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import selection as kernels
+from hvdcompress.ops.numba.arrays import int64, plain
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def _bits(threshold: float) -> np.int32:
+    return (np.float32(threshold) + np.float32(0.0)).view(np.int32)  # + 0 turns -0 into 0
+
+
+def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
+    """Return the first ``capacity`` indices of magnitudes with bits in [low, high], ascending."""
+    out = np.empty(min(capacity, x.size), index_dtype(x.size))
+    return out[: kernels.find(x.view(np.int32), np.int32(low), np.uint32(high - low), out)]
+
+
+def top_k(x: Array, k: int) -> Array:
+    # A histogram of a sample gives a magnitude that somewhat more than k elements reach; the reference then chooses
+    # among those. If the sample misled, the histogram of all elements gives it for certain.
+    n = x.size
+    if not plain(x) or not 0 < k < n:
+        return reference.top_k(x, k)
+    for stride in (n >> 16 | 1, 1):  # odd: not in step with the rows of a matrix
+        count = kernels.histogram(x.view(np.int32), stride)[::-1].cumsum()
+        bucket = int(np.searchsorted(count, k if stride == 1 else min(1.2 * k / stride + 30, count[-1])))
+        capacity = int(count[bucket]) * (1 if stride == 1 else 2 * stride) + 1  # one more: full is too many
+        candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
+        if k <= candidates.size < capacity:
+            break
+    return candidates[reference.top_k(x[candidates], k)]
+
+
+def count_above(x: Array, threshold: float) -> int:
+    if not plain(x) or threshold < 0:
+        return reference.count_above(x, threshold)
+    return int(kernels.count(x.view(np.int32), np.int32(_bits(threshold) + 1)))
+
+
+def first_above(x: Array, threshold: float, capacity: int) -> Array:
+    if not plain(x) or threshold < 0:
+        return reference.first_above(x, threshold, capacity)
+    return _indices(x, int(_bits(threshold)) + 1, 0x7FFFFFFF, capacity)
+
+
+def first_equal(x: Array, threshold: float, capacity: int) -> Array:
+    if not plain(x) or threshold < 0:
+        return reference.first_equal(x, threshold, capacity)
+    return _indices(x, int(_bits(threshold)), int(_bits(threshold)), capacity)
+
+
+def chunk_argmax(x: Array, chunk: int) -> Array:
+    if not plain(x):
+        return reference.chunk_argmax(x, chunk)
+    offset = np.empty(-(-x.size // chunk), np.int32)
+    kernels.chunk_argmax(x.view(np.int32), chunk, offset)
+    return offset
+
+
+def chunk_positions(offset: Array, chunk: int, n: int) -> Array:
+    positions = np.empty(offset.size, index_dtype(n))
+    kernels.chunk_positions(int64(offset), chunk, n - 1, positions)
+    return positions

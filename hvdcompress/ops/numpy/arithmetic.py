@@ -1,0 +1,73 @@
+"""Arithmetic: add, subtract and write dense and sparse vectors (:class:`hvdcompress.ops.spec.Ops` says how)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numpy.statistics import moments
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.spec import FP32_MAX, Sparse
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array) -> None:
+    if scale == 1.0:
+        np.add(gradient, residual, out=out)
+    else:
+        np.multiply(gradient, np.float32(scale), out=out)
+        out += residual
+
+
+def accumulate_moments(gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
+    accumulate(gradient, residual, scale, out)
+    return moments(out)
+
+
+def blend(x: Array, residual: Array, beta: float) -> None:
+    x *= np.float32(beta)
+    x += np.float32(1.0 - beta) * residual
+
+
+def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+    f = np.float32(factor)
+    if isinstance(own, Sparse):
+        np.subtract.at(x, own.index, f * own.values)
+    else:
+        np.subtract(x, own if f == 1 else f * own, out=x)
+
+
+def zero_where(x: Array, own: Array | Sparse) -> None:
+    if isinstance(own, Sparse):
+        x[own.index[own.values != 0]] = 0
+    else:
+        x[own != 0] = 0
+
+
+def write(out: Array, total: Array | Sparse, factor: float) -> None:
+    if isinstance(total, Sparse):
+        out[...] = 0
+        np.add.at(out, total.index, (total.values * np.float32(factor)).astype(out.dtype, copy=False))
+    elif factor == 1.0:
+        out[...] = total
+    else:
+        np.multiply(total, total.dtype.type(factor), out=out, casting="same_kind")
+
+
+def add_all(arrays: list[Array]) -> Array:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total += array
+    return total
+
+
+def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
+    index, place = np.unique(np.concatenate([a.index, b.index]), return_inverse=True)
+    values = np.zeros(index.size, np.float32)
+    np.add.at(values, place, np.concatenate([a.values, b.values]))
+    return Sparse(index.astype(index_dtype(n)), values)
+
+
+def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
+    with np.errstate(over="ignore"):  # Inf is then clipped
+        out = x * np.float32(factor)
+    return np.clip(out, -np.float32(limit), np.float32(limit), out=out)

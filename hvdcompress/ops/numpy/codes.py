@@ -1,0 +1,80 @@
+"""Codes: random rounding to levels, signs, and fields that add (:class:`hvdcompress.ops.spec.Ops` says how)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numpy.bits import bits_of
+from hvdcompress.ops.shared import FP32_MAX_BITS, level_values, mix
+from hvdcompress.ops.spec import NumpyArray as Array
+
+_SLICE = 1 << 15  # elements at a time, a multiple of 8: what is made on the way stays in the processor's cache
+
+
+def uniform(key: Array, count: int, like: Array, start: int = 0) -> Array:
+    bits = mix(mix(np.arange(start, start + count, dtype=np.uint32) + key) ^ key)
+    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Array:
+    levels, out = np.float32((1 << (bits - 1)) - 1), np.empty(-(-x.size * bits // 8), np.uint8)
+    safe = np.where(norms > 0, norms, np.float32(1))
+    for start in range(0, x.size, _SLICE):
+        part = np.ascontiguousarray(x[start : start + _SLICE])
+        with np.errstate(invalid="ignore", over="ignore"):  # of Inf and NaN, whose step will be abandoned
+            share = np.abs(part) / safe[np.arange(start, start + part.size) // bucket]
+        share = np.fmin(share, np.float32(1)) * levels
+        level = np.floor(share)
+        # share − level is exact, so what lies on a level stays there
+        level += uniform(key, part.size, x, start) < share - level
+        codes = level.astype(np.uint8) | (part.view(np.uint32) >> 31 << (bits - 1)).astype(np.uint8)
+        split = np.unpackbits(codes, bitorder="little").reshape(-1, 8)[:, :bits]
+        packed = np.packbits(split.ravel(), bitorder="little")
+        out[start * bits // 8 : start * bits // 8 + packed.size] = packed
+    return out
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+    values, norms, out = level_values(bits), finite_norms(norms), np.empty(count, np.float32)
+    for start in range(0, count, _SLICE):
+        part = out[start : start + _SLICE]
+        split = np.zeros((part.size, 8), np.uint8)
+        packed = buffer[start * bits // 8 : start * bits // 8 + -(-part.size * bits // 8)]
+        split[:, :bits] = bits_of(packed, part.size * bits).reshape(-1, bits)
+        codes = np.packbits(split.ravel(), bitorder="little")
+        np.multiply(values[codes], norms[np.arange(start, start + part.size) // bucket], out=part)
+    return out
+
+
+def finite_norms(norms: Array) -> Array:
+    """Read norms that are negative, infinite or NaN as finite numbers."""
+    return np.clip(norms.view(np.int32), 0, FP32_MAX_BITS).view(np.float32)
+
+
+def pack_signs(x: Array) -> Array:
+    return np.packbits(x < 0, bitorder="little")
+
+
+def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
+    scale = finite_norms(scale)
+    return np.concatenate([scale, -scale])[bits_of(buffer, count)]
+
+
+def pack_fields(values: Array, width: int) -> Array:
+    per = 32 // width
+    words = np.zeros(-(-values.size // per), np.int32)
+    for place in range(per):
+        fields = values[place::per].astype(np.int32)
+        words[: fields.size] += fields << np.int32(place * width)
+    return words
+
+
+def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
+    per, mask, out = 32 // width, np.uint32((1 << width) - 1), np.empty(count, np.float32)
+    # with bound added to each field, none is below 0, and none borrows from the next
+    raised = words.view(np.uint32) + np.uint32(sum(bound << place * width for place in range(per)) & 0xFFFFFFFF)
+    for place in range(per):
+        part = out[place::per]
+        fields = (raised >> np.uint32(place * width) & mask)[: part.size]
+        np.subtract(fields, np.float64(bound), out=part, casting="same_kind")
+    return out

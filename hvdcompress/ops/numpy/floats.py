@@ -1,0 +1,53 @@
+"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops import shared
+from hvdcompress.ops.spec import FP16_MAX
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+    scaled = x * np.float32(scale)
+    saturated = np.count_nonzero(np.abs(scaled) > np.float32(limit))
+    return np.clip(scaled, -np.float32(limit), np.float32(limit)).astype(np.float16), int(saturated)
+
+
+def from_fp16(x: Array, scale: float) -> Array:
+    return np.clip(x.astype(np.float32), -FP16_MAX, FP16_MAX) * np.float32(scale)
+
+
+def to_bf16(x: Array) -> Array:
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    rounded = np.where((rounded & 0x7FFF) >= 0x7F80, (bits >> 16) & 0x8000 | 0x7F7F, rounded)
+    return rounded.astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def float_bounds(x: Array) -> Array:
+    return np.array([x.max(initial=0), -x.min(initial=0)], np.float32) + np.float32(0)  # -0 becomes 0
+
+
+def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    shift = 23 - mantissa
+    space = _range_space(bounds, bits, shift)[1:]
+    return shared.range_codes_of(np.ascontiguousarray(x).view(np.int32), space, shift, np)
+
+
+def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    shift = 23 - mantissa
+    edges, first, positive, negative = _range_space(bounds, bits, shift)
+    found = shared.range_bits_of(codes.astype(np.int32), edges, (first, positive, negative), shift, np)
+    return found.astype(np.int32, copy=False).view(np.float32)
+
+
+def _range_space(bounds: Array, bits: int, shift: int) -> tuple[Array, Array, Array, Array]:
+    """Return the bits [2] int32 of finite bounds, and :func:`hvdcompress.ops.shared.range_space`."""
+    edges = np.clip(bounds.view(np.int32), 0, shared.FP32_MAX_BITS)  # damaged bounds become some finite range
+    return edges, *shared.range_space(edges, bits, shift, np)

@@ -1,0 +1,58 @@
+"""Matrices: layouts, products, orthonormal rows and principal components (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed, outer_sum
+from hvdcompress.ops.spec import NumpyArray as Array
+
+__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "outer_sum", "permute", "principal"]
+
+
+def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    return x.reshape(shape).transpose(axes).ravel()
+
+
+def orthonormalise(x: Array, rows: int, fill: Array | None = None) -> Array:
+    given = x.reshape(rows, -1).astype(np.float64)
+    spare = np.zeros_like(given) if fill is None else fill.reshape(rows, -1).astype(np.float64)
+    done = np.zeros_like(given)
+    for number in range(rows):
+        left = _remainder(given[number], done[:number])
+        done[number] = left if left.any() else _remainder(spare[number], done[:number])
+    return done.astype(np.float32).ravel()
+
+
+def _remainder(row: Array, done: Array) -> Array:
+    """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
+    length = np.sqrt((row * row).sum())
+    if length == 0:
+        return row
+    row = row / length
+    for _ in range(2):  # twice is enough (Giraud et al. 2005): once leaves the rounding of a large part removed
+        row = row - ((done * row).sum(axis=1)[:, None] * done).sum(axis=0)
+    length = np.sqrt((row * row).sum())
+    return row / length if length > NEGLIGIBLE else np.zeros_like(row)
+
+
+def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:
+    triangle: Any = np.linalg.qr(_centred(x, rows).T, mode="r")  # has the same left vectors, in few columns
+    left, sizes, _ = np.linalg.svd(triangle.T, full_matrices=False)
+    energy = np.square(sizes)
+    beyond = np.cumsum(energy[::-1])[::-1]  # what is left out if only the components before this one are kept
+    count = int(np.clip(np.count_nonzero(beyond > dropped * beyond[:1]), least, most))
+    combinations = np.zeros((most, rows), np.float32)
+    combinations[:count] = left.T[:count]
+    return np.array([count], np.int32), combinations.ravel()
+
+
+def combine(weights: Array, x: Array, rows: int) -> Array:
+    return combined(weights.reshape(-1, rows).astype(np.float64), _centred(x, rows))
+
+
+def _centred(x: Array, rows: int) -> Array:
+    """Return x [rows × m] in float64 less the mean of its rows."""
+    return centred(x.reshape(rows, -1).astype(np.float64))

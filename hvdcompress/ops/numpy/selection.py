@@ -1,0 +1,50 @@
+"""Selection: choose elements by magnitude (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numpy.memory import index_range
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def top_k(x: Array, k: int) -> Array:
+    if k >= x.size:
+        return index_range(x.size, x)
+    magnitude = np.abs(x)
+    threshold = np.partition(magnitude, x.size - k)[x.size - k]
+    above = np.flatnonzero(magnitude > threshold)
+    ties = np.flatnonzero(magnitude == threshold)[: k - above.size]
+    return np.sort(np.concatenate([above, ties])).astype(index_dtype(x.size))
+
+
+def kth_magnitude(x: Array, k: int) -> float:
+    return float(np.partition(np.abs(x), x.size - k)[x.size - k]) if x.size else 0.0
+
+
+def count_above(x: Array, threshold: float) -> int:
+    return int(np.count_nonzero(np.abs(x) > np.float32(threshold)))
+
+
+def first_above(x: Array, threshold: float, capacity: int) -> Array:
+    index = np.flatnonzero(np.abs(x) > np.float32(threshold))[:capacity]
+    return index.astype(index_dtype(x.size))
+
+
+def first_equal(x: Array, threshold: float, capacity: int) -> Array:
+    index = np.flatnonzero(np.abs(x) == np.float32(threshold))[:capacity]
+    return index.astype(index_dtype(x.size))
+
+
+def chunk_argmax(x: Array, chunk: int) -> Array:
+    whole = x.size // chunk * chunk
+    offset = np.abs(x[:whole].reshape(-1, chunk)).argmax(axis=1)
+    if whole < x.size:
+        offset = np.append(offset, np.abs(x[whole:]).argmax())
+    return offset.astype(np.int32)
+
+
+def chunk_positions(offset: Array, chunk: int, n: int) -> Array:
+    start = np.arange(offset.size, dtype=np.int64) * chunk
+    return np.minimum(start + offset, n - 1).astype(index_dtype(n))

@@ -1,0 +1,71 @@
+"""Statistics: numbers about an array (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.shared import PIECE, moments_of
+from hvdcompress.ops.spec import FP32_MAX, Norm
+from hvdcompress.ops.spec import NumpyArray as Array
+
+_SLICE = 1 << 15  # elements at a time: what is made on the way stays in the processor's cache
+
+
+def moments(x: Array) -> tuple[float, float]:
+    return moments_of(x.sum(dtype=np.float64), np.square(x, dtype=np.float64).sum(), x.size)
+
+
+def max_abs(x: Array) -> float:
+    return float(np.abs(x).max(initial=0.0))
+
+
+def l2_norm(x: Array) -> float:
+    return float(np.sqrt(np.square(x, dtype=np.float64).sum()))
+
+
+def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
+    bucket = max(1, min(bucket, x.size))
+    out = np.zeros(-(-x.size // bucket), np.float32 if norm == "max" else np.float64)
+    rows = max(1, _SLICE // bucket)
+    for first in range(0, out.size, rows):
+        part = x[first * bucket : (first + rows) * bucket]
+        if norm == "max":
+            out[first : first + rows] = np.maximum.reduceat(np.abs(part), np.arange(0, part.size, bucket))
+            continue
+        wide = np.zeros((-(-part.size // bucket), bucket))
+        wide.reshape(-1)[: part.size] = part
+        out[first : first + rows] = fold(np.square(wide, out=wide) if norm == "l2" else np.abs(wide, out=wide))
+    return out if norm == "max" else norms_of(out, x.size, bucket, norm)
+
+
+def fold(rows: Array) -> Array:
+    """Return the sums [m] of rows [m, width] float64, added in the order of the spec; overwrites ``rows``."""
+    count, width = rows.shape
+    if width > PIECE:
+        pieces = -(-width // PIECE)
+        rows = np.pad(rows, ((0, 0), (0, pieces * PIECE - width)))
+        return fold(fold(rows.reshape(-1, PIECE)).reshape(count, pieces))
+    while width > 1:
+        half = (width + 1) // 2
+        rows[:, : width - half] += rows[:, half:width]
+        width = half
+    return rows[:, 0]
+
+
+def norms_of(sums: Array, n: int, bucket: int, norm: Norm) -> Array:
+    """Return the norms [m] float32 of buckets, given their sums [m] float64: of squares ("l2") or of |x| ("mean")."""
+    if norm == "mean":
+        return (sums / np.minimum(bucket, n - bucket * np.arange(sums.size))).astype(np.float32)
+    # a sum is at least its largest term, and every step rounds to the nearest: no |x| exceeds the norm
+    return np.minimum(np.sqrt(sums), FP32_MAX).astype(np.float32)
+
+
+def all_finite(x: Array) -> bool:
+    if x.dtype == np.float64:
+        return bool(np.isfinite(x).all())
+    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is the answer
+        return bool(np.isfinite(x.sum(dtype=np.float64)))  # a float64 sum of finite float32 numbers cannot overflow
+
+
+def all_below(index: Array, n: int) -> bool:
+    return bool((index >= 0).all() and (index < n).all())

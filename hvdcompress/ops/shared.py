@@ -1,0 +1,145 @@
+"""What is the same in every array library, written once: constants, rules and formulas.
+
+Functions that take an argument ``xp`` are given the library's module (numpy or torch) and use only functions that
+both have under one name. Functions without it use operators and methods that the arrays of both libraries have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.ops.spec import Array, NumpyArray
+
+FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
+PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
+MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  #: of MurmurHash3's finalizer
+NEGLIGIBLE = 1e-6  #: a remainder of a row below this share of the row is the rounding of float32, and no direction
+
+# -- indices and statistics ---------------------------------------------------------------------------------------
+
+
+def index_dtype(n: int) -> str:
+    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    return "int32" if n < 2**31 else "int64"
+
+
+def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
+    """Return the mean and the unbiased standard deviation of n numbers, given Σx and Σx²."""
+    mean = float(total) / max(n, 1)
+    variance = float(squares) - n * mean * mean
+    if variance < 1e-12 * squares:  # if all elements are equal, this is nothing but the rounding of the sums
+        variance = 0.0
+    return mean, (variance / max(n - 1, 1)) ** 0.5
+
+
+# -- random numbers and levels --------------------------------------------------------------------------------------
+
+
+def mix(x: NumpyArray) -> NumpyArray:
+    """Return MurmurHash3's finalizer (Appleby) of uint32 numbers: a bijection in which each bit depends on all."""
+    x = (x ^ x >> np.uint32(16)) * np.uint32(MIX_FACTORS[0])
+    x = (x ^ x >> np.uint32(13)) * np.uint32(MIX_FACTORS[1])
+    return x ^ x >> np.uint32(16)
+
+
+def level_values(bits: int) -> NumpyArray:
+    """Return what each code of ``quantize`` stands for, in units of its norm [2^bits]: ±level/s, with one zero."""
+    level = np.arange(1 << (bits - 1), dtype=np.float32) / np.float32((1 << (bits - 1)) - 1)
+    return np.concatenate([level, np.float32(0) - level])
+
+
+# -- range floats ---------------------------------------------------------------------------------------------------
+
+RangeSpace = tuple[Array, Array, Array]  #: the first bin, and the number of positive and of negative codes
+
+
+def range_space(edges: Array, bits: int, shift: int, xp: Any) -> RangeSpace:
+    """Share out the codes of a range float among its positive and negative bins.
+
+    Args:
+        edges: [2] int32: the bits of the bounds, both finite and not negative.
+        bits: The size of a code.
+        shift: How many bits of a float32 a bin leaves out: 23 less the mantissa's.
+        xp: The array library.
+
+    Returns:
+        The first bin, the number of positive codes and the number of negative codes, each [1] int32.
+    """
+    top, low = edges[:1] >> shift, edges[1:] >> shift
+    room = (1 << bits) - 1  # one code is zero
+    # the least bin from which both sides together, and each alone, fit the room; 0 holds zero itself
+    first = xp.maximum((top + low + 3 - room) >> 1, xp.maximum(top, low) + 1 - room).clip(min=1)
+    return first, (top - first + 1).clip(min=0), (low - first + 1).clip(min=0)
+
+
+def range_codes_of(bits: Array, space: RangeSpace, shift: int, xp: Any) -> Array:
+    """Return the range-float codes [n] int32 of float32 numbers, given their bits [n] int32."""
+    first, positive, negative = space
+    number = ((bits & 0x7FFFFFFF) >> shift) - (first - 1)  # 1 or more from the first bin on
+    below = xp.minimum(number, negative)
+    codes = xp.where(bits < 0, xp.where(below > 0, positive + below, 0), xp.minimum(number, positive))
+    return codes.clip(min=0)
+
+
+def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: int, xp: Any) -> Array:
+    """Return the bits [n] int32 of the float32 numbers that range-float codes [n] int32 stand for."""
+    first, positive, negative = space
+    codes = xp.minimum(codes, positive + negative)
+    minus = codes > positive
+    number = xp.where(minus, codes - positive, codes)
+    middle = ((number + (first - 1)) << shift) + (1 << (shift - 1))
+    middle = xp.minimum(middle, xp.where(minus, edges[1:], edges[:1]))
+    return xp.where(codes == 0, 0, xp.where(minus, middle | -0x80000000, middle))
+
+
+# -- spectra --------------------------------------------------------------------------------------------------------
+
+
+def forward_scale(length: int, block: int) -> float:
+    """Return 1/√(length·block), a float32 number: the factor of the spectrum of ``length`` elements."""
+    return float(np.float32((length * block) ** -0.5))
+
+
+def inverse_scale(length: int, block: int) -> float:
+    """Return √(block/length), a float32 number: the factor of an undivided inverse transform of ``length`` elements."""
+    return float(np.float32((block / length) ** 0.5))
+
+
+# -- matrices -------------------------------------------------------------------------------------------------------
+
+
+def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
+    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    return (a.reshape(rows, -1) @ b.reshape(-1, columns)).ravel()
+
+
+def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
+    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
+
+
+def outer_sum(p: Array, q: Array, count: int) -> Array:
+    """See :class:`~hvdcompress.ops.spec.Ops`."""
+    left, right = p.reshape(count, -1, 1), q.reshape(count, 1, -1)
+    total = left[0] * right[0]
+    for column, row in zip(left[1:], right[1:], strict=True):
+        total += column * row  # two steps: a fused one rounds once where this rounds twice
+    return total.ravel()
+
+
+def centred(wide: Array) -> Array:
+    """Return a matrix (two-dimensional float64) less the mean of its rows, which are added in their order."""
+    total = 0.0 + wide[0]
+    for row in wide[1:]:
+        total += row
+    return wide - total / len(wide)
+
+
+def combined(weights: Array, rows: Array) -> Array:
+    """Return weights [count, rows] · rows [rows, m], all float64, flat; the products are added in the rows' order."""
+    total = 0.0 + weights[:, :1] * rows[0]
+    for share, row in zip(weights.T[1:], rows[1:], strict=True):
+        total += share[:, None] * row
+    return total.ravel()

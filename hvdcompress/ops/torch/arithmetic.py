@@ -1,0 +1,92 @@
+"""Arithmetic: add, subtract and write dense and sparse tensors (:class:`hvdcompress.ops.spec.Ops` says how)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.spec import FP32_MAX, Array, Sparse
+from hvdcompress.ops.torch.memory import zeros
+from hvdcompress.ops.torch.statistics import moments
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host
+
+
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array) -> None:
+    if scale == 1.0:
+        torch.add(gradient, residual, out=out)
+    else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
+        torch.mul(gradient, f32(scale), out=out).add_(residual)
+
+
+def accumulate_moments(gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
+    accumulate(gradient, residual, scale, out)
+    return moments(out)
+
+
+def blend(x: Array, residual: Array, beta: float) -> None:
+    x.mul_(f32(beta)).add_(residual * f32(1.0 - beta))
+
+
+def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+    if isinstance(own, Sparse):  # repeats are added in any order, but adding ±0 changes nothing in any order
+        x.index_add_(0, own.index, own.values * -f32(factor))
+    else:
+        x.sub_(own if factor == 1.0 else own * f32(factor))
+
+
+def zero_where(x: Array, own: Array | Sparse) -> None:
+    if isinstance(own, Sparse):
+        index = own.index[own.values != 0]
+        x[index.to(torch.int64)] = 0
+    else:
+        x[own != 0] = 0
+
+
+def write(out: Array, total: Array | Sparse, factor: float) -> None:
+    if isinstance(total, Sparse):
+        out.zero_()
+        _add_in_order(out, total.index, (total.values * f32(factor)).to(out.dtype))
+    else:
+        out.copy_(total if factor == 1.0 else total * (factor if total.dtype == torch.float64 else f32(factor)))
+
+
+def _add_in_order(out: Array, index: Array, values: Array) -> None:
+    """Add values to ``out``, those of equal indices in the order in which they stand.
+
+    A device adds duplicates in an order of its own, in which float sums differ. So they are added in rounds, in each
+    of which an index occurs once (and otherwise only with the value ±0, which changes no sum): the first occurrences,
+    then the second ones, …, as many rounds as there are ranks.
+    """
+    if host((index[1:] > index[:-1]).all()):
+        out.index_add_(0, index, values)
+        return
+    index, order = torch.sort(index, stable=True)
+    values = values[order]
+    counts = (values != 0).long()
+    before = counts.cumsum(0) - counts  # non-zero values before this one, of any index
+    begins = torch.cat([zeros(1, "bool", like=index), index[1:] != index[:-1]])
+    turn = before - torch.where(begins, before, 0).cummax(0).values  # the same, of this index only
+    turn, order = torch.sort(turn * counts, stable=True)
+    start = 0
+    for size in host(torch.bincount(turn)):
+        now = order[start : start + size]
+        out.index_add_(0, index[now], values[now])
+        start += size
+
+
+def add_all(arrays: list[Array]) -> Array:
+    total = arrays[0].clone()
+    for array in arrays[1:]:
+        total += array
+    return total
+
+
+def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
+    index, place = torch.unique(torch.cat([a.index, b.index]), return_inverse=True)
+    values = torch.zeros(len(index), dtype=torch.float32, device=index.device)
+    values.index_add_(0, place, torch.cat([a.values, b.values]))
+    return Sparse(index.to(dtype_of(index_dtype(n))), values)
+
+
+def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
+    return (x * f32(factor)).clamp_(-f32(limit), f32(limit))

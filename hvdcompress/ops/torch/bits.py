@@ -1,0 +1,54 @@
+"""Bits: numbers of a few bits, and bitmaps (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.spec import Array
+from hvdcompress.ops.torch.memory import zeros
+from hvdcompress.ops.torch.tensors import in_rows
+
+
+def pack_bits(values: Array, width: int) -> Array:
+    place = torch.arange(width, device=values.device)
+    return packed(((values.long()[:, None] >> place) & 1).to(torch.uint8).view(-1), 1)
+
+
+def unpack_bits(buffer: Array, width: int, count: int) -> Array:
+    place = torch.arange(width, device=buffer.device)
+    return (unpacked(buffer, 1, count * width).view(count, width).long() << place).sum(1)
+
+
+def set_bits(positions: Array, num_bits: int) -> Array:
+    bits = zeros(num_bits, "uint8", like=positions)
+    return packed(bits.index_fill_(0, positions.long(), 1), 1)
+
+
+def find_bits(buffer: Array, num_bits: int) -> Array:
+    return unpacked(buffer, 1, num_bits).nonzero().view(-1)
+
+
+def packed(codes: Array, width: int) -> Array:
+    """Pack codes [n] uint8 of ``width`` bits, at most 8, without gaps, lowest bit first [⌈n·width/8⌉] uint8."""
+    n = len(codes)
+    codes = in_rows(codes, 8)
+    if 8 % width:  # split them into single bits first
+        place = torch.arange(width, dtype=torch.uint8, device=codes.device)
+        codes, width = (codes.view(-1)[:, None] >> place) & 1, 1
+        n *= len(place)
+    place = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+    return (codes.view(-1, len(place)) << place).sum(1, dtype=torch.uint8)[: -(-n * width // 8)]
+
+
+def unpacked(buffer: Array, width: int, count: int) -> Array:
+    """Undo :func:`packed` [count] uint8; zeros follow the buffer's end."""
+    step = width if 8 % width == 0 else 1
+    places = count * width // step
+    place = torch.arange(0, 8, step, dtype=torch.uint8, device=buffer.device)
+    codes = ((buffer[: -(-count * width // 8), None] >> place) & ((1 << step) - 1)).view(-1)[:places]
+    if len(codes) < places:
+        codes = torch.cat([codes, zeros(places - len(codes), "uint8", like=codes)])
+    if step == width:
+        return codes
+    place = torch.arange(width, dtype=torch.uint8, device=buffer.device)
+    return (codes.view(count, width) << place).sum(1, dtype=torch.uint8)

@@ -1,0 +1,84 @@
+"""Codes: random rounding to levels, signs, and fields that add (:class:`hvdcompress.ops.spec.Ops` says how).
+
+torch supports unsigned 32-bit integers by little more than their name: what computes with bits uses int32 or int64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, level_values
+from hvdcompress.ops.spec import Array, NumpyArray
+from hvdcompress.ops.torch.bits import packed, unpacked
+from hvdcompress.ops.torch.tensors import in_rows
+
+
+def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
+    word = _signed(int(key[0]))
+    wide = torch.int32 if start + count < 2**31 else torch.int64
+    index = torch.arange(start, start + count, dtype=wide, device=like.device).to(torch.int32)
+    return _shift(_mix(_mix(index + word) ^ word), 8).to(torch.float32).mul_(2.0**-24)
+
+
+def _mix(x: Array) -> Array:
+    """Return the hash of :func:`hvdcompress.ops.shared.mix`, on the bits of int32: products wrap as in uint32."""
+    x = (x ^ _shift(x, 16)).mul_(_signed(MIX_FACTORS[0]))
+    x = (x ^ _shift(x, 13)).mul_(_signed(MIX_FACTORS[1]))
+    return x ^ _shift(x, 16)
+
+
+def _signed(word: int) -> int:
+    """Return the int32 that has the bits of a 32-bit word."""
+    return word - (word >> 31 << 32)
+
+
+def _shift(x: Array, places: int) -> Array:
+    """Shift int32 to the right as if it were unsigned."""
+    return (x >> places) & ((1 << (32 - places)) - 1)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray) -> Array:
+    safe = torch.where(norms > 0, norms, 1.0)
+    share = x.abs().div_(_each(safe, bucket, len(x)))
+    share = torch.fmin(share, share.new_ones(1)).mul_((1 << (bits - 1)) - 1)
+    level = share.floor()
+    share.sub_(level)  # exact
+    level += uniform(key, len(x), x) < share
+    return packed(level.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << (bits - 1)), bits)
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+    values = torch.from_numpy(level_values(bits)).to(buffer.device)
+    codes = unpacked(buffer, bits, count).to(torch.int32)
+    return values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
+
+
+def _each(norms: Array, bucket: int, n: int) -> Array:
+    """Return every element's norm [n], or [1] where all have the same."""
+    return norms[:1] if bucket >= n else norms.repeat_interleave(bucket)[:n]
+
+
+def _finite_norms(norms: Array) -> Array:
+    """Read norms that are negative, infinite or NaN as finite numbers."""
+    return norms.view(torch.int32).clamp(0, FP32_MAX_BITS).view(torch.float32)
+
+
+def pack_signs(x: Array) -> Array:
+    return packed((x < 0).to(torch.uint8), 1)
+
+
+def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
+    scale = _finite_norms(scale)
+    return torch.where(unpacked(buffer, 1, count) > 0, -scale, scale)
+
+
+def pack_fields(values: Array, width: int) -> Array:
+    place = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=values.device)
+    return (in_rows(values.to(torch.int32), 32 // width) << place).sum(1, dtype=torch.int32)
+
+
+def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
+    places = range(0, 32 // width * width, width)
+    raised = words.to(torch.int64) + sum(bound << place for place in places)
+    fields = (raised[:, None] >> torch.tensor(places, device=words.device)) & ((1 << width) - 1)
+    return (fields.view(-1)[:count] - bound).to(torch.float32)

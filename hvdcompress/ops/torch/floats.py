@@ -1,0 +1,53 @@
+"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops import shared
+from hvdcompress.ops.spec import FP16_MAX, Array
+from hvdcompress.ops.torch.tensors import f32, host
+
+
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+    scaled = x * f32(scale)
+    saturated = host((scaled.abs() > f32(limit)).sum())
+    return scaled.clamp_(-f32(limit), f32(limit)).to(torch.float16), saturated
+
+
+def from_fp16(x: Array, scale: float) -> Array:
+    return x.to(torch.float32).clamp_(-FP16_MAX, FP16_MAX).mul_(f32(scale))
+
+
+def to_bf16(x: Array) -> Array:
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the sign is shifted in, so that int16 holds it
+    largest = ((bits >> 31) & -0x8000) | 0x7F7F
+    return torch.where((rounded & 0x7FFF) >= 0x7F80, largest, rounded).to(torch.int16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.to(torch.int32) << 16).view(torch.float32)
+
+
+def float_bounds(x: Array) -> Array:
+    if not len(x):
+        return x.new_zeros(2)
+    return torch.stack([x.max(), -x.min()]).clamp(min=0) + 0.0  # -0 becomes 0
+
+
+def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    shift = 23 - mantissa
+    space = shared.range_space(_edges(bounds), bits, shift, torch)
+    return shared.range_codes_of(x.contiguous().view(torch.int32), space, shift, torch)
+
+
+def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    shift, edges = 23 - mantissa, _edges(bounds)
+    space = shared.range_space(edges, bits, shift, torch)
+    return shared.range_bits_of(codes.to(torch.int32), edges, space, shift, torch).view(torch.float32)
+
+
+def _edges(bounds: Array) -> Array:
+    """Return the bits [2] int32 of finite bounds; damaged ones become some finite range."""
+    return bounds.view(torch.int32).clamp(0, shared.FP32_MAX_BITS)

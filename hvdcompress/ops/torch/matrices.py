@@ -1,0 +1,63 @@
+"""Matrices: layouts, products, orthonormal rows and principal components (see :class:`hvdcompress.ops.spec.Ops`).
+
+Nothing here makes the host wait for the device, except for what ``torch.linalg.svd`` does inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed, outer_sum
+from hvdcompress.ops.spec import Array
+
+__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "outer_sum", "permute", "principal"]
+
+
+def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    return x.view(shape).permute(axes).reshape(-1)
+
+
+def orthonormalise(x: Array, rows: int, fill: Array | None = None) -> Array:
+    given = x.view(rows, -1).double()
+    spare = None if fill is None else fill.view(rows, -1).double()
+    done = torch.zeros_like(given)
+    for number in range(rows):
+        left = _remainder(given[number], done[:number])
+        if spare is not None:
+            left = torch.where(left.any(), left, _remainder(spare[number], done[:number]))
+        done[number] = left
+    return done.float().view(-1)
+
+
+def _remainder(row: Array, done: Array) -> Array:
+    """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
+    row = _at_length_1(row, 0.0)
+    for _ in range(2):  # the reference says why twice
+        row = row - ((done * row).sum(1)[:, None] * done).sum(0)
+    return _at_length_1(row, NEGLIGIBLE)
+
+
+def _at_length_1(row: Array, least: float) -> Array:
+    """Divide a row by its length; zeros where that is not above ``least``. The host need not know which."""
+    length = (row * row).sum().sqrt()
+    return torch.where(length > least, row / length, torch.zeros_like(row))
+
+
+def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:
+    triangle = torch.linalg.qr(_centred(x, rows).t(), mode="r").R
+    left, sizes, _ = torch.linalg.svd(triangle.t(), full_matrices=False)
+    beyond = sizes.square().flip(0).cumsum(0).flip(0)
+    count = (beyond > dropped * beyond[:1]).sum().clamp(least, most)
+    combinations = torch.zeros(most, rows, device=x.device)
+    found = left.t()[:most].float()
+    combinations[: len(found)] = torch.where(torch.arange(len(found), device=x.device)[:, None] < count, found, 0.0)
+    return count.to(torch.int32).view(1), combinations.view(-1)
+
+
+def combine(weights: Array, x: Array, rows: int) -> Array:
+    return combined(weights.view(-1, rows).double(), _centred(x, rows))
+
+
+def _centred(x: Array, rows: int) -> Array:
+    """Return x [rows × m] in float64 less the mean of its rows."""
+    return centred(x.view(rows, -1).double())

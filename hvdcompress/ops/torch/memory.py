@@ -1,0 +1,52 @@
+"""Memory: make, view and rearrange tensors (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.spec import Array, NumpyArray
+from hvdcompress.ops.torch.tensors import dtype_of, host, view_as
+
+
+def zeros(size: int, dtype: str, like: Array) -> Array:
+    return torch.zeros(size, dtype=dtype_of(dtype), device=like.device)
+
+
+def asarray(values: NumpyArray, like: Array) -> Array:
+    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(like.device)
+
+
+def concat(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+
+
+def to_bytes(x: Array) -> Array:
+    return view_as(x.contiguous(), torch.uint8)
+
+
+def from_bytes(buffer: Array, dtype: str) -> Array:
+    wanted = dtype_of(dtype)
+    if buffer.data_ptr() % wanted.itemsize or buffer.storage_offset() % wanted.itemsize:
+        buffer = buffer.clone()
+    return view_as(buffer, wanted)
+
+
+def head_bytes(buffer: Array, num_bytes: int) -> bytes:
+    return bytes(host(buffer[:num_bytes]))
+
+
+def fill(out: Array, value: float) -> None:
+    out.fill_(value)
+
+
+def take(x: Array, index: Array) -> Array:
+    return x.index_select(0, index)
+
+
+def sort(x: Array) -> Array:
+    return torch.sort(x).values
+
+
+def index_range(n: int, like: Array) -> Array:
+    return torch.arange(n, dtype=dtype_of(index_dtype(n)), device=like.device)

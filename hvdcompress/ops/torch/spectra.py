@@ -1,0 +1,38 @@
+"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops.shared import forward_scale, inverse_scale
+from hvdcompress.ops.spec import Array
+
+
+def rfft(x: Array, block: int) -> Array:
+    whole = len(x) // block * block
+    spectra = [x.new_zeros(0)]
+    for part, length in ((x[:whole], block), (x[whole:], len(x) - whole)):
+        if len(part):
+            wave = part.view(-1, length) * forward_scale(length, block)
+            spectra.append(torch.view_as_real(torch.fft.rfft(wave)).reshape(-1))
+    return spectra[-1] if len(spectra) <= 2 else torch.cat(spectra)
+
+
+def irfft(spectrum: Array, n: int, block: int) -> Array:
+    whole, rest = n // block * block, n % block
+    edge = n // block * (block // 2 + 1)
+    bins = torch.view_as_complex(spectrum.view(-1, 2))
+    parts = [spectrum.new_zeros(0)]
+    if whole:
+        parts.append(torch.fft.irfft(bins[:edge].view(-1, block // 2 + 1), block, norm="forward").view(-1))
+    if rest:
+        parts.append(torch.fft.irfft(bins[edge:], rest, norm="forward") * inverse_scale(rest, block))
+    return parts[-1] if len(parts) <= 2 else torch.cat(parts)
+
+
+def magnitudes(pairs: Array) -> Array:
+    return pairs.view(-1, 2).double().square().sum(1).sqrt().to(torch.float32)
+
+
+def pair_places(index: Array) -> Array:
+    return (2 * index.long()[:, None] + torch.arange(2, device=index.device)).view(-1)

@@ -1,0 +1,122 @@
+"""What the tests of the array verbs share: data, arrays of every backend, and the registry of calls to compare."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.shared import mix
+from hvdcompress.ops.spec import Ops
+
+BACKENDS = ("numpy", "numba", "torch")
+
+MAX = float(np.finfo(np.float32).max)
+TINY = float(np.float32(1e-45))
+LARGE = [1e37, MAX, -MAX]
+SMALL = [0.0, -0.0, TINY, -TINY, 1e-40, 1.1754944e-38]
+SPECIAL = [*SMALL, 6e-8, 6.1e-5, 0.1, -0.1, 1.0, -1.0, 65504.0, 65520.0, *LARGE]
+
+finite = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False, allow_infinity=False))
+
+
+def verbs() -> set[str]:
+    """The names of the array verbs."""
+    return {name for name, verb in vars(Ops).items() if inspect.isfunction(verb) and name[0] != "_"}
+
+
+def key(number: int) -> np.ndarray:
+    """The key [1] uint32 of a random stream."""
+    return mix(np.array([number], np.uint32))
+
+
+def is_torch(ops: Any) -> bool:
+    return ops.__name__.endswith(".torch")
+
+
+def get(x: Any) -> Any:
+    """A result as something to compare: dtype, shape and bytes of arrays."""
+    if isinstance(x, tuple):
+        return tuple(get(one) for one in x)
+    if isinstance(x, (bool, int, float, bytes, str)) or x is None:
+        return x
+    array = np.asarray(x)
+    return str(array.dtype).replace("uint16", "int16"), array.shape, array.tobytes()  # torch has the latter only
+
+
+class Put:
+    """Hands arrays to a backend, and checks afterwards that only those meant to be were changed."""
+
+    def __init__(self, ops: Any):
+        self.ops, self.kept = ops, []
+
+    def __call__(self, array: np.ndarray, changes: bool = False) -> Any:
+        if is_torch(self.ops):
+            import torch
+
+            handed = torch.from_numpy(array.view(np.int16 if array.dtype == np.uint16 else array.dtype).copy())
+        else:
+            handed = array.copy()
+        if not changes:
+            self.kept.append((handed, array.copy()))
+        return handed
+
+    def check(self) -> None:
+        for array, before in self.kept:
+            assert get(array) == get(before), "an input was changed"
+
+
+Call = Callable[[Any, Put, np.ndarray, np.ndarray], Any]
+CALLS: dict[str, list[Call]] = {}
+
+
+def call(verb: str) -> Callable[[Call], Call]:
+    """Registers one way of calling a verb with two float32 vectors of equal length."""
+
+    def register(function: Call) -> Call:
+        CALLS.setdefault(verb, []).append(function)
+        return function
+
+    return register
+
+
+def chosen(x: np.ndarray, every: int = 3) -> np.ndarray:
+    return np.arange(0, x.size, every, dtype=np.int32)
+
+
+def changed(ops: Any, put: Put, x: np.ndarray, function: Callable[[Any], Any]) -> Any:
+    out = put(x, changes=True)
+    function(out)
+    return out
+
+
+def numbers(x: np.ndarray, width: int) -> np.ndarray:
+    return (x.view(np.uint32) & ((1 << width) - 1)).astype(np.int64)
+
+
+def compare(ops: Any, x: np.ndarray, residual: np.ndarray) -> None:
+    """All calls of all verbs on two vectors, under ``ops`` and under the reference."""
+    with np.errstate(all="ignore"):  # Inf is a result like another here
+        for verb, functions in CALLS.items():
+            for number, function in enumerate(functions):
+                put = Put(ops)
+                expected, result = function(reference, Put(reference), x, residual), function(ops, put, x, residual)
+                assert get(result) == get(expected), f"{verb}, call {number}: {result} instead of {expected}"
+                put.check()
+
+
+def vector(kind: str, n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng([seed, n])
+    if kind == "constant":
+        return np.full(n, 0.1, np.float32)
+    if kind == "ties":
+        return rng.integers(-2, 3, n).astype(np.float32)
+    if kind == "special":
+        return rng.choice(np.array(SPECIAL, np.float32), n)
+    if kind == "heavy":
+        return (rng.normal(size=n) ** 9).astype(np.float32)
+    return rng.normal(size=n).astype(np.float32)

@@ -1,0 +1,166 @@
+"""The verbs of ``arithmetic.py``: add, subtract and write dense and sparse vectors."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from comparing import MAX, SPECIAL, Put, call, changed, chosen, get, vector
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Sparse
+
+INDEX = ("int32", "int64")
+
+
+# -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
+
+
+for scale in (1.0, 0.3, 2.0**-16):
+    call("accumulate")(
+        lambda o, put, x, r, s=scale: changed(o, put, 0 * r, lambda out: o.accumulate(put(x), put(r), s, out))
+    )
+    call("accumulate_moments")(
+        lambda o, put, x, r, s=scale: changed(o, put, 0 * r, lambda out: o.accumulate_moments(put(x), put(r), s, out))
+    )
+    call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
+    call("subtract")(
+        lambda o, put, x, r, s=scale: changed(
+            o, put, x, lambda out: o.subtract(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s)
+        )
+    )
+    call("write")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.write(out, put(r), s)))
+    call("write")(
+        lambda o, put, x, r, s=scale: changed(
+            o, put, np.ones(x.size, np.float64), lambda out: o.write(out, put(r.astype(np.float64)), s)
+        )
+    )
+for beta in (0.1, 1.0):
+    call("blend")(lambda o, put, x, r, b=beta: changed(o, put, x, lambda out: o.blend(out, put(r), b)))
+call("zero_where")(lambda o, put, x, r: changed(o, put, x, lambda out: o.zero_where(out, put(r))))
+call("zero_where")(
+    lambda o, put, x, r: changed(o, put, x, lambda out: o.zero_where(out, Sparse(put(chosen(x)), put(r[chosen(x)]))))
+)
+call("add_all")(lambda o, put, x, r: o.add_all([put(x), put(r), put(x)]))
+for factor in (1.0, 0.3, 2.0**40):
+    call("scaled")(lambda o, put, x, r, f=factor: (o.scaled(put(x), f), o.scaled(put(x), f, 0.1)))
+
+
+@call("subtract")
+def _(o, put, x, r):  # the padding of Gaussian-k: the last index again and again, with 0
+    index = np.r_[chosen(x), [max(x.size - 1, 0)] * min(x.size, 3)].astype(np.int64)
+    values = np.r_[r[chosen(x)], [0.0] * min(x.size, 3)].astype(np.float32)
+    return changed(o, put, x, lambda out: o.subtract(out, Sparse(put(index), put(values)), 1.0))
+
+
+@call("write")
+def _(o, put, x, r):  # three ranks' shares, which overlap: sums in the order of ranks
+    index = np.concatenate([chosen(x, 2), chosen(x, 3), chosen(x, 1)])
+    values = np.concatenate([x[chosen(x, 2)], r[chosen(x, 3)], x[::-1]])
+    return changed(o, put, x, lambda out: o.write(out, Sparse(put(index), put(values)), 1 / 3))
+
+
+@call("write")
+def _(o, put, x, r):  # distinct indices, 64 bits
+    total = Sparse(put(chosen(x).astype(np.int64)), put(r[chosen(x)]))
+    return changed(o, put, x, lambda out: o.write(out, total, 1.0))
+
+
+def two(x: np.ndarray, y: np.ndarray, overlap: bool = True) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two sparse vectors of the numbers in x and y; their places overlap in part."""
+    step = 2 if overlap else 3
+    return [(2 * np.arange(x.size), x), (step * np.arange(y.size) + (0 if overlap else 1), y)]
+
+
+def merged(ops: Any, put: Any, pair: list[tuple[np.ndarray, np.ndarray]], n: int, dtypes: Any = INDEX[:1] * 2) -> Any:
+    parts = [Sparse(put(i.astype(d)), put(v)) for (i, v), d in zip(pair, dtypes, strict=True)]
+    return ops.merge(*parts, n)
+
+
+for dtypes in (INDEX, INDEX[:1] * 2, INDEX[1:] * 2):
+    for n in (10**6, 2**31):
+        call("merge")(lambda o, put, x, r, d=dtypes, n=n: merged(o, put, two(x, r), n, d))
+call("merge")(lambda o, put, x, r: merged(o, put, two(x, r[: r.size // 2], overlap=False), 10**6))
+call("merge")(lambda o, put, x, r: merged(o, put, two(x, -x), 10**6))  # to zeros, whatever their sign was
+
+
+# -- sums in a fixed order ----------------------------------------------------------------------------------------
+
+
+def test_sums_of_many_ranks_are_added_in_rank_order(backend: Any) -> None:
+    rng = np.random.default_rng(5)
+    shares = [np.sort(rng.choice(200, 50, replace=False)) for _ in range(16)]
+    index = np.concatenate([*shares, [0] * 40]).astype(np.int32)
+    values = (rng.normal(size=index.size) * 10.0 ** rng.integers(-8, 8, index.size)).astype(np.float32)
+    values[-40:] = 0
+    put, expected = Put(backend), np.zeros(200, np.float32)
+    reference.write(expected, Sparse(index, values), 0.7)
+    out = put(expected * 0 + 1, changes=True)
+    backend.write(out, Sparse(put(index), put(values)), 0.7)
+    assert get(out) == get(expected)
+
+
+def test_no_index_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA ``index_add_`` takes duplicates in any order (on a CPU in theirs, so sums would not show it)."""
+    torch, ops = pytest.importorskip("torch"), importlib.import_module("hvdcompress.ops.torch")
+    calls, add = [], torch.Tensor.index_add_
+
+    def watch(out: Any, dim: int, index: Any, values: Any) -> Any:
+        calls.append(np.bincount(np.asarray(index)[np.asarray(values) != 0]).max(initial=0))
+        return add(out, dim, index, values)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", watch)
+    index = torch.tensor([0, 2, 5, 5, 5, 2, 5, 7, 0, 1, 2, 2])
+    values = torch.tensor([1.0, 2, 3, 0, 0, 4, 5, 6, 7, 8, 9, 0])
+    ops.write(torch.ones(8), Sparse(index, values), 1.0)
+    assert calls == [1, 1, 1]  # the third for index 2, which three ranks sent
+
+
+# -- merge, against an independent word for it --------------------------------------------------------------------
+
+
+@given(
+    st.dictionaries(st.integers(0, 40), st.floats(-10, 10, width=32)),
+    st.dictionaries(st.integers(0, 40), st.floats(-10, 10, width=32)),
+)
+def test_merge_is_the_sum_of_two_dictionaries(a: dict[int, float], b: dict[int, float]) -> None:
+    parts = [Sparse(np.array(sorted(d), np.int32), np.array([d[i] for i in sorted(d)], np.float32)) for d in (a, b)]
+    index, values = reference.merge(*parts, 41)
+    assert index.tolist() == sorted(a | b) and index.dtype == np.int32
+    expected = [np.float32(np.float32(a.get(i, 0)) + np.float32(b.get(i, 0))) for i in sorted(a | b)]
+    assert values.tolist() == [float(e) for e in expected] and values.dtype == np.float32
+
+
+def test_merge_sums_in_either_order_alike(backend: Any) -> None:
+    x, y = vector("heavy", 500), vector("special", 500)
+    with np.errstate(over="ignore"):
+        there = merged(backend, Put(backend), two(x, y), 1000)
+        back = merged(backend, Put(backend), two(x, y)[::-1], 1000)
+    assert get(there) == get(back)
+
+
+def test_merge_adds_no_place_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA ``index_add_`` adds in any order: two values on a zero sum to the same, three would not."""
+    torch, ops = pytest.importorskip("torch"), importlib.import_module("hvdcompress.ops.torch")
+    counts, add = [], torch.Tensor.index_add_
+
+    def watch(out: Any, dim: int, index: Any, values: Any) -> Any:
+        counts.append(int(np.bincount(np.asarray(index)).max()))
+        assert not out.any()
+        return add(out, dim, index, values)
+
+    monkeypatch.setattr(torch.Tensor, "index_add_", watch)
+    merged(ops, Put(ops), two(vector("normal", 50), vector("normal", 50)), 100)
+    assert counts == [2]
+
+
+# -- scaled -------------------------------------------------------------------------------------------------------
+
+
+def test_scaled_keeps_the_special_ones_finite(backend: Any) -> None:
+    found = np.asarray(backend.scaled(Put(backend)(np.array(SPECIAL, np.float32)), 64.0))
+    assert np.isfinite(found).all() and found.max() == np.float32(MAX)

@@ -1,0 +1,62 @@
+"""The verbs of ``floats.py``: 16-bit floats and range floats (more on these in ``tests/parts/test_rangefloat.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from comparing import MAX, Put, call, get
+
+from hvdcompress.ops import numpy as reference
+
+# -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
+
+
+for scale in (1.0, 0.3, 2.0**-16):
+    call("to_fp16")(lambda o, put, x, r, s=scale: o.to_fp16(put(x), s))
+    call("to_fp16")(lambda o, put, x, r, s=scale: o.to_fp16(put(x), s, 65504.0 * (1 - 2**-9) / 3))
+    call("from_fp16")(lambda o, put, x, r, s=scale: o.from_fp16(put(x.astype(np.float16)), s))
+call("to_bf16")(lambda o, put, x, r: o.to_bf16(put(x)))
+call("from_bf16")(lambda o, put, x, r: o.from_bf16(put(reference.to_bf16(x))))
+call("float_bounds")(lambda o, put, x, r: o.float_bounds(put(x)))
+call("float_bounds")(lambda o, put, x, r: (o.float_bounds(put(np.abs(x))), o.float_bounds(put(-np.abs(x)))))
+for bits, mantissa in ((4, 1), (8, 4), (10, 6), (16, 22)):
+    for bounds in (np.float32([0, 0]), np.float32([1, 0]), np.float32([1e-45, MAX]), None):
+        call("range_codes")(
+            lambda o, put, x, r, b=bounds, n=bits, m=mantissa: o.range_codes(
+                put(x), put(reference.float_bounds(x) if b is None else b), n, m
+            )
+        )
+        call("range_values")(
+            lambda o, put, x, r, b=bounds, n=bits, m=mantissa: o.range_values(
+                put(x.view(np.uint32).astype(np.int64) & ((1 << n) - 1)),
+                put(reference.float_bounds(x) if b is None else b),
+                n,
+                m,
+            )
+        )
+call("range_values")(  # bounds as they might come over the wire
+    lambda o, put, x, r: o.range_values(
+        put(np.arange(x.size, dtype=np.int64) % 256), put(np.float32([np.nan, -np.inf])), 8, 4
+    )
+)
+
+
+# -- every half ---------------------------------------------------------------------------------------------------
+
+
+def test_conversions_of_every_half(backend: Any) -> None:
+    put, bits = Put(backend), np.arange(2**16, dtype=np.uint16)
+    halves = bits.view(np.float16)[~np.isnan(bits.view(np.float16))]
+    for scale in (1.0, 3.0, 0.25):
+        assert get(backend.from_fp16(put(halves), scale)) == get(reference.from_fp16(halves, scale))
+    damaged = np.float16([np.nan, 1.0])
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(np.asarray(backend.from_fp16(put(damaged), 1.0))[0])
+    assert get(backend.from_bf16(put(bits))) == get(reference.from_bf16(bits))
+    # both sides of every rounding boundary, and the boundary itself
+    exact = halves[np.isfinite(halves)].astype(np.float32)
+    middle = (exact + np.roll(exact, 1)) / 2
+    for x in (exact, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(MAX))):
+        assert get(backend.to_fp16(put(x), 1.0)) == get(reference.to_fp16(x, 1.0))
+        assert get(backend.to_bf16(put(x))) == get(reference.to_bf16(x))
