@@ -18,6 +18,7 @@ import numpy as np
 
 Array = Any  #: an array of the backend's library, for example a torch.Tensor; one-dimensional inside a method
 NumpyArray = np.ndarray[Any, Any]  #: an array in host memory
+Scalar = float | np.floating[Any]  #: a number on the host
 Norm = Literal["max", "l2", "mean"]  #: the largest |x|, the Euclidean norm, or the mean |x|
 
 FP16_MAX = 65504.0  #: the largest finite float16
@@ -181,13 +182,13 @@ class Ops(Protocol):
     def kth_magnitude(self, x: Array, k: int) -> float:
         """Return the k-th largest |x|, for 1 ≤ k ≤ n, or 0 for an empty array."""
 
-    def count_above(self, x: Array, threshold: float | np.floating[Any]) -> int:
+    def count_above(self, x: Array, threshold: Scalar) -> int:
         """Return the number of elements with |x| > threshold. The threshold is rounded to float32 first."""
 
-    def first_above(self, x: Array, threshold: float | np.floating[Any], capacity: int) -> Array:
+    def first_above(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| > threshold, ascending."""
 
-    def first_equal(self, x: Array, threshold: float | np.floating[Any], capacity: int) -> Array:
+    def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:

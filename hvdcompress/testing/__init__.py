@@ -14,7 +14,6 @@ registered; if it is, its round trip through a plan is checked too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hvdcompress.method import Method
 from hvdcompress.ops.spec import Ops

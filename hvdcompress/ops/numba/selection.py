@@ -9,9 +9,10 @@ from hvdcompress.ops.numba._kernels import selection as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.spec import Scalar
 
 
-def _bits(threshold: float) -> np.int32:
+def _bits(threshold: Scalar) -> np.int32:
     return (np.float32(threshold) + np.float32(0.0)).view(np.int32)  # + 0 turns -0 into 0
 
 
@@ -37,19 +38,19 @@ def top_k(x: Array, k: int) -> Array:
     return candidates[reference.top_k(x[candidates], k)]
 
 
-def count_above(x: Array, threshold: float) -> int:
+def count_above(x: Array, threshold: Scalar) -> int:
     if not plain(x) or threshold < 0:
         return reference.count_above(x, threshold)
     return int(kernels.count(x.view(np.int32), np.int32(_bits(threshold) + 1)))
 
 
-def first_above(x: Array, threshold: float, capacity: int) -> Array:
+def first_above(x: Array, threshold: Scalar, capacity: int) -> Array:
     if not plain(x) or threshold < 0:
         return reference.first_above(x, threshold, capacity)
     return _indices(x, int(_bits(threshold)) + 1, 0x7FFFFFFF, capacity)
 
 
-def first_equal(x: Array, threshold: float, capacity: int) -> Array:
+def first_equal(x: Array, threshold: Scalar, capacity: int) -> Array:
     if not plain(x) or threshold < 0:
         return reference.first_equal(x, threshold, capacity)
     return _indices(x, int(_bits(threshold)), int(_bits(threshold)), capacity)

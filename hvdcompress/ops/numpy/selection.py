@@ -7,6 +7,7 @@ import numpy as np
 from hvdcompress.ops.numpy.memory import index_range
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.spec import Scalar
 
 
 def top_k(x: Array, k: int) -> Array:
@@ -23,16 +24,16 @@ def kth_magnitude(x: Array, k: int) -> float:
     return float(np.partition(np.abs(x), x.size - k)[x.size - k]) if x.size else 0.0
 
 
-def count_above(x: Array, threshold: float) -> int:
+def count_above(x: Array, threshold: Scalar) -> int:
     return int(np.count_nonzero(np.abs(x) > np.float32(threshold)))
 
 
-def first_above(x: Array, threshold: float, capacity: int) -> Array:
+def first_above(x: Array, threshold: Scalar, capacity: int) -> Array:
     index = np.flatnonzero(np.abs(x) > np.float32(threshold))[:capacity]
     return index.astype(index_dtype(x.size))
 
 
-def first_equal(x: Array, threshold: float, capacity: int) -> Array:
+def first_equal(x: Array, threshold: Scalar, capacity: int) -> Array:
     index = np.flatnonzero(np.abs(x) == np.float32(threshold))[:capacity]
     return index.astype(index_dtype(x.size))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array
+from hvdcompress.ops.spec import Array, Scalar
 from hvdcompress.ops.torch.memory import index_range, sort
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, where
 
@@ -24,15 +24,15 @@ def kth_magnitude(x: Array, k: int) -> float:
     return host(torch.topk(x.abs(), k, sorted=False).values.min()) if len(x) else 0.0
 
 
-def count_above(x: Array, threshold: float) -> int:
+def count_above(x: Array, threshold: Scalar) -> int:
     return host((x.abs() > f32(threshold)).sum())
 
 
-def first_above(x: Array, threshold: float, capacity: int) -> Array:
+def first_above(x: Array, threshold: Scalar, capacity: int) -> Array:
     return where(x.abs() > f32(threshold))[:capacity]
 
 
-def first_equal(x: Array, threshold: float, capacity: int) -> Array:
+def first_equal(x: Array, threshold: Scalar, capacity: int) -> Array:
     return where(x.abs() == f32(threshold))[:capacity]
 
 
