@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array
+from hvdcompress.ops.spec import Array, Scalar
 
 
 def host(x: Array) -> Any:
@@ -41,7 +41,7 @@ def view_as(x: Array, dtype: torch.dtype) -> Array:
     return x.view(dtype) if len(x) else x.new_empty(0, dtype=dtype)
 
 
-def f32(number: float) -> float:
+def f32(number: Scalar) -> float:
     """Round to float32, as the reference's scalars are."""
     return float(np.float32(number))
 
