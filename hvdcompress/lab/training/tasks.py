@@ -2,7 +2,7 @@
 
 Adding a task is adding one loader under the ``@task`` decorator. This file needs numpy only, so that
 ``hvdcompress run`` can check a task's name and path before it starts any rank; the nets, which need
-PyTorch, are in ``models.py``.
+PyTorch, are in ``models_torch.py``.
 """
 
 from __future__ import annotations
