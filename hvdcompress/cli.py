@@ -208,7 +208,7 @@ def bench(
 
 @app.command()
 def compare(
-    gradients: Annotated[Path, typer.Argument(help="Gradients in a safetensors file (see lab.compare.save).")],
+    gradients: Annotated[Path, typer.Argument(help="A file that lab.training.save_gradients or compare.save() wrote.")],
     config: Annotated[
         str | None,
         typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),

@@ -13,8 +13,8 @@ processors do takes p/processors as long. Collectives run as rings, as in ``ledg
 cost fewer messages, and dense ones among thousands of workers less than is said here. Nothing overlaps in the model;
 where it does on a machine, the fitted γ is below 1.
 
-Which collectives a method asks for, and how long they are, is found out by ``rehearsal.imagine``: nothing here
-knows any method.
+Which collectives a method asks for, and how long they are, is found out by ``imagined.imagine``: nothing here
+depends on any method.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from hvdcompress.engine import rehearsal
 from hvdcompress.engine.agreement import Status
 from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rehearsal import Asked, Rounds
+from hvdcompress.lab.scale import imagined
+from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan
 
@@ -157,9 +157,9 @@ def work(
 
 def _asked(bucket: Bucket, world: int) -> tuple[Method, Rounds, bool]:
     method = bucket.program.main
-    phase = rehearsal.last_phase(method)
-    rides = len(bucket.members) == 1 and rehearsal.piggyback(method, phase, bucket.spec)
-    return method, rehearsal.imagine(method, phase, world, bucket.spec), rides
+    phase = imagined.last_phase(method)
+    rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
+    return method, imagined.imagine(method, phase, world, bucket.spec), rides
 
 
 def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:

@@ -1,6 +1,6 @@
 """Time MPI's bare all-reduce, all-gather and all-to-all over emulated hosts, for `hvdcompress scale --fit`:
 
-    python launch/measure_links.py runs/links.jsonl [--hosts 2] [--rates 100mbit,1gbit] [--seconds 1]
+    python -m hvdcompress.lab.scale.links runs/links.jsonl [--hosts 2] [--rates 100mbit,1gbit] [--seconds 1]
 
 More hosts than processors tell nothing but how the scheduler switches between them: the fit leaves them out.
 Needs root and iproute2. Each line of the file is a point of ``hvdcompress.lab.scale.cost``: a collective of one size among so
@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdcompress.engine.rehearsal import Asked
 from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.cluster.hosts import Hosts, HostsError, Rate
+from hvdcompress.lab.cluster.hosts import Hosts, HostsError
+from hvdcompress.lab.cluster.links import Rate
 from hvdcompress.lab.scale import cost
 
 VERBS = ("AllReduce", "AllGather", "AllToAll")

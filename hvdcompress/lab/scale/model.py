@@ -1,7 +1,7 @@
 """``hvdcompress scale``: the model of ``cost.py`` fitted to measured exchanges, and what it says of larger clusters.
 
 Measured exchanges come from folders that ``hvdcompress bench`` wrote (its contenders over Horovod's ring: methods, and
-stock Horovod's ``none``), and from files of ``launch/measure_links.py`` (collectives of MPI alone, among several
+stock Horovod's ``none``), and from files of ``lab.scale.links`` (collectives of MPI alone, among several
 numbers of hosts). The codec is timed here, in one process.
 """
 
@@ -22,9 +22,8 @@ import numpy as np
 import yaml
 from scipy.optimize import nnls
 
-from hvdcompress.engine import rehearsal
 from hvdcompress.lab import nets
-from hvdcompress.lab.cluster.hosts import Rate
+from hvdcompress.lab.cluster.links import Rate
 from hvdcompress.lab.scale import cost
 from hvdcompress.lab.scale.cost import Codec, Constants, Errors, Point, Work
 from hvdcompress.lab.training.experiment import MethodEntry
@@ -90,7 +89,7 @@ def name_of(method: Method) -> str:
 
 def time_codec(method: Method) -> Codec:
     """Time one rank's codec on this machine: tensors of three sizes, payloads of 2 and of 8 ranks."""
-    phase, rows = rehearsal.last_phase(method), []
+    phase, rows = imagined.last_phase(method), []
     for candidates in SIZES:
         fitting = (TensorSpec("timed", shape) for shape in candidates)
         spec = next((spec for spec in fitting if method.suits(spec)), None)
@@ -98,7 +97,7 @@ def time_codec(method: Method) -> Codec:
             continue
         x = np.random.default_rng(spec.size).normal(size=spec.size).astype(np.float32)
         for world in WORLDS:
-            tried = [rehearsal.watch(method, phase, world, spec, x) for _ in range(1 + REPEATS)][1:]
+            tried = [imagined.watch(method, phase, world, spec, x) for _ in range(1 + REPEATS)][1:]
             pieces, num_bytes = cost.gathered(tried[0][0], world)
             rows.append((1.0, spec.size, pieces, num_bytes, statistics.median(seconds for _, seconds in tried)))
     if not rows:
@@ -113,7 +112,7 @@ def time_codec(method: Method) -> Codec:
 
 
 def points_of(path: Path, codec: Callable[[Method], Codec]) -> tuple[list[Point], dict[str, Any]]:
-    """The measured exchanges in a benchmark's folder or in a file of ``launch/measure_links.py``, and where they are
+    """The measured exchanges in a benchmark's folder or in a file of ``lab.scale.links``, and where they are
     from.
 
     Raises:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hvdcompress.lab.cluster.hosts import Rate
+from hvdcompress.lab.cluster.links import Rate
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.scale.cost import Constants
 from hvdcompress.lab.scale.model import Model, Row

@@ -1,7 +1,7 @@
 """Many workers in one process: the bytes of up to 256 of them, and a training on digits with 64.
 
-    python launch/scale_loopback.py bytes [--workers 2,4,16,64,256] [--out FILE]
-    python launch/scale_loopback.py train [--workers 4,64] [--seeds 3] [--rates 0.1,0.4] [--out FILE]
+    python -m hvdcompress.lab.scale.workers bytes [--workers 2,4,16,64,256] [--out FILE]
+    python -m hvdcompress.lab.scale.workers train [--workers 4,64] [--seeds 3] [--rates 0.1,0.4] [--out FILE]
 
 *bytes*: every worker is there and exchanges a gradient of its own; the ledger's bytes of the rank that sends most,
 beside what ``hvdcompress scale`` says of as many workers.
