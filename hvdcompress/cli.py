@@ -132,7 +132,7 @@ def _network(
         HostsError: emulated hosts cannot be set up on this machine.
     """
     from hvdcompress.lab.cluster.hosts import Hosts, HostsError, problem
-    from hvdcompress.lab.cluster.links import slow_hosts
+    from hvdcompress.lab.cluster.rates import slow_hosts
 
     if count is None:
         if rate or slow or delay:
@@ -174,7 +174,9 @@ def bench(
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     sets: Annotated[str | None, typer.Option(help="Only these sets of gradients: labels, with commas.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
-    loopback: Annotated[bool, typer.Option("--loopback", help="Without emulated hosts: times without a network.")] = False,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="Without emulated hosts: times without a network.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
@@ -192,7 +194,9 @@ def bench(
     from hvdcompress.lab.output import folder as folders
 
     try:
-        asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(hosts, _split(rates), _split(methods), _split(sets), rounds)
+        asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(
+            hosts, _split(rates), _split(methods), _split(sets), rounds
+        )
         launcher.horovodrun()
         if not loopback and (missing := problem()):
             raise HostsError(f"{missing}\nOr measure with --loopback.")
@@ -305,7 +309,9 @@ def methods(
     except ValueError as error:
         raise _fail(error) from None
     if form == Format.table:
-        console.print("\n[dim]n elements, k kept, p ranks. More on one: hvdcompress methods scalecom[/]", highlight=False)
+        console.print(
+            "\n[dim]n elements, k kept, p ranks. More on one: hvdcompress methods scalecom[/]", highlight=False
+        )
 
 
 @app.command()

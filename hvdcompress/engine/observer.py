@@ -9,8 +9,8 @@ from typing import Any
 class Observer:
     """Is told what one rank does. Every method does nothing unless it is overridden.
 
-    Give one to ``compressor.watch(observer)``. Methods are called on the rank's main thread, in the order of the events;
-    what they take is part of the exchange's time.
+    Give one to ``compressor.watch(observer)``. Methods are called on the rank's main thread, in the order of the
+    events; the time they take is part of the exchange's.
     """
 
     def begun(self, rank: int, name: str, num_bytes: int) -> None:

@@ -43,7 +43,9 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
 
 def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
     """The collectives of ``method`` in ``phase`` for tensors like ``spec``, in their order."""
-    return tuple(round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *kind_of(method, spec)))
+    return tuple(
+        round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *kind_of(method, spec))
+    )
 
 
 def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:

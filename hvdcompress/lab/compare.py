@@ -25,6 +25,7 @@ from hvdcompress.loopback import Loopback
 
 __all__ = ["Gradients", "Outcome", "load", "measure", "save", "table"]
 
+
 @dataclass(frozen=True)
 class Outcome:
     """One method's results: relative errors (None where undefined), bytes a step, dense bytes ÷ bytes sent, and the

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hvdcompress.lab import nets
 from hvdcompress.lab.cluster.hosts import Hosts
-from hvdcompress.lab.cluster.links import Rate, slow_hosts
+from hvdcompress.lab.cluster.rates import Rate, slow_hosts
 from hvdcompress.lab.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from hvdcompress.lab.output import gradients as saved
 from hvdcompress.lab.output import jsonl
@@ -99,6 +99,7 @@ class Entry(MethodEntry):
     alone: int = Field(0, ge=0)
     """Steps before that which each rank makes by itself, on gradients that are equal on all ranks, to reach the phase
     that is to be measured (gradiveq's dense phase takes hundreds of megabytes on the network)."""
+
 
 @dataclass(frozen=True)
 class Contender:

@@ -73,6 +73,7 @@ class OverHorovod(OverTorch):
         super().__init__(key, tensors, hvd.rank(), hvd.size())
         self.stock = None if what["kind"] == "method" else what["kind"]
         self.compressor = None
+        compression: Any
         if self.stock:
             compression = Timed(getattr(hvd.Compression, self.stock), clock)
         else:

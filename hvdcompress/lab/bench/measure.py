@@ -13,7 +13,7 @@ from hvdcompress.lab.bench.config import LOOPBACK, Bench, Turn, read_turns
 from hvdcompress.lab.bench.ranks import Group, RankError
 from hvdcompress.lab.cluster import launcher
 from hvdcompress.lab.cluster.hosts import Hosts
-from hvdcompress.lab.cluster.links import speed
+from hvdcompress.lab.cluster.rates import speed
 from hvdcompress.lab.output import jsonl
 
 ROOM = 10  # times a set's bytes: what a contender may take in each rank while it is set up

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def set_environment(where: str) -> None:
     """Set what MPI, Horovod and gloo read when they are loaded."""
-    from hvdcompress.lab.cluster.links import ring
+    from hvdcompress.lab.cluster.rates import ring
 
     if where in ("ring", "mpi4py"):
         os.environ.update(ring(int(os.environ["OMPI_COMM_WORLD_SIZE"])))

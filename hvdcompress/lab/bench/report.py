@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from hvdcompress.lab.bench.config import LOOPBACK
 from hvdcompress.lab.bench.results import PARTS, Figures, Result, Row, best_dense
-from hvdcompress.lab.cluster.links import Rate
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.output.folder import write_files
 from hvdcompress.lab.output.table import MISSING, Column, Table, as_json
@@ -87,13 +87,6 @@ LEGEND = (
     "interface's counters, with all headers and negotiation, also between exchanges; ledger = if collectives run as "
     "rings; payload = handed to the collectives."
 )
-
-
-def heading(result: Result, set: str, rate: str) -> str:
-    """``resnet50 at 100 Mbit/s: 161 tensors, …``."""
-    about = str(next(one for one in result.bench.sets if one.label == set)).removeprefix(f"{set}: ")
-    place = "without a network" if rate == LOOPBACK else f"at {Rate.parse(rate)}"
-    return f"{set} {place}: {about}"
 
 
 def heading(result: Result, set: str, rate: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdcompress.lab.bench.config import LOOPBACK, Bench, Contender, read_turns
-from hvdcompress.lab.cluster.links import HEADERS, Rate
+from hvdcompress.lab.cluster.rates import HEADERS, Rate
 from hvdcompress.lab.output import numbers
 from hvdcompress.plan import load
 

@@ -17,12 +17,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from hvdcompress.lab.cluster.links import Rate
+from hvdcompress.lab.cluster.rates import Rate
 
 SCRIPT = Path(__file__).resolve().with_name("hosts.sh")
 STREAM = "hvdcompress.lab.cluster.stream"

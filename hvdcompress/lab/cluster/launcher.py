@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress.lab.cluster.hosts import Hosts
-from hvdcompress.lab.cluster.links import ring
+from hvdcompress.lab.cluster.rates import ring
 
 TAG = "HVDCOMPRESS_LAUNCH"  # in the environment of every process we start, so that we end ours and no other
 NOISE = re.compile(

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.launcher import LaunchError, shown
-from hvdcompress.lab.cluster.links import speed
+from hvdcompress.lab.cluster.rates import speed
 
 SOURCES = Path(__file__).resolve().parents[3]  # of the project, if the package is used from there
 

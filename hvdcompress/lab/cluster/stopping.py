@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal as one exception, raised once, so that ranks and hosts are taken down in order."""
+"""Ctrl-C, SIGTERM and a closed terminal as one exception, raised once, so that ranks and hosts end in order."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def load(path: Path) -> Gradients:
         ValueError: it holds something else, or the steps' tensors differ.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; python -m hvdcompress.lab.training.save_gradients {path} makes one")
+        raise FileNotFoundError(
+            f"{path} does not exist; python -m hvdcompress.lab.training.save_gradients {path} makes one"
+        )
     found: dict[int, dict[int, dict[str, Any]]] = {}
     try:
         with safe_open(path, framework="numpy") as file:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jinja2
 
 from hvdcompress.lab.output import plots
-from hvdcompress.lab.output.table import Table
+from hvdcompress.lab.output.table import SERIES, Table
 
 __all__ = ["Section", "legend", "render"]
 
@@ -32,7 +32,7 @@ def legend(labels: Sequence[str], dashed: bool = True) -> list[dict[str, object]
     return [
         {
             "label": label,
-            "number": number % plots.SERIES,
+            "number": number % SERIES,
             "dashes": " ".join(map(str, plots.dashes(number))) if dashed else "",
         }
         for number, label in enumerate(labels)

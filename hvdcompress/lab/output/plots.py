@@ -15,7 +15,8 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it says when it build
 import matplotlib  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-SERIES = 9  # colours in the page's style sheet
+from hvdcompress.lab.output.table import SERIES  # noqa: E402
+
 INK, FAINT, GRID = "#010101", "#020202", "#030303"
 DASHES: tuple[tuple[float, ...], ...] = ((), (), (5, 1.6), (1.4, 1.4), (6, 1.5, 1.5, 1.5), (3, 1.2), (8, 2))
 STYLE = {

@@ -26,10 +26,11 @@ import rich.table
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["FORMATS", "MISSING", "Column", "Table", "as_json", "finite"]
+__all__ = ["FORMATS", "MISSING", "SERIES", "Column", "Table", "as_json", "finite"]
 
 MISSING = "–"  #: the cell of a figure that is not there
 FORMATS = ("table", "markdown", "csv", "json")
+SERIES = 9  #: how many colours a page has
 STYLES = {"failed": "red", "unfinished": "yellow", "best": "bold", "": None}  #: rich's, by a row's mark
 R = TypeVar("R")
 
@@ -70,7 +71,7 @@ class Table(Generic[R]):
         rows: what the columns' functions are called with.
         title: a line above the table; empty for none.
         mark: a row's mark: "failed", "unfinished", "best" or "".
-        colour: a row's colour in a page, as a series number of ``plots.py``; None for tables without colours.
+        colour: a row's colour in a page, by its number, which may exceed :data:`SERIES`; None without colours.
     """
 
     columns: Sequence[Column[R]]
@@ -135,7 +136,11 @@ class Table(Generic[R]):
         lines = [f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>"]
         for row in self.rows:
             failed = ' class="failed"' if self.mark(row) == "failed" else ""
-            chip = f'<span class="chip" style="background:var(--c{self.colour(row)})"></span>' if self.colour else ""
+            chip = (
+                f'<span class="chip" style="background:var(--c{self.colour(row) % SERIES})"></span>'
+                if self.colour
+                else ""
+            )
             first, *others = self.columns
             cells = [f'<th scope="row" style="text-align:left">{chip}{html.escape(first.text(row))}</th>']
             cells += [f'<td class="{c.key}"{_left(c)}>{html.escape(c.text(row))}</td>' for c in others]

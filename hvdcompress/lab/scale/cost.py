@@ -226,15 +226,15 @@ class Point:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Point:
-        """What :meth:`to_dict` made.
+        """Read what :meth:`to_dict` made.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a point.
         """
         try:
             return cls(**{**given, "work": Work(**given["work"])})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"this is no measured exchange: {error}") from None
+            raise ValueError(f"this is not a measured exchange: {error}") from None
 
 
 def sharing(ranks: int, processors: int | None = None) -> float:

@@ -153,7 +153,7 @@ def main() -> None:
     print("\n".join(table))
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", *sys.argv])
+        command = shlex.join(["python", "-m", "hvdcompress.lab.scale.workers", *sys.argv[1:]])
         given.out.write_text("\n".join(["```", command, "```", "", *table, ""]), encoding="utf-8")
 
 

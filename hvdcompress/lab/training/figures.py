@@ -85,7 +85,9 @@ def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
         left.set_ylim(len(rows) - 0.4, -0.75)
         dense = next((row for row in rows if row.method.rpartition("/")[2] == "none"), None)
         if dense:
-            right.axvline(dense.mean["value"], color=plots.colour(order.index(dense.method)), linewidth=1, dashes=(3, 3))
+            right.axvline(
+                dense.mean["value"], color=plots.colour(order.index(dense.method)), linewidth=1, dashes=(3, 3)
+            )
         right.margins(x=0.18)
         better = "higher" if metric.get("higher_is_better") else "lower"
         right.set_xlabel(f"{metric['name']}, {metric['unit']}\n({better} is better)")

@@ -100,7 +100,7 @@ def tables(report: Report) -> list[Table[Row]]:
     """A table for each task, in the experiment's order; a method has the same colour in all of them."""
     order = order_of(report)
     return [
-        Table(COLUMNS, rows, heading(rows), _mark, lambda row: order.index(row.method) % 9)
+        Table(COLUMNS, rows, heading(rows), _mark, lambda row: order.index(row.method))
         for rows in report.tasks().values()
     ]
 

@@ -1,7 +1,7 @@
 """From a training's folder to figures: what every run measured, and means over seeds.
 
-``runs/<name>/`` holds ``config.yaml``, ``launch.json``, ``log.txt`` and ``metrics/<run>.jsonl``; it can be read after an
-interrupted run, too.
+``runs/<name>/`` holds ``config.yaml``, ``launch.json``, ``log.txt`` and ``metrics/<run>.jsonl``; it can also be read
+after an interrupted run.
 """
 
 from __future__ import annotations

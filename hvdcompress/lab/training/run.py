@@ -104,4 +104,4 @@ def publish(folders: Sequence[Path], out: Path, console: Console, form: str = FO
         files = report.write(found, out)
     console.print(f"written: {', '.join(shown(file) for file in files)}", highlight=False, soft_wrap=True)
     if not any(file.suffix == ".html" for file in files):
-        console.print("for report.html with plots: pip install 'hvdcompress\[report]'")
+        console.print(escape("for report.html with plots: pip install 'hvdcompress[report]'"), soft_wrap=True)

@@ -1,6 +1,6 @@
 """Train one of the quickstart's tasks dense, in one process, and save each rank's gradients of the last steps.
 
-    python -m hvdcompress.lab.training.save_gradients runs/digits.safetensors --task digits --steps 100 --last 40 --ranks 2
+    python -m hvdcompress.lab.training.save_gradients runs/digits.safetensors --task digits --steps 100 --last 40
 
 ``hvdcompress compare`` then shows what every method makes of them.
 """

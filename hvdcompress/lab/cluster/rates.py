@@ -41,7 +41,9 @@ class Rate:
         for word in text.split("/"):
             match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.strip())
             if not match:
-                raise ValueError(f"{text!r} is not a rate: write 100mbit, 2.5gbit or, to send and receive, 10mbit/1gbit")
+                raise ValueError(
+                    f"{text!r} is not a rate: write 100mbit, 2.5gbit or, to send and receive, 10mbit/1gbit"
+                )
             found.append(round(float(match[1]) * FACTORS[match[2]]))
         if len(found) > 2 or min(found) < 10_000:
             raise ValueError(f"{text!r} is not a rate: one or two of 10kbit at least")
