@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli, get
 from hvdcompress.lab import compare, nets
-from hvdcompress.lab.bench import report, results
+from hvdcompress.lab.bench import files, report, results
 from hvdcompress.lab.bench import run as benchmark
 from hvdcompress.lab.bench.config import BESIDE, Bench, read_turns
 from hvdcompress.lab.cluster import hosts, rates
@@ -210,7 +210,7 @@ def test_where_the_time_goes(folder):
 
 def test_tables_and_page(folder):
     result = results.read(folder)
-    files = report.write(result, folder)
+    written = files.write(result, folder)
     table = (folder / "table.md").read_text()
     assert "**tiny at 100 Mbit/s: 6 of 95 tensors, 4 672 elements, 0.0187 MB**" in table
     assert "| none ddp (best dense) | 9.00 s | 8.00 s – 10.0 s | 2 | 1.00 |" in table
@@ -218,7 +218,7 @@ def test_tables_and_page(folder):
     assert "2 ranks share 2 cores (a chip)" in table and "94 Mbit/s" in table
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rows"][-1]["speed_up"] == {"middle": 9.0, "least": pytest.approx(10 / 1.5), "most": 9.0}
-    if len(files) == 3:
+    if len(written) == 3:
         page = (folder / "report.html").read_text()
         assert "Where the time goes" in page and page.count("<svg role") == 2 and "best dense" in page
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training import report, results
+from hvdcompress.lab.training import files, report, results
 from hvdcompress.lab.training.experiment import Experiment
 
 CONFIG = """\
@@ -108,12 +108,12 @@ def test_the_notes_are_honest_about_times(folder):
 
 def test_written_files(folder):
     pytest.importorskip("matplotlib")
-    files = report.write(results.read([folder]), folder)
-    assert [file.name for file in files] == ["summary.json", "table.md", "report.html"]
-    summary = json.loads(files[0].read_text(encoding="utf-8"), parse_constant=lambda word: pytest.fail(word))
+    written = files.write(results.read([folder]), folder)
+    assert [file.name for file in written] == ["summary.json", "table.md", "report.html"]
+    summary = json.loads(written[0].read_text(encoding="utf-8"), parse_constant=lambda word: pytest.fail(word))
     few = next(row for row in summary["rows"] if row["method"] == "few")
     assert few["mean"]["rate"] == 100 and len(few["runs"]) == 2
-    table = files[1].read_text(encoding="utf-8")
+    table = written[1].read_text(encoding="utf-8")
     assert re.search(r"^\| few \| 1 % \| 100x \| 40 B \| .* \| −1\.00 ± 0\.71 \|$", table, re.MULTILINE)
     head = next(line for line in table.splitlines() if line.startswith("| method"))
     assert all(line.count("|") == head.count("|") for line in table.splitlines() if line.startswith("|"))
@@ -139,7 +139,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(folder):
     pytest.importorskip("matplotlib")
-    text = report.write(results.read([folder]), folder)[2].read_text(encoding="utf-8")
+    text = files.write(results.read([folder]), folder)[2].read_text(encoding="utf-8")
     page = Page(text)
     assert text.count("<svg role=") == 4 and text.count("aria-label=") > 4
     assert not page.outside and "@import" not in text and "<script" not in text
@@ -155,7 +155,7 @@ def test_the_page_escapes_what_users_wrote(folder):
     found = results.read([folder])
     for row in found.rows:
         row.method = row.method.replace("few", "<script>a & b|c</script>")
-    text = report.write(found, folder)[2].read_text(encoding="utf-8")
+    text = files.write(found, folder)[2].read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert r"b\|c" in (folder / "table.md").read_text(encoding="utf-8")
 
@@ -164,7 +164,7 @@ def test_nothing_but_a_config_makes_a_report(folder):
     pytest.importorskip("matplotlib")
     for file in (folder / "metrics").iterdir():
         file.unlink()
-    assert len(report.write(results.read([folder]), folder)) == 3
+    assert len(files.write(results.read([folder]), folder)) == 3
 
 
 def test_runs_are_compared(folder, tmp_path):
@@ -221,7 +221,7 @@ def test_a_framework_that_cannot_tell_waiting_from_computing_leaves_it_open(fold
         file.write_text(text.replace('"3.11"', '"3.11", "tensorflow": "2.21.0"'), encoding="utf-8")
     found = results.read([folder])
     assert any("TensorFlow 2.21.0" in note and "left open" in note for note in found.notes)
-    files = report.write(found, folder)
-    [row] = [line for line in files[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
+    written = files.write(found, folder)
+    [row] = [line for line in written[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
     assert row.count("| – ") == 2, row  # communicate, and what then is the rest
-    assert "NaN" not in files[0].read_text(encoding="utf-8")
+    assert "NaN" not in written[0].read_text(encoding="utf-8")

@@ -336,7 +336,7 @@ def test_where_a_method_loses():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="no rate"):
+    with pytest.raises(ValueError, match="not a rate"):
         prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["fast"])
     with pytest.raises(ValueError, match="2 at least"):
         prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["1gbit"], [1, 2])

@@ -1,23 +1,19 @@
-"""The report of a benchmark: its tables, ``summary.json``, ``table.md`` and ``report.html``."""
+"""The report of a benchmark: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.bench.config import LOOPBACK
-from hvdcompress.lab.bench.results import PARTS, Figures, Result, Row, best_dense
+from hvdcompress.lab.bench.results import PARTS, Result, Row, best_dense
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.folder import write_files
-from hvdcompress.lab.output.table import MISSING, Column, Table, as_json
+from hvdcompress.lab.output.table import MISSING, Column, Table
 
-__all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables", "write"]
+__all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
 
 
 def _seconds(row: Row) -> str:
@@ -124,22 +120,3 @@ def markdown(result: Result) -> str:
     """All tables, the legend and the notes as Markdown."""
     parts = [f"**{each.title}**\n\n{each.markdown()}\n" for each in tables(result)]
     return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in result.notes)])
-
-
-def write(result: Result, folder: Path) -> list[Path]:
-    """Write ``summary.json``, ``table.md`` and, if the extra "report" is installed, ``report.html``.
-
-    Returns:
-        The files that were written.
-    """
-    rows: list[dict[str, Any]] = [{**asdict(row), "time": row.time and row.time._asdict()} for row in result.rows]
-    for row in rows:
-        row["speed_up"] = row["speed_up"] and Figures(*row["speed_up"])._asdict()
-    summary = {"name": result.name, "launch": result.launch, "notes": result.notes, "rows": rows}
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.bench import page  # it needs matplotlib and Jinja2
-
-        return {"report.html": page.html(result)}
-
-    return write_files(folder, {"summary.json": as_json(summary), "table.md": markdown(result)}, pages)

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hvdcompress.lab.bench import report, results
+from hvdcompress.lab.bench import files, report, results
 from hvdcompress.lab.bench.config import Bench, read_turns
 from hvdcompress.lab.bench.measure import measure
 from hvdcompress.lab.cluster import launcher, notes
@@ -146,5 +146,5 @@ def publish(folder: Path, console: Console) -> None:
     result = results.read(folder)
     report.show(result, console)
     with contextlib.suppress(KeyboardInterrupt):
-        files = report.write(result, folder)
-        console.print(f"written: {', '.join(shown(file) for file in files)}", highlight=False, soft_wrap=True)
+        written = files.write(result, folder)
+        console.print(f"written: {', '.join(shown(file) for file in written)}", highlight=False, soft_wrap=True)

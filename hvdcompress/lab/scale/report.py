@@ -1,18 +1,16 @@
-"""The report of ``hvdcompress scale``: its tables, ``scale.json``, ``table.md`` and ``report.html``."""
+"""The report of ``hvdcompress scale``: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.folder import write_files
-from hvdcompress.lab.output.table import MISSING, Column, Table, as_json
+from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.scale.cost import Constants
 from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.prediction import Row
@@ -194,25 +192,3 @@ def markdown(prediction: Prediction) -> str:
     text = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables]
     text.append(f"**Constants**\n\n{constant_table(prediction.model.constants).markdown()}\n")
     return "".join([*text, *(f"- {note}\n".replace("*:", "\\*:") for note in notes(prediction))])
-
-
-def write(prediction: Prediction, folder: Path) -> list[Path]:
-    """Write ``scale.json``, ``table.md`` and, if the extra "report" is installed, ``report.html`` and its plots of
-    seconds, each in a file of its own.
-
-    Returns:
-        The files that were written.
-    """
-    given: dict[str, Any] = {
-        "name": prediction.name,
-        "command": prediction.command,
-        "notes": notes(prediction),
-        "rows": [row.to_dict() for row in prediction.rows],
-    }
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.scale import page  # it needs matplotlib and Jinja2
-
-        return {"report.html": page.html(prediction), **page.pictures(prediction)}
-
-    return write_files(folder, {"scale.json": as_json(given), "table.md": markdown(prediction)}, pages)

@@ -15,7 +15,7 @@ from rich.markup import escape
 from hvdcompress.lab import nets, packaged
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.configfile import MethodEntry
-from hvdcompress.lab.scale import report
+from hvdcompress.lab.scale import files, report
 from hvdcompress.lab.scale.model import Model, model_from
 from hvdcompress.lab.scale.prediction import WORKERS, predict, tensors_of
 from hvdcompress.lab.scale.report import Prediction
@@ -88,5 +88,5 @@ def run(
     prediction = Prediction(name, rows, model, file, command, timed)
     report.show(prediction, console)
     if out:
-        written = ", ".join(shown(each) for each in report.write(prediction, out))
+        written = ", ".join(shown(each) for each in files.write(prediction, out))
         console.print(f"written: {escape(written)}", highlight=False, soft_wrap=True)

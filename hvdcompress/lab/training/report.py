@@ -1,22 +1,19 @@
-"""The report of a training: its tables, ``summary.json``, ``table.md`` and ``report.html``."""
+"""The report of a training: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.folder import write_files
-from hvdcompress.lab.output.table import MISSING, Column, Table, as_json
+from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.training.results import Report, Row
 
-__all__ = ["COLUMNS", "LEGEND", "heading", "markdown", "show", "tables", "write"]
+__all__ = ["COLUMNS", "LEGEND", "heading", "markdown", "show", "order_of", "tables"]
 
 
 def _mean(key: str) -> Callable[[Row], Any]:
@@ -128,27 +125,3 @@ def markdown(report: Report) -> str:
     """All tables, the legend and the notes as Markdown."""
     parts = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(report)]
     return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in report.notes)])
-
-
-def summary(report: Report) -> dict[str, Any]:
-    """The figures as plain data, in seconds and bytes."""
-    rows = []
-    for row in report.rows:
-        runs = [{k: v for k, v in asdict(r).items() if k not in ("curve", "start")} for r in row.results]
-        rows.append({**{k: v for k, v in asdict(row).items() if k != "results"}, "runs": runs})
-    return {"name": report.name, "launches": report.launches, "notes": report.notes, "rows": rows}
-
-
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``summary.json``, ``table.md`` and, if the extra "report" is installed, ``report.html``.
-
-    Returns:
-        The files that were written.
-    """
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.training import page  # it needs matplotlib and Jinja2
-
-        return {"report.html": page.html(report)}
-
-    return write_files(folder, {"summary.json": as_json(summary(report)), "table.md": markdown(report)}, pages)

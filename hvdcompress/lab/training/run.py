@@ -15,7 +15,7 @@ from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.cluster.stopping import Stopped
 from hvdcompress.lab.output.table import FORMATS
-from hvdcompress.lab.training import launch, report, results
+from hvdcompress.lab.training import files, launch, report, results
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.lab.training.watch import Watch
 
@@ -101,7 +101,7 @@ def publish(folders: Sequence[Path], out: Path, console: Console, form: str = FO
         return
     report.show(found, console)
     with console.status("drawing the report's plots …"):
-        files = report.write(found, out)
-    console.print(f"written: {', '.join(shown(file) for file in files)}", highlight=False, soft_wrap=True)
-    if not any(file.suffix == ".html" for file in files):
+        written = files.write(found, out)
+    console.print(f"written: {', '.join(shown(file) for file in written)}", highlight=False, soft_wrap=True)
+    if not any(file.suffix == ".html" for file in written):
         console.print(escape("for report.html with plots: pip install 'hvdcompress[report]'"), soft_wrap=True)
