@@ -24,10 +24,10 @@ import numba
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import hvdcompress
 from hvdcompress.engine.rank import Worker
+from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.loopback import RUN
 from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
@@ -191,9 +191,13 @@ VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB
 METHOD_HEAD = ["method", "elements", "numpy ms", "numba ms", "one copy ms", "numpy copies", "numba copies"]
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
+    """A table of cells; the first column is text, the others are figures."""
+
+    def column(at: int) -> Column[list[str]]:
+        return Column(head[at], head[at], lambda row: row[at], align="right" if at else "left")
+
+    return Table([column(at) for at in range(len(head))], rows)
 
 
 def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> str:
@@ -217,16 +221,14 @@ numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
 
 Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
 
-{_markdown(VERB_HEAD, verbs)}
-
+{table_of(VERB_HEAD, verbs).markdown()}
 ## Methods
 
 One rank of two, `Worker.start` to `Worker.finish`, density {DENSITY}, without the network: in copies of the gradient,
 that is, the time of `numpy.copyto` of as many float32 on the same machine at the same time. A copy that fits into the
 processor's cache is several times faster than one that does not, so small tensors cost more copies, not more time.
 
-{_markdown(METHOD_HEAD, methods)}
-"""
+{table_of(METHOD_HEAD, methods).markdown()}"""
 
 
 def main() -> None:
@@ -239,12 +241,7 @@ def main() -> None:
     verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
     methods = [row for n in sizes for row in time_methods(n, arguments.runs)]
     for head, rows in ((VERB_HEAD, verbs), (METHOD_HEAD, methods)):
-        table = Table(*head)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        table_of(head, rows).show(console)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(page(verbs, methods, sizes), encoding="utf-8")

@@ -25,6 +25,7 @@ from typing import Any, Generic, Literal, TypeVar
 import rich.table
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 __all__ = ["FORMATS", "MISSING", "SERIES", "Column", "Table", "as_json", "finite"]
 
@@ -99,18 +100,13 @@ class Table(Generic[R]):
             if wide <= console.width:
                 break
             shown = replace(shown, columns=[column for column in shown.columns if column.yields < level])
+        if self.title:
+            console.print(Text(self.title, style="bold"))
         console.print(shown._rich())
         return len(shown.columns) < len(self.columns)
 
     def _rich(self) -> rich.table.Table:
-        table = rich.table.Table(
-            title=escape(self.title) or None,
-            title_justify="left",
-            title_style="bold",
-            header_style="bold",
-            box=None,
-            pad_edge=False,
-        )
+        table = rich.table.Table(header_style="bold", box=None, pad_edge=False)
         for column in self.columns:
             table.add_column(escape(column.title), justify=column.align, no_wrap=not column.wrap, overflow="fold")
         for row in self.rows:
