@@ -43,19 +43,16 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
 
 def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
     """The collectives of ``method`` in ``phase`` for tensors like ``spec``, in their order."""
-    return tuple(
-        round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *kind_of(method, spec))
-    )
+    return tuple(round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *_kind(method, spec)))
 
 
 def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
     """The lengths of rank 0's payloads in these collectives (in bytes, of a broadcast), for a tensor of ``spec``; slow,
     as it is a rehearsal in full size."""
-    return tuple(length for _, length in _rehearse(method, phase, world, spec.shape, *kind_of(method, spec)))
+    return tuple(length for _, length in _rehearse(method, phase, world, spec.shape, *_kind(method, spec)))
 
 
-def kind_of(method: Method, spec: TensorSpec) -> tuple[str, str]:
-    """The layout and the dtype in which the method exchanges a tensor of ``spec``."""
+def _kind(method: Method, spec: TensorSpec) -> tuple[str, str]:
     return spec.layout, "float64" if method.wide and spec.dtype == "float64" else "float32"
 
 
@@ -77,15 +74,17 @@ def _rehearse(
         return tuple(rounds)
 
 
-def begin(method: Method, phase: int, rank: int, world: int, spec: TensorSpec, x: Array, whole: int) -> Communication:
+def begin(
+    method: Method, phase: int, rank: int, world: int, spec: TensorSpec, x: Array, whole: int = 1
+) -> Communication:
     """One rank's exchange of ``x`` [n] with a state of :func:`state_of`."""
     # full() and not zeros(): memory that is there, as in any step but the first
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
     ctx = Context(rank, world, 0, spec, phase=phase)
-    return feedback.exchange(method, x, 1.0, state_of(method, spec, whole), spare, ctx, fast)
+    return feedback.exchange(method, x, 1.0, blank_state(method, spec, whole), spare, ctx, fast)
 
 
-def state_of(method: Method, spec: TensorSpec, whole: int) -> dict[str, Array]:
+def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, Array]:
     """A state of zeros, in which whole numbers (such as GradiVeQ's components) are ``whole``."""
     state = {name: np.zeros(math.prod(s.shape), s.dtype) for name, s in feedback.slots(method, spec).items()}
     for count in (array for array in state.values() if array.dtype.kind in "iu"):

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.rehearsal import begin, kind_of, rehearse, round_of, state_of
-from hvdcompress.loopback import cut
+from hvdcompress.engine.rehearsal import begin, blank_state, rehearse, round_of
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Method, TensorSpec, Verb
 from hvdcompress.ops import fast
 
@@ -45,7 +44,7 @@ def last_phase(method: Method) -> int:
 
 def piggyback(method: Method, phase: int, spec: TensorSpec) -> bool:
     """Whether the stock all-reduce carries the method's payload."""
-    return method.piggyback(spec, phase, state_of(method, spec, _components(method, phase, spec))) is not None
+    return method.piggyback(spec, phase, blank_state(method, spec, _components(method, phase, spec))) is not None
 
 
 def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
@@ -61,7 +60,8 @@ def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
         world: the number of ranks.
         spec: the tensor.
     """
-    plain = TensorSpec("rehearsal", spec.shape, kind_of(method, spec)[1], spec.layout)
+    dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
+    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout)
     if world > max(TRIED):
         few = [_imagine(method, phase, p, plain) for p in TRIED]
         totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world)}
@@ -147,9 +147,9 @@ def _answers(verbs: Sequence[Any], world: int, seen: dict[int, Array]) -> list[A
     if isinstance(first, AllGather):
         return [[verbs[min(rank, len(verbs) - 1)].x for rank in range(world)]] * len(verbs)
     if first.receives is None:
-        return [[cut(v.x, [len(v.x) // world] * world)[rank]] * world for rank, v in enumerate(verbs)]
+        return [[np.split(verb.x, world)[rank]] * world for rank, verb in enumerate(verbs)]
     for verb in verbs:
-        seen |= {len(piece): piece for piece in cut(verb.x, verb.splits)}
+        seen |= {len(piece): piece for piece in np.split(verb.x, np.cumsum(verb.splits)[:-1])}
     return [
         [seen.get(length, np.zeros(length, np.uint8)) if length else verb.x[:0] for length in verb.receives]
         for verb in verbs
@@ -165,7 +165,7 @@ def _num_bytes(method: Method, phase: int, world: int, spec: TensorSpec, state: 
 @cache
 def _components(method: Method, phase: int, spec: TensorSpec) -> int:
     """The smallest value of the state's whole numbers with which the method sends as many bytes as it predicts."""
-    state = state_of(method, spec, 1)
+    state = blank_state(method, spec, 1)
     counts = [array for array in state.values() if array.dtype.kind in "iu"]
     expected = _num_bytes(method, phase, 2, spec)
     for whole in range(1, spec.size + 1 if counts else 1):
