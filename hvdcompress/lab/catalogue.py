@@ -17,7 +17,7 @@ __all__ = ["configs", "describe", "methods"]
 
 
 def _hyperparameters(cls: type[Method]) -> str:
-    """Such as ``density=0.01 beta=1.0``, without fields that every method has at their common default."""
+    """A method's defaults, such as ``density=0.01 beta=1.0``, without fields that have their common default."""
     common = {field.name: field.default for field in fields(Method)}
     return " ".join(
         f"{field.name}={field.default if field.default is not MISSING else '?'}"

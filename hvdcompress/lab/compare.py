@@ -68,7 +68,7 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
 
 
 def _without_feedback(entry: MethodEntry) -> dict[str, Any]:
-    """What else must change where feedback is switched off: the low-pass factor means nothing then."""
+    """Further settings where feedback is switched off: without it there is nothing for a low-pass to filter."""
     return {"beta": 1.0} if "beta" in entry.settings else {}
 
 

@@ -1,4 +1,4 @@
-"""What experiments' and benchmarks' YAML files share: labelled entries, methods, and errors that name the line."""
+"""The base of experiments' and benchmarks' YAML files: labelled entries, methods, errors that name the line."""
 
 from __future__ import annotations
 

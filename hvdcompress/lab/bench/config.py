@@ -1,22 +1,4 @@
-"""How long an exchange of gradients takes: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds.
-
-A benchmark is written in YAML (``configs/bench/``)::
-
-    name: resnet50              # results go to runs/bench-resnet50/
-    hosts: 4                    # emulated ones, with a rank on each
-    rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] is another one's, delay: 1ms makes all of them longer
-    rounds: 3                   # everything is measured in turns, so many times
-    sets:
-      - resnet50                # a net in hvdcompress.lab.nets
-      - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
-      - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
-    methods:
-      - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
-      - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
-    beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
-
-``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
-"""
+"""Benchmarks of exchanges: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds."""
 
 from __future__ import annotations
 
@@ -116,7 +98,25 @@ class Contender:
 
 
 class Bench(ConfigFile):
-    """A checked benchmark; see the module's text for the file's form."""
+    """A checked benchmark.
+
+    A benchmark's YAML file (see ``configs/bench/``)::
+
+        name: resnet50              # results go to runs/bench-resnet50/
+        hosts: 4                    # emulated ones, with a rank on each
+        rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] for one host's, delay: 1ms for all of them
+        rounds: 3                   # everything is measured in turns, so many times
+        sets:
+          - resnet50                # a net in hvdcompress.lab.nets
+          - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
+          - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
+        methods:
+          - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
+          - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
+        beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
+
+    ``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
+    """
 
     what = "benchmark"
     entries = {"sets": GradientSet}
@@ -165,7 +165,7 @@ class Bench(ConfigFile):
                 raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
 
     def contenders(self) -> list[Contender]:
-        """What is measured, in the order of the tables."""
+        """The contenders, in the order of the tables."""
         found = []
         for name in self.beside:
             kind, where = name.split()

@@ -151,7 +151,7 @@ class OverDDP(OverTorch):
 
 
 class Net(torch.nn.Module):
-    """What DDP wraps."""
+    """The module that DDP wraps."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one rank of a benchmark does on command: set contenders up, and measure one exchange at a time.
+"""The commands of one rank of a benchmark: set contenders up, and measure one exchange at a time.
 
 An exchange is measured from the call of ``backward()``, which only hands out gradients that exist already, last layer
 first, or of the MPI driver with arrays, until all gradients are reduced. So no part of it is hidden behind computing,

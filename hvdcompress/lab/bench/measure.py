@@ -115,9 +115,9 @@ def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> d
 
 
 def _make_room(group: Group, key: str, num_bytes: int) -> None:
-    """Where memory is short, let the ranks forget contenders before they set up one more, for a set of so many bytes.
+    """Make the ranks forget contenders while memory is short for one more, with a set of so many bytes.
 
-    The latest first: turns go round, so the earliest is the next that is needed.
+    The latest go first: turns repeat in order, so the earliest is needed next.
     """
     import psutil
 

@@ -1,4 +1,4 @@
-"""How fast the array verbs are: the numpy reference against the compiled ones, and what a whole exchange costs.
+"""Time the array verbs, the numpy reference against the compiled ones, and a rank's side of a whole exchange.
 
     python -m hvdcompress.lab.bench.ops [--size N]... [--write docs/ops-benchmark.md]
 
@@ -232,6 +232,7 @@ processor's cache is several times faster than one that does not, so small tenso
 
 
 def main() -> None:
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")

@@ -121,7 +121,7 @@ class Group:
             self._signal(signal.SIGSTOP)
 
     def be_patient(self, num_bytes: int) -> None:
-        """What is asked for may take as long as gradients of so many bytes take on these links, many times over."""
+        """Set how long an answer may take, for gradients of so many bytes on these links."""
         rate = min(rate.slower for rate in self.hosts.rates) if self.hosts else None
         self.patience = ANSWERING + (DENSE * 8 * num_bytes / rate if rate else 0.0)
 

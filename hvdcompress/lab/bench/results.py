@@ -54,7 +54,7 @@ class Row:
 
 @dataclass
 class Result:
-    """What tables and pages are made of."""
+    """The content of tables and pages: rows, notes, and how the benchmark was launched."""
 
     name: str
     bench: Bench
@@ -189,7 +189,7 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
 
 
 def _warmed_up(bench: Bench, row: Row, rows: Sequence[Row]) -> str:
-    """What a method costs that must be dense for a part of the time, where only its later steps were measured."""
+    """A note on a method of which only the later steps were measured: its mean time with the dense ones."""
     place = "" if row.rate == LOOPBACK else f", {Rate.parse(row.rate)}"
     said = f"{row.contender} on {row.set}{place}: measured after {row.alone} steps that were made without the network"
     settings = next(entry.settings for entry in bench.methods if entry.label == row.contender)

@@ -1,4 +1,4 @@
-"""What the TensorFlow driver costs: the first call (tracing, and a step) and the steps after it, ResNet-50's gradients.
+"""Time the TensorFlow driver on ResNet-50's gradients: the first call (tracing, and a step) and the steps after it.
 
     horovodrun -np 2 --mpi python -m hvdcompress.lab.bench.tensorflow_steps [--steps N] [METHOD…]
 

@@ -95,7 +95,14 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
 
 
 class Ranks:
-    """A horovodrun under way: its process, and every process it started."""
+    """A running horovodrun: its process, and every process it started.
+
+    Args:
+        line: the command line.
+        ranks: how many ranks it starts.
+        log: the file that gets all output.
+        hosts: the emulated hosts that the ranks are on.
+    """
 
     def __init__(self, line: Sequence[str], ranks: int, log: Path, hosts: Hosts | None = None):
         self.tag = uuid.uuid4().hex
@@ -112,7 +119,7 @@ class Ranks:
             )
 
     def alive(self) -> list[Any]:
-        """Our processes, horovodrun and ranks; MPI puts each rank in a process group of its own."""
+        """The processes that run: horovodrun's and the ranks', which MPI puts into process groups of their own."""
         import psutil
 
         found = []
@@ -123,7 +130,7 @@ class Ranks:
         return found
 
     def stop(self, patience: float = 4.0) -> None:
-        """End every process, asking first: SIGINT to horovodrun, SIGTERM to all, SIGKILL to all."""
+        """End every process, politely at first: SIGINT to horovodrun, SIGTERM to all, SIGKILL to all."""
         import psutil
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -147,7 +154,7 @@ class Ranks:
 
 
 def tail(log: Path, lines: int = 12) -> str:
-    """The end of a log, without what frameworks and launchers mutter and without ranks' prefixes."""
+    """The end of a log, without messages of frameworks and launchers, and without ranks' prefixes."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     text = text[text.rfind("\n$ ") + 1 :]  # since the last launch
     stripped = [re.sub(r"^\[\d+,\d+\]<std(out|err)>:\s?", "", line) for line in text.splitlines()[1:]]

@@ -1,4 +1,4 @@
-"""What is recorded of a launch (``launch.json``): command, commit, machine, and the link that the ranks use."""
+"""The record of a launch (``launch.json``): command, commit, machine, and the link that the ranks use."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HEADERS, ACKNOWLEDGEMENTS = 66 / 1448, 66 / (2 * 1448)
 
 @dataclass(frozen=True)
 class Rate:
-    """What a host sends and receives with, in bits a second."""
+    """The rates at which a host sends and receives, in bits a second."""
 
     up: int
     down: int
@@ -54,12 +54,12 @@ class Rate:
 
     @property
     def slower(self) -> int:
-        """What an exchange among hosts of this rate is limited by: each sends as much as it receives."""
+        """The lower of both rates, which limits exchanges: each host sends as much as it receives."""
         return min(self.up, self.down)
 
     @property
     def word(self) -> str:
-        """As ``hosts.sh`` takes it."""
+        """The rate in the form of ``hosts.sh``."""
         return f"{self.up}bit/{self.down}bit"
 
 

@@ -1,4 +1,4 @@
-"""What the fitted model predicts of an exchange, by the number of workers."""
+"""Predictions of the fitted model: seconds and bytes of an exchange, by the number of workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors_of(words: str) -> nets.Shapes:
             matrices of about a million elements.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is not any of these.
         FileNotFoundError: there is no such file.
     """
     if words.replace("_", "").isdigit():

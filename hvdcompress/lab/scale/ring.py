@@ -69,7 +69,7 @@ class SegmentCodec(Protocol):
         """Bytes of a payload, whatever was added to it."""
 
     def prepare(self, x: Array, start: int) -> Array:
-        """What can be done with a rank's own segment before the others' arrives."""
+        """Prepare a rank's own segment before the others' arrives."""
 
     def add(self, arrived: Array | None, own: Array, hop: int) -> Array:
         """The payload [num_bytes] uint8 of what arrived in ``hop``, if anything, and a prepared segment together."""

@@ -1,23 +1,4 @@
-"""Experiment files: which tasks are trained with which methods and seeds, resolved into a list of runs.
-
-An experiment is written in YAML::
-
-    name: quickstart            # results go to runs/quickstart/
-    ranks: 2
-    framework: torch            # or tensorflow
-    seeds: [0]
-    tasks:
-      - task: digits            # an id in tasks.py; the other keys are those of Task below
-        steps: 600
-        learning_rate: 0.05
-    methods:
-      - none                    # an id with its defaults ...
-      - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
-      - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own
-      - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
-
-Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
-"""
+"""Experiment files: which tasks are trained with which methods and seeds, resolved into a list of runs."""
 
 from __future__ import annotations
 
@@ -54,7 +35,7 @@ class Task(BaseModel):
     """Bound on the norm of the averaged gradient."""
     log_every: int = Field(10, ge=1)
     path: str | None = None
-    """Where the data is, for tasks that read yours."""
+    """The folder of the data, for tasks that read the user's own."""
     image_size: int = Field(32, ge=8, le=512)
     """Pictures are scaled to this many pixels a side (task "images")."""
 
@@ -105,7 +86,26 @@ class Run:
 
 
 class Experiment(ConfigFile):
-    """A checked experiment; see the module's text for the file's form."""
+    """A checked experiment.
+
+    An experiment's YAML file (see ``configs/experiments/``)::
+
+        name: quickstart            # results go to runs/quickstart/
+        ranks: 2
+        framework: torch            # or tensorflow
+        seeds: [0]
+        tasks:
+          - task: digits            # an id in tasks.py; the other keys are those of Task below
+            steps: 600
+            learning_rate: 0.05
+        methods:
+          - none                    # an id with its defaults ...
+          - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
+          - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own
+          - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
+
+    Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
+    """
 
     what = "experiment"
     entries = {"tasks": Task}

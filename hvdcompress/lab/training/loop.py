@@ -1,4 +1,4 @@
-"""What every framework's training shares: events, measurements, and the loop from a run's seed to its result.
+"""The training loop of every framework: events, measurements, and the way from a run's seed to its result.
 
 ``train_torch`` and ``train_tensorflow`` make a :class:`Trainer` for each run; :func:`main` does the rest.
 """
@@ -90,7 +90,7 @@ def fingerprint(parameters: dict[str, np.ndarray]) -> str:
 
 
 def provenance(folder: Path, modules: Iterable[Any]) -> dict[str, Any]:
-    """What ran: the launcher's notes (command, commit, machine) and the versions in this process."""
+    """The launcher's notes (command, commit, machine) and the versions in this process."""
     notes = folder / "launch.json"
     launch = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
     versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__}

@@ -78,7 +78,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What a table or a page is made of: rows, notes, and how the runs were launched."""
+    """The content of tables and pages: rows, notes, and how the runs were launched."""
 
     name: str
     rows: list[Row]

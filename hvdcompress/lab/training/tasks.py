@@ -22,7 +22,7 @@ HELD_OUT_BATCH = 64
 
 
 class Metric(NamedTuple):
-    """What is measured on the held-out set: ``value(nll, correct, count)`` from sums over its examples."""
+    """A measurement on the held-out set: ``value(nll, correct, count)`` from sums over its examples."""
 
     name: str
     unit: str

@@ -31,13 +31,13 @@ def reached(steps: Sequence[float], losses: Sequence[float], target: float) -> f
 
 
 def _first(row: results.Row, axis: str, target: float) -> float | None:
-    """Where the row's first seed reached the loss."""
+    """The step or second at which the row's first seed reached the loss."""
     curve = row.results[0].curve
     return reached(curve[axis], curve["loss"], target) if curve.get("loss") else None
 
 
 class Time(NamedTuple):
-    """How long one method took to a task's loss; None where it did not get there."""
+    """The time of one method to a task's loss; None where it was not reached."""
 
     task: str
     target: float

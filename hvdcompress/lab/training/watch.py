@@ -1,4 +1,4 @@
-"""What the user sees while ranks train: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a training: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
