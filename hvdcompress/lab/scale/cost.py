@@ -8,10 +8,10 @@ One exchange asks for collectives (:func:`work`), and each costs something of fi
             + ν · collectives + κ · rounds                     Horovod's negotiation: of each tensor, and of each cycle
             + γ · seconds of the codec                         as timed in one process: :class:`Codec`
 
-(Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, work of
-processors takes p/processors as long. Collectives run as rings, as in ``ledger.py``; an all-reduce by a tree would need fewer
-messages. Nothing overlaps in the model; where it does on a machine, the fitted γ is below 1. ``imagined.imagine`` finds
-out which collectives a method asks for: nothing here depends on any method.
+(Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, the
+processors' work takes p/processors as long. Collectives run as rings, as in ``ledger.py``; an all-reduce by a tree
+would need fewer messages. Nothing overlaps in the model; where it does on a machine, the fitted γ is below 1.
+``imagined.imagine`` finds out which collectives a method asks for: nothing here depends on any method.
 """
 
 from __future__ import annotations
