@@ -17,8 +17,6 @@ from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.launcher import LaunchError, shown
 from hvdcompress.lab.cluster.rates import speed
 
-SOURCES = Path(__file__).resolve().parents[3]  # of the project, if the package is used from there
-
 
 def link(controller: str, hosts: Hosts | None = None) -> str:
     """The name of what the ranks' bytes go over."""
@@ -53,11 +51,12 @@ def notes(line: Sequence[str], controller: str, hosts: Hosts | None = None) -> d
         one; ``reached`` is what each link carried.
     """
 
+    here = Path(__file__).resolve()
+
     def git(*words: str) -> str | None:
-        if not (SOURCES / "setup.cfg").is_file():  # installed: a repository around the environment is another project's
-            return None
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(["git", "-C", str(SOURCES), *words], capture_output=True, text=True, timeout=10)
+            line = ["git", "-C", str(here.parent), *words]
+            done = subprocess.run(line, capture_output=True, text=True, timeout=10)
             return done.stdout.strip() if done.returncode == 0 else None
         return None
 
@@ -65,8 +64,9 @@ def notes(line: Sequence[str], controller: str, hosts: Hosts | None = None) -> d
     with contextlib.suppress(OSError):
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         cpu = names[0] if names else ""
-    status = git("status", "--porcelain", "--untracked-files=no")
-    commit = git("rev-parse", "HEAD")
+    # an installed package is not tracked: a repository around its environment is another project's
+    commit = git("rev-parse", "HEAD") if git("ls-files", "--error-unmatch", here.name) else None
+    status = git("status", "--porcelain", "--untracked-files=no") if commit else None
     machine = {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform}
     return {
         "command": shlex.join(line),
