@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shlex
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from hvdcompress.lab.cluster.hosts import Hosts
+    from hvdcompress.lab.configfile import MethodEntry
 
 app = typer.Typer(
     help="Gradient compression for Horovod: train, compare and check.",
@@ -24,6 +25,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 RUNS = Path("runs")
+
+
+class Format(StrEnum):
+    """How a table is printed."""
+
+    table = "table"
+    markdown = "markdown"
+    csv = "csv"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="Print the table in this form.")]
 
 
 def _console(stderr: bool = False) -> Console:
@@ -43,7 +56,7 @@ def _split(text: str | None) -> list[str]:
 
 @app.command()
 def run(
-    config: Annotated[Path, typer.Argument(help="An experiment's YAML file, see configs/experiments/.")],
+    config: Annotated[str, typer.Argument(help="An experiment: a YAML file, or a packaged one's name (see configs).")],
     ranks: Annotated[int | None, typer.Option("-np", "--ranks", min=1, help="Ranks, instead of the file's.")] = None,
     out: Annotated[
         Path | None,
@@ -78,28 +91,32 @@ def run(
     ends every rank, and reports what there is. Exit status: 0; 1 if a run failed; 2 for a bad configuration;
     130 after Ctrl-C.
     """
-    from hvdcompress.lab.cluster import launcher
+    from hvdcompress.lab import packaged
+    from hvdcompress.lab.cluster import launcher, notes
     from hvdcompress.lab.cluster.hosts import HostsError
-    from hvdcompress.lab.output import folder as storage
+    from hvdcompress.lab.output import folder as folders
+    from hvdcompress.lab.training import launch
+    from hvdcompress.lab.training import run as training
     from hvdcompress.lab.training.experiment import Experiment
 
     controller = "gloo" if gloo else "mpi"
     try:
-        experiment = Experiment.open(config)
-        launcher.check_tasks(experiment)
+        experiment = Experiment.open(packaged.resolve(config, ["experiment"]))
+        launch.check_tasks(experiment)
         network = _network(hosts, rate, slow, delay, ranks)
         experiment = experiment.override(hosts or ranks, steps, _split(methods), _split(tasks))
         launcher.horovodrun()
-        folder = storage.choose(RUNS, experiment.name, out, resume, overwrite)
+        folder = folders.choose(RUNS, experiment.name, out, resume, overwrite)
         if resume:
-            launcher.check_link(folder, launcher.link(controller, network))
-        with storage.users_own(folder):
-            storage.prepare(folder, experiment, resume)
+            notes.check_link(folder, notes.link(controller, network))
+        with folders.users_own(folder):
+            launch.prepare(folder, experiment, resume)
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
     try:
-        with storage.users_own(folder), network or contextlib.nullcontext():  # hosts are taken down whatever happens
-            code = _train(experiment, folder, controller, verbose, network)
+        # the hosts are taken down whatever happens
+        with folders.users_own(folder), network or contextlib.nullcontext():
+            code = training.run(experiment, folder, controller, _console(), verbose, network)
     except HostsError as error:
         raise _fail(error) from None
     raise typer.Exit(code)
@@ -108,8 +125,14 @@ def run(
 def _network(
     count: int | None, rate: str | None, slow: list[str] | None, delay: str | None, ranks: int | None
 ) -> Hosts | None:
-    """The emulated hosts that were asked for, or None; refuses what cannot be had here."""
-    from hvdcompress.lab.cluster.hosts import Hosts, HostsError, problem, slow_hosts
+    """The emulated hosts that were asked for, or None.
+
+    Raises:
+        ValueError: the options contradict each other.
+        HostsError: emulated hosts cannot be set up on this machine.
+    """
+    from hvdcompress.lab.cluster.hosts import Hosts, HostsError, problem
+    from hvdcompress.lab.cluster.rates import slow_hosts
 
     if count is None:
         if rate or slow or delay:
@@ -125,85 +148,35 @@ def _network(
     return network
 
 
-def _train(experiment: Any, folder: Path, controller: str, verbose: bool, hosts: Hosts | None = None) -> int:
-    from hvdcompress.lab.cluster import launcher
-    from hvdcompress.lab.training.watch import Watch
-
-    console, runs = _console(), experiment.runs()
-    line = launcher.command(
-        experiment.ranks, controller, str(launcher.SCRIPTS[experiment.framework]), str(folder), hosts=hosts
-    )
-    notes = launcher.notes(line, controller, hosts)
-    (folder / "launch.json").write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
-    watch, code = Watch(runs, folder, console, verbose), 0
-    count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
-    done = sum(map(watch.ended, runs))
-    done_before = f", {done} done before" if done else ""
-    console.print(
-        f"[bold]{escape(experiment.name)}[/]: {count}{done_before} → {launcher.shown(folder)}", highlight=False
-    )
-    if hosts:
-        console.print(f"link: {escape(notes['link'])}", highlight=False, soft_wrap=True)
-    console.print(f"[cyan]$ {escape(shlex.join(line))}[/]", highlight=False, soft_wrap=True)
-    if verbose:
-        for key, value in launcher.environment(experiment.ranks, hosts).items():
-            console.print(f"[dim]  {escape(f'{key}={value}')}[/]", highlight=False, soft_wrap=True)
-    try:
-        with watch.live():
-            launcher.follow(runs, folder, line, experiment.ranks, watch, hosts)
-    except launcher.LaunchError as error:
-        code = 1
-        _fail(f"{error}\nThe whole log: {launcher.shown(folder / 'log.txt')}")
-    except launcher.Stopped as stopped:
-        code = stopped.code
-        console.print("[yellow]stopped: every rank has ended[/]")
-    failed = [run for run in runs if "failed" in watch.events[run.id]]
-    _publish([folder], folder, console)
-    if failed and not code:
-        code = 1
-        console.print(
-            f"[red]{len(failed)} of {count} failed[/]; the log: {launcher.shown(folder / 'log.txt')}. "
-            f"Once mended, take it up again with --resume.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return code
-
-
-def _publish(folders: list[Path], out: Path, console: Console) -> None:
-    from hvdcompress.lab.cluster import launcher
-    from hvdcompress.lab.training import report, tables
-
-    found = report.read(folders)
-    tables.show(found, console)
-    with console.status("drawing the report's plots …"):
-        files = report.write(found, out)
-    console.print(f"written: {', '.join(launcher.shown(file) for file in files)}", highlight=False, soft_wrap=True)
-    if not any(file.suffix == ".html" for file in files):
-        console.print("for report.html with plots: pip install 'hvdcompress\\[report]'")
-
-
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders that `hvdcompress run` wrote.", metavar="RUN…")],
     out: Annotated[Path | None, typer.Option(help="Where to write. Default: RUN, or runs/compare for several.")] = None,
+    form: FormatOption = Format.table,
 ) -> None:
-    """Make the table and the HTML page again, or compare several runs."""
+    """Make the table and the HTML page again, or compare several runs.
+
+    With another --format than "table", the tables are printed, and nothing is written.
+    """
+    from hvdcompress.lab.training import run as training
+
     try:
-        _publish(folders, out or (folders[0] if len(folders) == 1 else RUNS / "compare"), _console())
+        training.publish(folders, out or (folders[0] if len(folders) == 1 else RUNS / "compare"), _console(), form)
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 
 
 @app.command()
 def bench(
-    config: Annotated[Path, typer.Argument(help="A benchmark's YAML file, see configs/bench/.")],
+    config: Annotated[str, typer.Argument(help="A benchmark: a YAML file, or a packaged one's name (see configs).")],
     hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
     rates: Annotated[str | None, typer.Option(help="Their links' speeds, with commas: 100mbit,1gbit.")] = None,
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     sets: Annotated[str | None, typer.Option(help="Only these sets of gradients: labels, with commas.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
-    loopback: Annotated[bool, typer.Option("--loopback", help="Without emulated hosts: no network's times.")] = False,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="Without emulated hosts: times without a network.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
@@ -213,64 +186,82 @@ def bench(
     Needs root and iproute2, for emulated hosts. Writes config.yaml, launch.json, results.jsonl, summary.json,
     table.md and report.html. Exit status: 0; 1 if something failed; 2 for a bad configuration; 130 after Ctrl-C.
     """
-    from hvdcompress.lab.bench import run as _bench_run
+    from hvdcompress.lab import packaged
+    from hvdcompress.lab.bench import run as benchmark
     from hvdcompress.lab.bench.config import Bench
     from hvdcompress.lab.cluster import launcher
     from hvdcompress.lab.cluster.hosts import HostsError, problem
-    from hvdcompress.lab.output import folder as storage
+    from hvdcompress.lab.output import folder as folders
 
     try:
-        asked = Bench.open(config).override(hosts, _split(rates), _split(methods), _split(sets), rounds)
+        asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(
+            hosts, _split(rates), _split(methods), _split(sets), rounds
+        )
         launcher.horovodrun()
         if not loopback and (missing := problem()):
             raise HostsError(f"{missing}\nOr measure with --loopback.")
-        folder = storage.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
-        with storage.users_own(folder):
-            _bench_run.prepare(folder, asked, loopback, resume)
+        folder = folders.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
+        with folders.users_own(folder):
+            benchmark.prepare(folder, asked, loopback, resume)
     except (ValueError, OSError, launcher.LaunchError, HostsError) as error:
         raise _fail(error) from None
-    with storage.users_own(folder):
-        code = _bench_run.run(asked, folder, loopback, _console())
+    with folders.users_own(folder):
+        code = benchmark.run(asked, folder, loopback, _console())
     raise typer.Exit(code)
 
 
 @app.command()
 def compare(
-    gradients: Annotated[Path, typer.Argument(help="Gradients that launch/save_gradients.py or compare.save() wrote.")],
+    gradients: Annotated[Path, typer.Argument(help="A file that lab.training.save_gradients or compare.save() wrote.")],
     config: Annotated[
-        Path | None, typer.Option(help="An experiment's YAML: its methods. Default: every method as it comes.")
+        str | None,
+        typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
+    form: FormatOption = Format.table,
 ) -> None:
     """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all."""
-    from hvdcompress import registry
     from hvdcompress.lab import compare as comparison
-    from hvdcompress.lab.training.experiment import Experiment
 
-    everything = {"name": "all", "tasks": ["gradients"], "methods": registry.available()}
     try:
-        entries = Experiment.open(config or everything).override(methods=_split(methods)).methods
+        entries = _methods_of(config, methods, ["comparison", "experiment"])
         given = comparison.load(gradients)
         console = _console()
+        outcomes = []
         with console.status("…") as status:
-            outcomes = []
             for entry in entries:
                 status.update(f"{entry.label} …")
                 outcomes.append(comparison.measure(entry, given))
-        comparison.show(outcomes, console)
+        table = comparison.table(outcomes)
+        table.print(console, form)
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(comparison.markdown(outcomes), encoding="utf-8")
+            out.write_text(table.markdown(), encoding="utf-8")
     except (ValueError, OSError) as error:
         raise _fail(error) from None
+
+
+def _methods_of(config: str | None, labels: str | None, kinds: Sequence[str]) -> Sequence[MethodEntry]:
+    """The methods of an experiment's file, or of a packaged one; every method with its defaults for None.
+
+    Raises:
+        ValueError, OSError: there is no such file, something in it is wrong, or there is no such label.
+    """
+    from hvdcompress import registry
+    from hvdcompress.lab import packaged
+    from hvdcompress.lab.training.experiment import Experiment
+
+    everything = {"name": "all", "tasks": ["any"], "methods": registry.available()}
+    source = everything if config is None else packaged.resolve(config, kinds)
+    return Experiment.open(source).override(methods=_split(labels)).methods
 
 
 @app.command()
 def scale(
     config: Annotated[
-        Path | None, typer.Argument(help="An experiment's YAML: its methods. Default: configs/bench/scale.yaml.")
-    ] = None,
+        str, typer.Argument(help="An experiment: a YAML file or a packaged one's name; its methods are compared.")
+    ] = "scale",
     set: Annotated[
         str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
     ] = "resnet50",
@@ -279,35 +270,77 @@ def scale(
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
     fit: Annotated[
         list[Path] | None,
-        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or file of measure_links.py."),
+        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or to a file of lab.scale.links."),
     ] = None,
     constants: Annotated[
-        Path | None, typer.Option(help="File of the fitted constants. Default: configs/bench/fit.json.")
+        Path | None,
+        typer.Option(help="File of the fitted constants. Default: the packaged ones; with --fit, runs/fit.json."),
     ] = None,
     latency: Annotated[
-        str | None, typer.Option(help="What a message takes on its way, such as 20us. Default: as fitted.")
+        str | None, typer.Option(help="How long a message takes on its way, such as 20us. Default: as fitted.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
 ) -> None:
-    """Foretell an exchange's time and bytes among 2 to 4096 workers, by a cost model fitted to measured exchanges."""
-    from hvdcompress.lab.scale import run as _scale_run
+    """Predict an exchange's time and bytes among 2 to 4096 workers, by a cost model fitted to measured exchanges."""
+    from hvdcompress.lab.scale import run as scaling
 
     try:
-        _scale_run.run(
-            config, set, _split(rate), _split(workers), _split(methods), fit or [], constants, latency, out, _console()
-        )
+        entries = _methods_of(config, methods, ["scale", "experiment"])
+        constants = constants or (RUNS / "fit.json" if fit else scaling.FITTED)
+        scaling.run(entries, set, _split(rate), _split(workers), fit or [], constants, latency, out, _console())
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 
 
 @app.command()
-def methods(id: Annotated[str | None, typer.Argument(help="Say all about this one.")] = None) -> None:
-    """List the methods: paper, what travels, hyper-parameters; or say all about one."""
+def methods(
+    id: Annotated[str | None, typer.Argument(help="Print the documentation of this one.")] = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """List the methods: paper, what travels, hyper-parameters; or print the documentation of one."""
     from hvdcompress.lab import catalogue
 
+    console = _console()
     try:
-        catalogue.show(id, _console())
+        if id is not None:
+            catalogue.describe(id, console)
+            return
+        catalogue.methods().print(console, form)
     except ValueError as error:
+        raise _fail(error) from None
+    if form == Format.table:
+        console.print(
+            "\n[dim]n elements, k kept, p ranks. More on one: hvdcompress methods scalecom[/]", highlight=False
+        )
+
+
+@app.command()
+def configs(
+    name: Annotated[str | None, typer.Argument(help="Print this one.")] = None,
+    copy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Copy it to this new file, or into this folder.")
+    ] = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """List the configurations that come with the package; or print or copy one of them.
+
+    Their names can be given to `run`, `bench`, `compare` and `scale`; `run` and `bench` also read edited copies.
+    """
+    from hvdcompress.lab import catalogue, packaged
+    from hvdcompress.lab.cluster.launcher import shown
+
+    console = _console()
+    try:
+        if name is None and copy is None:
+            catalogue.configs().print(console, form)
+        elif name is None:
+            raise ValueError("--copy needs the name of a packaged configuration: `hvdcompress configs` lists them")
+        elif copy is None:
+            typer.echo(packaged.find(name).file.read_text(encoding="utf-8"), nl=False)
+        else:
+            written = packaged.copy(name, copy)
+            console.print(f"written: {escape(shown(written))}", highlight=False, soft_wrap=True)
+    except (ValueError, OSError) as error:
         raise _fail(error) from None
 
 
@@ -315,7 +348,7 @@ def methods(id: Annotated[str | None, typer.Argument(help="Say all about this on
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
 ) -> None:
-    """Say what of the installation works, with a 2-rank all-reduce over MPI and over Gloo."""
+    """Check the installation, with a 2-rank all-reduce over MPI and over Gloo."""
     from hvdcompress.lab import doctor
 
     raise typer.Exit(doctor.run(_console(), timeout))

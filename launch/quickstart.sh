@@ -13,4 +13,4 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then usage; exit; fi
 "$ROOT/launch/setup.sh"
 use_venv
 cd "$ROOT"
-exec hvdcompress run configs/experiments/quickstart.yaml "$@"
+exec hvdcompress run quickstart "$@"

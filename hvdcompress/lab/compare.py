@@ -1,7 +1,7 @@
-"""What each method makes of saved gradients: its error, its bytes, and its rate, on the same data for all.
+"""Compare methods on saved gradients: error, bytes and compression ratio, on the same data for all.
 
-Gradients are saved by :func:`save`, one dict a rank and step; ``launch/save_gradients.py`` does it for the
-quickstart's tasks. Two errors are measured, both relative to the dense mean over ranks:
+:func:`save` writes gradients, one dict a rank and step; ``python -m hvdcompress.lab.training.save_gradients`` does so
+for the quickstart's tasks. Two errors are measured, both relative to the dense mean over ranks:
 
 * *one exchange*: ‖ĝ − ḡ‖/‖ḡ‖ at the last step, without error feedback: what compression does to one gradient;
 * *whole run*: ‖Σ_t ĝ_t − Σ_t ḡ_t‖/‖Σ_t ḡ_t‖ with the method's own feedback: what it does to the sum of all
@@ -12,65 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from hvdcompress import registry
+from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training.experiment import MethodEntry
+from hvdcompress.lab.output.gradients import Gradients, load, save
+from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.loopback import Loopback
 
-__all__ = ["Outcome", "load", "markdown", "measure", "save", "show"]
-
-Gradients = list[list[dict[str, np.ndarray[Any, Any]]]]  # [step][rank][name]
-
-
-def save(path: Path, gradients: Gradients) -> None:
-    """Write gradients [step][rank]{name: array} to a safetensors file; keys are "step/rank/name"."""
-    arrays = {
-        f"{step}/{rank}/{name}": np.ascontiguousarray(array)
-        for step, ranks in enumerate(gradients)
-        for rank, one in enumerate(ranks)
-        for name, array in one.items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, path)
-
-
-def load(path: Path) -> Gradients:
-    """Read what :func:`save` wrote.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds something else, or not every step of every rank.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; python launch/save_gradients.py {path} makes one")
-    found: dict[int, dict[int, dict[str, Any]]] = {}
-    try:
-        with safe_open(path, framework="numpy") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dict)
-                step, rank, name = key.split("/", 2)
-                found.setdefault(int(step), {}).setdefault(int(rank), {})[name] = file.get_tensor(key)
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} holds no gradients saved by hvdcompress: {error}") from None
-    gradients = [[found[step][rank] for rank in sorted(found[step])] for step in sorted(found)]
-    kinds = {tuple(sorted((name, array.shape) for name, array in one.items())) for ranks in gradients for one in ranks}
-    if len(kinds) != 1 or len({len(ranks) for ranks in gradients}) != 1:
-        raise ValueError(f"{path}: not every step has the same tensors of every rank")
-    return gradients
+__all__ = ["Gradients", "Outcome", "load", "measure", "save", "table"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one method did: errors (None where there is none to tell), bytes a step, and its formula for them."""
+    """One method's results: relative errors (None where undefined), bytes a step, dense bytes ÷ bytes sent, and the
+    formula of its bytes."""
 
     label: str
     method: str
@@ -83,7 +42,12 @@ class Outcome:
 
 
 def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
-    """Run one method over the gradients in loopback, with and without its feedback."""
+    """Run one method over the gradients in loopback, with and without its feedback.
+
+    Args:
+        entry: the method.
+        gradients: [step][rank]{name: array}, as :func:`load` gives them.
+    """
     world = len(gradients[0])
     plan = entry.plan
     net = Loopback(plan, world=world)
@@ -104,7 +68,7 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
 
 
 def _without_feedback(entry: MethodEntry) -> dict[str, Any]:
-    """What else must change where feedback is switched off: the low-pass factor means nothing then."""
+    """Further settings where feedback is switched off: without it there is nothing for a low-pass to filter."""
     return {"beta": 1.0} if "beta" in entry.settings else {}
 
 
@@ -120,29 +84,27 @@ def _error(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-TITLES = ("method", "one exchange", "whole run", "bytes a step", "rate", "bytes by the formula")
+def _label(outcome: Outcome) -> str:
+    """The entry's label; a method's id is followed by its settings, which a label of its own already tells."""
+    if outcome.label == outcome.method and outcome.settings:
+        return f"{outcome.label} {outcome.settings}"
+    return outcome.label
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
-    whole = "–" if outcome.whole_run is None else f"{100 * outcome.whole_run:.2f} %"
-    name = outcome.label  # one of its own says what matters
-    if name == outcome.method and outcome.settings:
-        name = f"{name} {outcome.settings}"
-    sent, rate = numbers.num_bytes(outcome.num_bytes), numbers.rate_of(outcome.rate)
-    return name, f"{100 * outcome.one_exchange:.2f} %", whole, sent, rate, outcome.formula
+def _percent(error: float | None) -> str:
+    return MISSING if error is None else f"{100 * error:.2f} %"
 
 
-def show(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print the table."""
-    table = Table(box=None, header_style="bold")
-    for number, title in enumerate(TITLES):
-        table.add_column(title, justify="left" if number in (0, 5) else "right", overflow="fold")
-    for outcome in outcomes:
-        table.add_row(*map(escape, _cells(outcome)))
-    console.print(table)
+COLUMNS: tuple[Column[Outcome], ...] = (
+    Column("method", "method", _label, align="left", wrap=True),
+    Column("one_exchange", "one exchange", lambda row: _percent(row.one_exchange), lambda row: row.one_exchange),
+    Column("whole_run", "whole run", lambda row: _percent(row.whole_run), lambda row: row.whole_run),
+    Column("num_bytes", "bytes a step", lambda row: numbers.num_bytes(row.num_bytes), lambda row: row.num_bytes, "B"),
+    Column("rate", "rate", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
+    Column("formula", "bytes by the formula", lambda row: row.formula, align="left", wrap=True),
+)
 
 
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table as Markdown."""
-    rows = [f"| {' | '.join(_cells(outcome))} |" for outcome in outcomes]
-    return "\n".join([f"| {' | '.join(TITLES)} |", "|---|---:|---:|---:|---:|---|", *rows]) + "\n"
+def table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
+    """The outcomes as a table, a row a method."""
+    return Table(COLUMNS, outcomes)

@@ -1,20 +1,24 @@
-"""What the files of experiments and benchmarks have in common: labelled entries, and errors that name the line."""
+"""The base of experiments' and benchmarks' YAML files: labelled entries, methods, errors that name the line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
-from hvdcompress.plan import PlanError, load
+from hvdcompress.method import Number
+from hvdcompress.plan import Plan, PlanError, load
 from hvdcompress.plan.document import Document, Path_
 from hvdcompress.registry import suggest
 
-NAME = r"^[A-Za-z0-9][\w.-]*$"  # good for a folder's name
+NAME = r"^[A-Za-z0-9][\w.-]*$"  # valid as a folder's name
+# Lax, because YAML 1.1 reads 1e-3 (without a point) as text.
+Real = Annotated[float, Number, Field(strict=False)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w .,=+%()/-]{0,39}$")]
 
 
 def with_label(key: str) -> BeforeValidator:
@@ -29,15 +33,42 @@ def with_label(key: str) -> BeforeValidator:
     return BeforeValidator(expand)
 
 
+class MethodEntry(BaseModel):
+    """An entry of ``methods:``, a label and the plan under it as ``hvdcompress.load`` reads it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    label: Label
+    """The name used in tables; the method's id unless given."""
+    method: str
+    """The method's id; the entry's other keys are its hyper-parameters and the plan's options."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plan as plain data, for ``hvdcompress.load``."""
+        own = set(type(self).model_fields) - {"method"}
+        return self.model_dump(exclude=own)
+
+    @property
+    def plan(self) -> Plan:
+        """The validated plan."""
+        return load(self.settings)
+
+    @property
+    def density(self) -> float | None:
+        """The main method's density; None for methods that have none."""
+        return getattr(self.plan.program.main, "density", None)
+
+
 class ConfigFile(BaseModel):
     """A checked file; subclasses add keys and ``_check``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     what: ClassVar[str]
-    """What messages call it."""
+    """The word for such a file in messages."""
     entries: ClassVar[dict[str, type[BaseModel]]]
-    """Lists in it whose entries take no keys but these models'."""
+    """Keys of lists whose entries take only these models' keys."""
 
     name: str
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
@@ -47,7 +78,7 @@ class ConfigFile(BaseModel):
         """Read and check a file, or a dict with the same keys.
 
         Raises:
-            PlanError: (a ``ValueError``) it names the file, the line and the key.
+            PlanError: (a ``ValueError``) something is wrong in it; the message names the file, the line and the key.
             FileNotFoundError: there is no such file.
         """
         document = Document.open(source)
@@ -62,7 +93,7 @@ class ConfigFile(BaseModel):
         return found
 
     def _check(self) -> None:
-        """What a single key does not tell."""
+        """Check what involves more than one key."""
 
     def _check_labels(self, key: str, taken: Sequence[str] = ()) -> None:
         labels = [entry.label for entry in getattr(self, key)]
@@ -71,7 +102,7 @@ class ConfigFile(BaseModel):
                 raise self.error((key, number), f"{label!r} is there twice: give one of them a label: of its own")
 
     def _check_plan(self, number: int, settings: dict[str, Any]) -> None:
-        """The plan of ``methods[number]``; plans count lines from their own beginning."""
+        """Check the plan of ``methods[number]``; errors get this file's line numbers, as plans only know their own."""
         try:
             load(settings)
         except PlanError as error:
@@ -80,11 +111,11 @@ class ConfigFile(BaseModel):
             raise self.error(("methods", number, *path), message) from None
 
     def error(self, loc: Path_, message: str) -> PlanError:
-        """A complaint about the key at ``loc``, with its line."""
+        """An error about the key at ``loc``, with its file and line."""
         return Document({}, loc, self._document.lines, self._document.file).error(None, message)
 
     def save(self, file: Path) -> None:
-        """Write it with every default filled in; :meth:`open` reads it back to the same."""
+        """Write the configuration with every default filled in; :meth:`open` reads the same back."""
         text = yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
         file.write_text(f"# The {self.what} as it was run, every default filled in.\n" + text, encoding="utf-8")
 
@@ -104,7 +135,7 @@ class ConfigFile(BaseModel):
 
     @classmethod
     def _explain(cls, error: ValidationError, document: Document) -> PlanError:
-        """Pydantic's first complaint in our words: line, key, what is wrong, and what was probably meant."""
+        """Pydantic's first error as ours: file, line, key, what is wrong, and the key that was probably meant."""
         first = error.errors()[0]
         loc, message = tuple(first["loc"]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""What ``hvdcompress doctor`` checks. Each check runs in processes of its own, so that no noise reaches the screen."""
+"""``hvdcompress doctor``: checks of the installation, each in a process of its own, whose output is not shown."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdcompress.lab import selftest
-from hvdcompress.lab.cluster import hosts, launcher
+from hvdcompress.lab.cluster import hosts, launcher, selftest
+from hvdcompress.lab.cluster.stopping import Stopped, stoppable
 
-SETUP = "in a clone of the project, ./launch/setup.sh installs all that is needed"
+SETUP = "launch/setup.sh of the project's sources builds Horovod and installs the rest"
 MARKS = {"works": "[green]✓[/]", "broken": "[red]✗[/]", "absent": "[dim]–[/]"}
 
 
 @dataclass
 class Finding:
-    """What a check found; ``advice`` says what to do about it."""
+    """A check's result; ``advice`` says what to do about it."""
 
     state: str  # a key of MARKS
     text: str
@@ -161,7 +161,7 @@ def emulated_hosts(timeout: float) -> Finding:
 
 CHECKS: dict[str, Callable[[float], Finding]] = {
     "python": interpreter,
-    "hvdcompress": package("hvdcompress", "pip install -e .", CORE, needed=True),
+    "hvdcompress": package("hvdcompress", "pip install hvdcompress", CORE, needed=True),
     "numpy": package("numpy", "pip install numpy", needed=True),
     "numba": package("numba", "pip install numba: codecs are slower without"),
     "torch": package("torch", "pip install 'hvdcompress[torch]'"),
@@ -179,7 +179,7 @@ def run(console: Console, timeout: float) -> int:
     """Run every check and print what it found; the exit status is 1 if something that is installed is broken."""
     states = []
     try:
-        with launcher.stoppable():
+        with stoppable():
             for title, finding in _findings(console, timeout):
                 states.append(finding.state)
                 first, *more = finding.text.splitlines() or [""]
@@ -187,7 +187,7 @@ def run(console: Console, timeout: float) -> int:
                 advice = [finding.advice] if finding.advice else []
                 for line in [*more, *advice]:
                     console.print(f"  {'':17} [dim]{escape(line)}[/]", highlight=False, soft_wrap=True)
-    except launcher.Stopped as stopped:
+    except Stopped as stopped:
         return stopped.code
     broken = states.count("broken")
     if broken:

@@ -1,8 +1,8 @@
-"""The parameters' shapes of well-known nets: what a gradient exchange has to carry, without a net or its data.
+"""The shapes of well-known nets' parameters, which are those of the gradients to exchange.
 
->>> from hvdcompress import shapes
->>> tensors = shapes.get("resnet50")
->>> len(tensors), shapes.total(tensors), tensors["layer4.2.conv2.weight"]
+>>> from hvdcompress.lab import nets
+>>> tensors = nets.get("resnet50")
+>>> len(tensors), nets.total(tensors), tensors["layer4.2.conv2.weight"]
 (161, 25557032, (512, 512, 3, 3))
 
 Names and order are those of the usual PyTorch implementations (torchvision; GPT-2: Hugging Face's, whose linear
@@ -16,7 +16,7 @@ from math import prod
 
 from hvdcompress.registry import suggest
 
-__all__ = ["NETS", "Shapes", "get", "total"]
+__all__ = ["NETS", "Shapes", "get", "tensorflow_layout", "total"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -104,6 +104,18 @@ def get(name: str) -> Shapes:
 def total(tensors: Mapping[str, tuple[int, ...]]) -> int:
     """The number of elements of all tensors."""
     return sum(prod(shape) for shape in tensors.values())
+
+
+def tensorflow_layout(tensors: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """The shapes of a convolutional net's tensors as TensorFlow lays them out.
+
+    Args:
+        tensors: PyTorch's shapes: convolutions (outputs, inputs, height, width), matrices (outputs, inputs).
+
+    Returns:
+        The same names, with convolutions (height, width, inputs, outputs) and matrices (inputs, outputs).
+    """
+    return {name: (*shape[2:], *shape[1::-1]) if len(shape) > 1 else shape for name, shape in tensors.items()}
 
 
 def _plain(convolutions: Mapping[int, tuple[int, int, int]], linear: Mapping[int, tuple[int, int]]) -> Shapes:

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli, get
 from hvdcompress.lab import compare, nets
-from hvdcompress.lab.bench import report as _bench_report
-from hvdcompress.lab.bench import run as _bench_run
-from hvdcompress.lab.bench.config import BESIDE, Bench, PlanError, read_turns
-from hvdcompress.lab.cluster import hosts
+from hvdcompress.lab.bench import files, report, results
+from hvdcompress.lab.bench import run as benchmark
+from hvdcompress.lab.bench.config import BESIDE, Bench, read_turns
+from hvdcompress.lab.cluster import hosts, rates
 from hvdcompress.lab.output import numbers
+from hvdcompress.plan import PlanError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"sets": [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}], "methods": ["topk"]}
@@ -89,7 +90,7 @@ def test_the_benchmarks_that_come_along(file):
         (["sets: [vgg16]", "methods:", "- {method: topk, over: ether}"], "line 3: methods.0.over.*'ether'"),
         (["sets: [vgg16]", "methods:", "- {method: topk, train: {momentum: 0}}"], "nothing is trained here"),
         (["sets: [vgg16]", "methods: [topk, topk]"], "methods.1: 'topk' is there twice"),
-        (["sets: [vgg16]", "methods: [topk]", "rates: [fast]"], "line 3: rates.0: 'fast' is no rate"),
+        (["sets: [vgg16]", "methods: [topk]", "rates: [fast]"], "line 3: rates.0: 'fast' is not a rate"),
         (
             ["sets: [vgg16]", "methods: [topk]", "beside: [none rings]"],
             "line 3: beside.0: unknown 'none rings'.*none ring",
@@ -112,7 +113,7 @@ def test_the_command_refuses_before_it_starts_anything(tmp_path, monkeypatch):
     Path("x.yaml").write_text("sets: [resnet32]\nmethods: [topk]\n")
     for words, message in (
         (["bench", "nowhere.yaml"], "nowhere.yaml"),
-        (["bench", "x.yaml", "--rates", "fast"], "'fast' is no rate"),
+        (["bench", "x.yaml", "--rates", "fast"], "'fast' is not a rate"),
         (["bench", "x.yaml", "--methods", "topj"], "no method 'topj' (did you mean 'topk'?)"),
         (["bench", "x.yaml", "--sets", "x"], "no set 'x'"),
         (["bench", "x.yaml", "--resume", "--loopback"], "nothing to resume"),
@@ -187,7 +188,7 @@ def folder(tmp_path):
 
 
 def test_speed_up_is_against_the_best_dense_one(folder):
-    rows = {row.contender: row for row in _bench_report.read(folder).rows}
+    rows = {row.contender: row for row in results.read(folder).rows}
     assert rows["none ddp"].time == (9.0, 8.0, 10.0)
     assert rows["none ddp"].speed_up == (1, 1, 1), "the best dense one; fp16 is not dense, though faster"
     assert rows["topk"].time == (1.0, 0.8, 2.0)
@@ -197,10 +198,10 @@ def test_speed_up_is_against_the_best_dense_one(folder):
 
 
 def test_where_the_time_goes(folder):
-    rows = {row.contender: row for row in _bench_report.read(folder).rows}
+    rows = {row.contender: row for row in results.read(folder).rows}
     parts = rows["topk"].parts  # 6.0 s in 5 exchanges; the median is 1.0 s
     assert parts["encode"] == pytest.approx(0.1 * 5 / 6) and parts["decode"] == pytest.approx(0.05 * 5 / 6)
-    wire = 8 * (1 + hosts.HEADERS) * 4e6 / 1e8
+    wire = 8 * (1 + rates.HEADERS) * 4e6 / 1e8
     assert parts["wire"] == pytest.approx(wire), "what the link needs for the bytes and their headers"
     assert parts["wait"] == pytest.approx(0.6 * 5 / 6 - wire)
     assert sum(parts.values()) == pytest.approx(1.0)
@@ -208,8 +209,8 @@ def test_where_the_time_goes(folder):
 
 
 def test_tables_and_page(folder):
-    result = _bench_report.read(folder)
-    files = _bench_report.write(result, folder)
+    result = results.read(folder)
+    written = files.write(result, folder)
     table = (folder / "table.md").read_text()
     assert "**tiny at 100 Mbit/s: 6 of 95 tensors, 4 672 elements, 0.0187 MB**" in table
     assert "| none ddp (best dense) | 9.00 s | 8.00 s – 10.0 s | 2 | 1.00 |" in table
@@ -217,7 +218,7 @@ def test_tables_and_page(folder):
     assert "2 ranks share 2 cores (a chip)" in table and "94 Mbit/s" in table
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["rows"][-1]["speed_up"] == {"middle": 9.0, "least": pytest.approx(10 / 1.5), "most": 9.0}
-    if len(files) == 3:
+    if len(written) == 3:
         page = (folder / "report.html").read_text()
         assert "Where the time goes" in page and page.count("<svg role") == 2 and "best dense" in page
 
@@ -225,7 +226,7 @@ def test_tables_and_page(folder):
 def test_failures_are_told_and_tried_again(folder):
     with (folder / "results.jsonl").open("a") as stream:
         stream.write("\n" + json.dumps({**turn("topk", 1), "failed": "rank 1: ValueError: no"}) + "\n")
-    result = _bench_report.read(folder)
+    result = results.read(folder)
     assert "topk on tiny, 100mbit: rank 1: ValueError: no" in result.notes
     assert [t["round"] for t in read_turns(folder) if t["contender"] == "topk" and "failed" not in t] == [0]
 
@@ -235,29 +236,29 @@ def test_loopback_claims_no_wire(folder):
     for line in lines:
         del line["interface"]
     (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    row = _bench_report.read(folder).rows[-1]
+    row = results.read(folder).rows[-1]
     assert "wire" not in row.parts and row.parts["wait"] == pytest.approx(0.6)
-    assert "tiny without a network" in _bench_report.markdown(_bench_report.read(folder))
+    assert "tiny without a network" in report.markdown(results.read(folder))
 
 
 def test_resuming_with_other_settings_is_refused(folder):
     bench = Bench.open(folder / "config.yaml")
-    _bench_run.prepare(folder, bench, False, resume=True)
+    benchmark.prepare(folder, bench, False, resume=True)
     assert len(read_turns(folder)) == len(TURNS)
     other = bench.model_copy(update={"methods": [bench.methods[0].model_copy(update={"warm_up": 9})]})
     with pytest.raises(ValueError, match="measured with another topk"):
-        _bench_run.prepare(folder, other, False, resume=True)
+        benchmark.prepare(folder, other, False, resume=True)
     with pytest.raises(ValueError, match="measured on emulated hosts"):
-        _bench_run.prepare(folder, bench, True, resume=True)
+        benchmark.prepare(folder, bench, True, resume=True)
 
 
 def test_what_was_measured_earlier_stays_in_the_tables(folder):
     more = {**SMALL, "hosts": 2, "rates": ["1gbit"], "rounds": 1, "beside": ["none ring"], "methods": ["fft"]}
     more = Bench.open(more)
-    _bench_run.prepare(folder, more, False, resume=True)
+    benchmark.prepare(folder, more, False, resume=True)
     both = Bench.open(folder / "config.yaml")
     assert [entry.label for entry in both.methods] == ["topk", "fft"] and both.beside[-1] == "none ddp"
-    assert {row.contender for row in _bench_report.read(folder).rows} == {"none ring", "none ddp", "fp16 ring", "topk"}
+    assert {row.contender for row in results.read(folder).rows} == {"none ring", "none ddp", "fp16 ring", "topk"}
 
 
 def test_dense_steps_that_were_not_measured_are_told(folder):
@@ -267,7 +268,7 @@ def test_dense_steps_that_were_not_measured_are_told(folder):
     bench.save(folder / "config.yaml")
     lines = [turn("none ddp", 0, 8.0), turn("gradiveq", 0, 2.0)]
     (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    said = next(note for note in _bench_report.read(folder).notes if note.startswith("gradiveq on tiny, 100 Mbit/s"))
+    said = next(note for note in results.read(folder).notes if note.startswith("gradiveq on tiny, 100 Mbit/s"))
     dense = sum(get("gradiveq", dense_steps=3, compressed_steps=5).phase_of(age) != 2 for age in range(8))
     mean = (dense * 8.0 + (8 - dense) * 2.0) / 8
     assert f"Of 8 steps {dense} are not compressed" in said
@@ -304,7 +305,7 @@ def begin(tmp_path, *words):
     line = [
         sys.executable,
         "-m",
-        "hvdcompress.cli",
+        "hvdcompress",
         "bench",
         str(tmp_path / "tiny.yaml"),
         "--out",
@@ -333,7 +334,7 @@ def test_a_benchmark_on_hosts(possible, tmp_path):
     output, _ = run.communicate(timeout=280)
     assert run.returncode == 0, output
     assert ours(run.pid) == 0
-    rows = {row.contender: row for row in _bench_report.read(tmp_path / "out").rows}
+    rows = {row.contender: row for row in results.read(tmp_path / "out").rows}
     assert len(rows) == 8 and not any(row.error for row in rows.values())
     dense = rows["none ring"]
     payload = 4 * 464_154

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from hvdcompress import cli
 from hvdcompress.lab import doctor
 from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.output import folder as storage
+from hvdcompress.lab.output import folder as folders
+from hvdcompress.lab.training import launch
 from hvdcompress.lab.training.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def test_without_horovod_it_says_so(config, monkeypatch):
 def finished(folder, config, steps=20):
     folder.mkdir(parents=True)
     experiment = Experiment.open(config)
-    storage.prepare(folder, experiment, resume=False)
+    launch.prepare(folder, experiment, resume=False)
     for run in experiment.runs():
         file = folder / "metrics" / f"{run.id}.jsonl"
         end = "finished" if run.method.label == "none" else "failed"
@@ -110,20 +111,20 @@ def finished(folder, config, steps=20):
 
 def test_an_earlier_run_is_never_touched_unasked(config, tmp_path):
     runs = tmp_path / "runs"
-    assert storage.choose(runs, "small", None, False, False) == runs / "small"
+    assert folders.choose(runs, "small", None, False, False) == runs / "small"
     finished(runs / "small", config)
-    assert storage.choose(runs, "small", None, False, False) == runs / "small-2"
+    assert folders.choose(runs, "small", None, False, False) == runs / "small-2"
     finished(runs / "small-2", config)
     (runs / "small-er").mkdir()
-    assert storage.choose(runs, "small", None, False, False) == runs / "small-3"
-    assert storage.choose(runs, "small", None, True, False) == runs / "small-2"
-    assert storage.choose(runs, "small", None, False, True) == runs / "small"
+    assert folders.choose(runs, "small", None, False, False) == runs / "small-3"
+    assert folders.choose(runs, "small", None, True, False) == runs / "small-2"
+    assert folders.choose(runs, "small", None, False, True) == runs / "small"
     with pytest.raises(ValueError, match="give --resume to go on, or --overwrite"):
-        storage.choose(runs, "small", runs / "small", False, False)
+        folders.choose(runs, "small", runs / "small", False, False)
     with pytest.raises(ValueError, match="not the folder of a run"):
-        storage.choose(runs, "small", tmp_path, False, True)
+        folders.choose(runs, "small", tmp_path, False, True)
     with pytest.raises(ValueError, match="nothing to resume"):
-        storage.choose(runs, "other", None, True, False)
+        folders.choose(runs, "other", None, True, False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -135,7 +136,7 @@ def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
     (shared / "secret").touch()
     for user, folder in ((0, Path("runs/first")), (4321, Path("deep/runs/second")), (4321, Path("roots/third"))):
         monkeypatch.setenv("SUDO_UID", str(user)) if user else monkeypatch.delenv("SUDO_UID", raising=False)
-        with pytest.raises(KeyboardInterrupt), storage.users_own(folder):
+        with pytest.raises(KeyboardInterrupt), folders.users_own(folder):
             (folder / "metrics").mkdir(parents=True)
             (folder / "metrics" / "a.jsonl").touch()
             (folder / "out").symlink_to(shared)
@@ -149,11 +150,11 @@ def test_what_is_written_under_sudo_is_the_users(tmp_path, monkeypatch):
 def test_resuming_keeps_what_is_finished_and_only_that(config, tmp_path):
     folder = tmp_path / "runs" / "small"
     finished(folder, config)
-    storage.prepare(folder, Experiment.open(config), resume=True)
+    launch.prepare(folder, Experiment.open(config), resume=True)
     assert [file.name for file in (folder / "metrics").iterdir()] == ["digits.none.0.jsonl"]
     with pytest.raises(ValueError, match=r"other settings \(task.steps: 20 there, 30 now\)"):
-        storage.prepare(folder, Experiment.open(config).override(steps=30), resume=True)
-    storage.prepare(folder, Experiment.open(config), resume=False)
+        launch.prepare(folder, Experiment.open(config).override(steps=30), resume=True)
+    launch.prepare(folder, Experiment.open(config), resume=False)
     assert not list((folder / "metrics").iterdir())
 
 
@@ -163,9 +164,9 @@ def test_resuming_keeps_what_is_finished_and_only_that(config, tmp_path):
 def test_the_horovodrun_line(monkeypatch):
     monkeypatch.setattr(launcher, "horovodrun", lambda: str(ROOT / "bin" / "horovodrun"))
     monkeypatch.chdir(ROOT)
-    line = launcher.command(3, "gloo", str(launcher.SCRIPT), "runs/x")
+    line = launcher.command(3, "gloo", "-m", launch.MODULES["torch"], "runs/x")
     assert line[:4] == ["bin/horovodrun", "-np", "3", "--gloo"]
-    assert line[-2:] == ["launch/train_torch.py", "runs/x"]
+    assert line[-3:] == ["-m", "hvdcompress.lab.training.train_torch", "runs/x"]
 
 
 def test_the_environment_of_ranks(monkeypatch):
@@ -224,7 +225,7 @@ def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
 
 
 def start(config, *words):
-    line = [sys.executable, "-m", "hvdcompress.cli", "run", str(config), "--out", "out", *words]
+    line = [sys.executable, "-m", "hvdcompress", "run", str(config), "--out", "out", *words]
     return subprocess.Popen(
         line,
         cwd=config.parent,
@@ -243,7 +244,7 @@ def rank_pids(folder):
     found = []
     for process in psutil.process_iter(["cmdline", "cwd", "status"]):
         words = process.info["cmdline"] or []
-        if process.info["cwd"] == str(folder) and str(launcher.SCRIPT) in words and "-np" not in words:
+        if process.info["cwd"] == str(folder) and launch.MODULES["torch"] in words and "-np" not in words:
             found.append(process.pid)
     return found
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hvdcompress.cli import app
 from hvdcompress.lab import compare
-from hvdcompress.lab.training.experiment import MethodEntry
+from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.testing import numbers
 
 SHAPES = {"conv": (8, 4, 3, 3), "fc": (40, 50)}

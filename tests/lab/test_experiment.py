@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdcompress.lab.cluster import launcher
+from hvdcompress.lab.training import launch
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.plan import PlanError
 
@@ -125,4 +125,4 @@ def test_the_framework_is_part_of_what_a_result_depends_on(write, tmp_path):
     with pytest.raises(PlanError, match="line 1.*framework.*'jax'"):
         Experiment.open(write("framework: jax\n" + GOOD))
     with pytest.raises(PlanError, match="tasks.1.*'bytes' has no net for framework 'tensorflow'"):
-        launcher.check_tasks(experiment)
+        launch.check_tasks(experiment)

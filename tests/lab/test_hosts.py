@@ -16,9 +16,10 @@ from test_cli import CONFIG, start, wait_for_step
 from typer.testing import CliRunner
 
 from hvdcompress import cli
-from hvdcompress.lab.cluster import hosts, launcher
-from hvdcompress.lab.cluster.hosts import Hosts, Rate, Traffic
-from hvdcompress.lab.training import report
+from hvdcompress.lab.cluster import hosts, launcher, notes, rates
+from hvdcompress.lab.cluster.hosts import Hosts, Traffic
+from hvdcompress.lab.cluster.rates import Rate
+from hvdcompress.lab.training import results
 
 ROOT = Path(__file__).resolve().parents[2]
 PARALLEL = Path(__file__).parents[1] / "drivers"
@@ -46,16 +47,16 @@ def test_rates(text, up, down):
     "text", ["100", "100mb", "100Mbit/s", "fast", "", "-1mbit", "1mbit/", "1bit", "1mbit/1mbit/1mbit"]
 )
 def test_what_is_no_rate(text):
-    with pytest.raises(ValueError, match="is no rate"):
+    with pytest.raises(ValueError, match="is not a rate"):
         Rate.parse(text)
 
 
 def test_slow_hosts():
-    assert hosts.slow_hosts(["3=100mbit", "host1=1mbit/2mbit,2=1gbit"]) == {3: "100mbit", 1: "1mbit/2mbit", 2: "1gbit"}
-    assert hosts.slow_hosts([]) == {}
-    for wrong, words in (("3", "write HOST=RATE"), ("x=1mbit", "write HOST=RATE"), ("3=fast", "is no rate")):
+    assert rates.slow_hosts(["3=100mbit", "host1=1mbit/2mbit,2=1gbit"]) == {3: "100mbit", 1: "1mbit/2mbit", 2: "1gbit"}
+    assert rates.slow_hosts([]) == {}
+    for wrong, words in (("3", "write HOST=RATE"), ("x=1mbit", "write HOST=RATE"), ("3=fast", "is not a rate")):
         with pytest.raises(ValueError, match=words):
-            hosts.slow_hosts([wrong])
+            rates.slow_hosts([wrong])
 
 
 def test_hosts_name_their_links():
@@ -78,7 +79,7 @@ def test_bounds_notice_a_ledger_that_is_wrong():
         (20_315_307, 21_442_428, 186_000, 80),
     ):
         for error in (0.9, 1.0, 1.1):
-            least, most = hosts.bounds(error * ledger, idle, collectives)
+            least, most = rates.bounds(error * ledger, idle, collectives)
             assert (least <= sent <= most) == (error == 1.0)
 
 
@@ -135,12 +136,12 @@ def test_help_needs_nothing(tmp_path):
         (["up", "--hosts", "4"], "give --rate"),
         (["up", "--rate", "1gbit"], "give --hosts, from 2 to 64"),
         (["up", "--hosts", "1", "--rate", "1gbit"], "give --hosts, from 2 to 64"),
-        (["up", "--hosts", "4", "--rate", "fast"], "fast is no rate"),
+        (["up", "--hosts", "4", "--rate", "fast"], "fast is not a rate"),
         (["up", "--hosts", "4", "--rate", "1bit"], "too slow"),
         (["up", "--hosts", "4", "--rate", "1gbit,2gbit"], "--rate lists 2 rates for 4 hosts"),
         (["up", "--hosts", "4", "--rate", "1gbit", "--slow", "4=1mbit"], "there is no host4, the last is host3"),
         (["up", "--hosts", "4", "--rate", "1gbit", "--slow", "1mbit"], "write HOST=RATE"),
-        (["up", "--hosts", "4", "--rate", "1gbit", "--delay", "1"], "1 is no time"),
+        (["up", "--hosts", "4", "--rate", "1gbit", "--delay", "1"], "1 is not a time"),
         (["up", "--hosts"], "--hosts needs a value"),
         (["exec", "host0"], "exec needs a host and a command"),
         (["exec", "host0", "true"], "there is no host0 among the hosts 'nobody'"),
@@ -170,7 +171,7 @@ def config(tmp_path, monkeypatch):
         (["--hosts", "4"], "--hosts needs the links' speed"),
         (["--rate", "1gbit"], "give --hosts, too"),
         (["--hosts", "4", "--rate", "1gbit", "-np", "2"], "each host runs one rank, so leave out -np"),
-        (["--hosts", "4", "--rate", "fast"], "'fast' is no rate"),
+        (["--hosts", "4", "--rate", "fast"], "'fast' is not a rate"),
         (["--hosts", "4", "--rate", "1gbit", "--slow", "7=1mbit"], "there is no host7: the last is host3"),
     ],
 )
@@ -185,12 +186,12 @@ def test_run_refuses_before_anything_starts(config, monkeypatch, words, message)
 def test_a_script_that_fails_is_an_error(monkeypatch, tmp_path):
     fake = tmp_path / "hosts.sh"
     fake.write_text("#!/bin/sh\necho 'no bridges here' >&2; exit 1\n")
-    monkeypatch.setattr(hosts, "SCRIPT", fake)
-    with pytest.raises(hosts.HostsError, match="cannot be run"), Hosts(2, "1gbit"):
-        pass
-    fake.chmod(0o755)
+    monkeypatch.setattr(hosts, "SCRIPT", fake)  # without its executable bit, as some installers leave it
     assert hosts.problem() == "no bridges here"
     with pytest.raises(hosts.HostsError, match="no bridges here"), Hosts(2, "1gbit"):
+        pass
+    monkeypatch.setattr(hosts, "script", lambda *words: [str(fake), *words])
+    with pytest.raises(hosts.HostsError, match="cannot be run"), Hosts(2, "1gbit"):
         pass
 
 
@@ -202,35 +203,35 @@ def test_the_line_that_launches_on_hosts(monkeypatch):
     monkeypatch.chdir(ROOT)
     network = Hosts(3, "1gbit")
     line = launcher.command(3, "mpi", "x.py", hosts=network)
-    assert line[:5] == ["launch/hosts.sh", "exec", "--id", network.id, "host0"]
-    assert line[5:9] == ["bin/horovodrun", "-np", "3", "--mpi"] and "host0:1,host1:1,host2:1" in line
+    assert line[:5] == ["bash", "hvdcompress/lab/cluster/hosts.sh", "exec", "--id", network.id]
+    assert line[5:10] == ["host0", "bin/horovodrun", "-np", "3", "--mpi"] and "host0:1,host1:1,host2:1" in line
     ring, plain = launcher.environment(3, network), launcher.environment(3)
     assert ring["OMPI_MCA_coll_tuned_allreduce_algorithm"] == "4"
     assert not any("coll_tuned" in key for key in plain)
 
 
 def test_results_over_two_links_never_share_a_folder(tmp_path):
-    launcher.check_link(tmp_path, "shared memory")  # nothing there yet
-    (tmp_path / "launch.json").write_text(json.dumps({"link": launcher.link("mpi", Hosts(2, "1gbit"))}))
-    launcher.check_link(tmp_path, str(Hosts(2, "1gbit")))
+    notes.check_link(tmp_path, "shared memory")  # nothing there yet
+    (tmp_path / "launch.json").write_text(json.dumps({"link": notes.link("mpi", Hosts(2, "1gbit"))}))
+    notes.check_link(tmp_path, str(Hosts(2, "1gbit")))
     with pytest.raises(launcher.LaunchError, match="over 2 emulated hosts, 1 Gbit/s each.*would go over shared memory"):
-        launcher.check_link(tmp_path, launcher.link("mpi"))
+        notes.check_link(tmp_path, notes.link("mpi"))
 
 
 def test_the_report_names_the_link():
     launch = {"folder": "x", "ranks": 2, "command": "…", "machine": {"cores": 8, "cpu": "A"}}
     emulated = {**launch, "link": str(Hosts(2, "100mbit")), "reached": ["94.1 Mbit/s", "93.9 Mbit/s"]}
-    (note,) = report._notes([emulated], [])
+    (note,) = results._notes([emulated], [])
     assert note.startswith(
         "2 ranks on 2 emulated hosts, 100 Mbit/s each (network namespaces, tbf) of one machine (8 cores, A)"
     )
     assert "94.1 Mbit/s, 93.9 Mbit/s" in note and "shared memory" not in note
-    (plain,) = report._notes([launch], [])
+    (plain,) = results._notes([launch], [])
     assert "over shared memory" in plain and "times do not" in plain
 
 
 def test_the_agent_reads_its_words_as_ssh_does(tmp_path):
-    shutil.copy(ROOT / "launch" / "netns_agent.sh", tmp_path)
+    shutil.copy(hosts.SCRIPT.with_name("netns_agent.sh"), tmp_path)
     (tmp_path / "hosts.sh").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     (tmp_path / "hosts.sh").chmod(0o755)
     for words in (
@@ -395,7 +396,7 @@ def truth(possible, tmp_path_factory):
             network.command(
                 "host0", "mpirun", "-H", network.slots, sys.executable, PARALLEL / "hosts_truth.py", folder, *METHODS
             ),
-            env={**os.environ, **hosts.ring(3), "PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env={**os.environ, **rates.ring(3), "PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -409,7 +410,7 @@ def truth(possible, tmp_path_factory):
 def test_the_ledger_is_what_the_interface_sent(truth, method):
     for rank, found in enumerate(truth):
         one, idle = found[method], found["idle"]["sent"] / found["idle"]["seconds"]
-        least, most = hosts.bounds(one["ledger"], idle * one["seconds"], one["collectives"])
+        least, most = rates.bounds(one["ledger"], idle * one["seconds"], one["collectives"])
         assert least <= one["sent"] <= most, f"rank {rank}: {one}, idle {idle:.0f} bytes/s"
         assert most < 1.25 * least, "bounds this wide would show nothing"
 

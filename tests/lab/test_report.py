@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training import report, tables
+from hvdcompress.lab.training import files, report, results
 from hvdcompress.lab.training.experiment import Experiment
 
 CONFIG = """\
@@ -75,7 +75,7 @@ def rows(found):
 
 
 def test_figures_are_those_of_the_events(folder):
-    few = rows(report.read([folder]))["few"]
+    few = rows(results.read([folder]))["few"]
     assert few.mean["sent"] == 40 and few.mean["on_wire"] == 40  # the mean of both ranks
     assert few.mean["rate"] == 4000 / 40
     assert few.mean["total"] == pytest.approx(0.011)
@@ -85,14 +85,14 @@ def test_figures_are_those_of_the_events(folder):
 
 
 def test_differences_are_taken_seed_by_seed(folder):
-    few = rows(report.read([folder]))["few"]
+    few = rows(results.read([folder]))["few"]
     assert few.mean["difference"] == pytest.approx(-1.0)  # -0.5 and -1.5
     assert few.std["difference"] == pytest.approx(2**-0.5)
-    assert "difference" not in rows(report.read([folder]))["none"].mean
+    assert "difference" not in rows(results.read([folder]))["none"].mean
 
 
 def test_what_did_not_finish_is_said(folder):
-    found = report.read([folder])
+    found = results.read([folder])
     assert rows(found)["fp16"].remark == "1 of 2 failed, 1 of 2 interrupted at step 40"
     assert rows(found)["bf16"].remark == "2 of 2 not started"
     assert rows(found)["none"].remark == ""
@@ -102,18 +102,18 @@ def test_what_did_not_finish_is_said(folder):
 
 
 def test_the_notes_are_honest_about_times(folder):
-    note = report.read([folder]).notes[0]
+    note = results.read([folder]).notes[0]
     assert "2 ranks on one machine" in note and "shared memory" in note and "times do not" in note
 
 
 def test_written_files(folder):
     pytest.importorskip("matplotlib")
-    files = report.write(report.read([folder]), folder)
-    assert [file.name for file in files] == ["summary.json", "table.md", "report.html"]
-    summary = json.loads(files[0].read_text(encoding="utf-8"), parse_constant=lambda word: pytest.fail(word))
+    written = files.write(results.read([folder]), folder)
+    assert [file.name for file in written] == ["summary.json", "table.md", "report.html"]
+    summary = json.loads(written[0].read_text(encoding="utf-8"), parse_constant=lambda word: pytest.fail(word))
     few = next(row for row in summary["rows"] if row["method"] == "few")
     assert few["mean"]["rate"] == 100 and len(few["runs"]) == 2
-    table = files[1].read_text(encoding="utf-8")
+    table = written[1].read_text(encoding="utf-8")
     assert re.search(r"^\| few \| 1 % \| 100x \| 40 B \| .* \| −1\.00 ± 0\.71 \|$", table, re.MULTILINE)
     head = next(line for line in table.splitlines() if line.startswith("| method"))
     assert all(line.count("|") == head.count("|") for line in table.splitlines() if line.startswith("|"))
@@ -139,7 +139,7 @@ class Page(HTMLParser):
 
 def test_the_page_needs_nothing_else(folder):
     pytest.importorskip("matplotlib")
-    text = report.write(report.read([folder]), folder)[2].read_text(encoding="utf-8")
+    text = files.write(results.read([folder]), folder)[2].read_text(encoding="utf-8")
     page = Page(text)
     assert text.count("<svg role=") == 4 and text.count("aria-label=") > 4
     assert not page.outside and "@import" not in text and "<script" not in text
@@ -152,10 +152,10 @@ def test_the_page_needs_nothing_else(folder):
 
 def test_the_page_escapes_what_users_wrote(folder):
     pytest.importorskip("matplotlib")
-    found = report.read([folder])
+    found = results.read([folder])
     for row in found.rows:
         row.method = row.method.replace("few", "<script>a & b|c</script>")
-    text = report.write(found, folder)[2].read_text(encoding="utf-8")
+    text = files.write(found, folder)[2].read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert r"b\|c" in (folder / "table.md").read_text(encoding="utf-8")
 
@@ -164,25 +164,25 @@ def test_nothing_but_a_config_makes_a_report(folder):
     pytest.importorskip("matplotlib")
     for file in (folder / "metrics").iterdir():
         file.unlink()
-    assert len(report.write(report.read([folder]), folder)) == 3
+    assert len(files.write(results.read([folder]), folder)) == 3
 
 
 def test_runs_are_compared(folder, tmp_path):
-    found = report.read([folder, folder])
+    found = results.read([folder, folder])
     assert len(found.rows) == 8 and found.rows[0].method == "made/none"
     assert found.name == "made vs made"
     with pytest.raises(ValueError, match="nowhere holds no run"):
-        report.read([tmp_path / "nowhere"])
+        results.read([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize("width", [70, 80, 100, 160])
 def test_the_table_fits_the_terminal(folder, width):
     console = Console(width=width, record=True, file=io.StringIO())
-    found = report.read([folder])
+    found = results.read([folder])
     for row in found.rows:
         row.results = [result for result in row.results if result.seed == 0]
     found.rows = [row for row in found.rows if not row.remark]
-    tables.show(found, console)
+    report.show(found, console)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text and "100x" in text and "97.50" in text
@@ -219,9 +219,9 @@ def test_a_framework_that_cannot_tell_waiting_from_computing_leaves_it_open(fold
     for file in (folder / "metrics").iterdir():
         text = file.read_text(encoding="utf-8").replace("[0.001, 0.001]", "[NaN, NaN]")
         file.write_text(text.replace('"3.11"', '"3.11", "tensorflow": "2.21.0"'), encoding="utf-8")
-    found = report.read([folder])
+    found = results.read([folder])
     assert any("TensorFlow 2.21.0" in note and "left open" in note for note in found.notes)
-    files = report.write(found, folder)
-    [row] = [line for line in files[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
+    written = files.write(found, folder)
+    [row] = [line for line in written[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
     assert row.count("| – ") == 2, row  # communicate, and what then is the rest
-    assert "NaN" not in files[0].read_text(encoding="utf-8")
+    assert "NaN" not in written[0].read_text(encoding="utf-8")

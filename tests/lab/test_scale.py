@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import tracemalloc
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -16,13 +14,12 @@ from typer.testing import CliRunner
 
 import hvdcompress
 from hvdcompress import cli, registry
-from hvdcompress.engine import rehearsal
 from hvdcompress.lab import nets
 from hvdcompress.lab.cluster import hosts
-from hvdcompress.lab.scale import cost
-from hvdcompress.lab.scale import model as scale
-from hvdcompress.lab.scale import report as _scale_report
+from hvdcompress.lab.scale import cost, imagined, links, prediction, report, workers
+from hvdcompress.lab.scale import model as fitted_model
 from hvdcompress.lab.scale.cost import Codec, Constants, Point, Work
+from hvdcompress.lab.scale.points import points_of
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
@@ -50,14 +47,6 @@ def names(value):
     return value if isinstance(value, str) else "-".join(f"{k}={v}" for k, v in value.items()) or "default"
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"launch_{name}", ROOT / "launch" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 # -- bytes -----------------------------------------------------------------------------------------
 
 
@@ -65,7 +54,7 @@ def counted(plan, world):
     """What real ranks' ledger has of a step in the method's last phase: the most of any rank."""
     net, step = Loopback(plan, world), 0
     main = plan.program.main
-    while main.phase_of(step) != rehearsal.last_phase(main):
+    while main.phase_of(step) != imagined.last_phase(main):
         step += 1
     for number in range(step + 1):
         net.ledger.reset()
@@ -86,13 +75,13 @@ def test_bytes_are_those_of_real_ranks(id, settings):
 def test_what_is_carried_over_to_many_ranks_is_what_they_ask_for(id, settings):
     """The short cut (2, 3 and 5 ranks ask alike) says what a run among 64 does; its sum is what num_bytes says."""
     method = plan_of(id, **settings).program.main
-    phase = rehearsal.last_phase(method)
+    phase = imagined.last_phase(method)
     for shape in SHAPES.values():
         spec = TensorSpec("rehearsal", shape)
         if not method.suits(spec):
             continue
-        found = rehearsal.imagine(method, phase, 64, spec)
-        assert found == rehearsal.watch(method, phase, 64, spec, np.zeros(spec.size, np.float32))[0]
+        found = imagined.imagine(method, phase, 64, spec)
+        assert found == imagined.watch(method, phase, 64, spec, np.zeros(spec.size, np.float32))[0]
         several = (spec, 64) if len(method.phases) == 1 else (spec, 64, phase)
         total = max(sum(each[min(place, len(each) - 1)].num_bytes for each in found) for place in (0, 1))
         assert total == method.num_bytes(*several)
@@ -117,7 +106,7 @@ def test_gathers_grow_and_sums_do_not():
         verbs = {
             each[0].verb
             for bucket in plan.buckets(TensorSpec(n, s) for n, s in SHAPES.items())
-            for each in rehearsal.imagine(plan.program.main, rehearsal.last_phase(plan.program.main), 8, bucket.spec)
+            for each in imagined.imagine(plan.program.main, imagined.last_phase(plan.program.main), 8, bucket.spec)
             if plan.program.main.suits(bucket.spec)
         }
         if verbs == {"AllGather"} and id != "dgc":  # it sends vectors dense
@@ -157,13 +146,13 @@ def test_fusion():
 
 def points(noise=0.0, seed=0, constants=TRUTH, worlds=(2, 3, 4)):
     rng = np.random.default_rng(seed)
-    model = scale.Model(constants, {})
+    model = fitted_model.Model(constants, {})
     found = []
     for id in ("topk", "scalecom", "qsgd", "powersgd", "none"):
         for world in worlds:
             plan = plan_of(id)
-            model.codecs[scale.name_of(plan.program.main)] = Codec(1e-4, 2e-9, 1e-5, 1e-9)
-            model.codecs[scale.name_of(hvdcompress.get("none"))] = Codec(1e-5, 1e-9)
+            model.codecs[fitted_model.name_of(plan.program.main)] = Codec(1e-4, 2e-9, 1e-5, 1e-9)
+            model.codecs[fitted_model.name_of(hvdcompress.get("none"))] = Codec(1e-5, 1e-9)
             done = cost.work(plan, nets.get("resnet32"), world, model.codec)
             for rate in (1e8, 1e9):
                 seconds = constants.seconds(done, rate, max(1.0, world / 2)) * np.exp(noise * rng.normal())
@@ -182,9 +171,9 @@ def test_fit_with_noise_is_near_and_says_how_near():
     noisy = points(noise=0.05)
     found = cost.fit(noisy)
     assert found.link == pytest.approx(TRUTH.link, rel=0.2) and min(vars(found).values()) >= 0
-    split = scale.held_out(noisy)
+    split = fitted_model.held_out(noisy)
     assert set(split) == {"a quarter, in turn", "a method, in turn", "4 hosts, from fewer"}, "there is one set only"
-    twice = scale.held_out([*noisy, *noisy])["a quarter, in turn"]
+    twice = fitted_model.held_out([*noisy, *noisy])["a quarter, in turn"]
     assert twice.median == pytest.approx(split["a quarter, in turn"].median, rel=0.01), "twins are held out together"
     assert 0.01 < split["a quarter, in turn"].median < 0.1 and split["a quarter, in turn"].points == 30
     assert split["4 hosts, from fewer"].points == 10
@@ -194,7 +183,7 @@ def test_held_out_points_are_not_fitted_to():
     """One exchange that took ten times as long: its own prediction does not know of it."""
     good = points()
     bad = [replace(good[0], seconds=10 * good[0].seconds), *good[1:]]
-    split = scale.held_out(bad)["a quarter, in turn"]
+    split = fitted_model.held_out(bad)["a quarter, in turn"]
     assert split.worst == pytest.approx(0.9, abs=0.01) and split.which == "topk on resnet32, 2 hosts, 100 Mbit/s"
 
 
@@ -217,7 +206,7 @@ def test_shared_processors_cost_processors_work_alone():
 
 
 def test_codec_times_grow_with_what_is_read():
-    codec = scale.time_codec(hvdcompress.get("qsgd"))
+    codec = fitted_model.time_codec(hvdcompress.get("qsgd"))
     small, large = codec.seconds(1 << 12, 2, 2 * 2100), codec.seconds(1 << 20, 2, 2 * 530_000)
     assert 0 < small < large < codec.seconds(1 << 20, 8, 8 * 530_000) < 1.0
 
@@ -248,7 +237,7 @@ def folder(tmp_path):
 
 
 def test_points_of_a_benchmark(folder):
-    found, source = scale.points_of(folder, lambda method: Codec(tensor=1.0))
+    found, source = points_of(folder, lambda method: Codec(tensor=1.0))
     assert [(point.label, point.seconds, point.rate, point.shared) for point in found] == [
         ("none ring", 1.25, 1e8, 2.0), ("my topk", 0.875, 1e8, 2.0),
     ]  # fmt: skip
@@ -261,17 +250,17 @@ def test_points_of_a_benchmark(folder):
 
 def test_points_of_a_file(tmp_path):
     file = tmp_path / "links.jsonl"
-    head = {"command": "python launch/measure_links.py", "machine": {"cores": 2}}
+    head = {"command": "python -m hvdcompress.lab.scale.links", "machine": {"cores": 2}}
     file.write_text("\n".join(json.dumps(each) for each in (head, points()[0].to_dict())))
-    found, source = scale.points_of(file, lambda method: Codec())
+    found, source = points_of(file, lambda method: Codec())
     assert found == points()[:1] and source["command"].startswith("python")
     file.write_text(json.dumps({"rate": 1}))
-    with pytest.raises(ValueError, match="no measured exchange"):
-        scale.points_of(file, lambda method: Codec())
+    with pytest.raises(ValueError, match="not a measured exchange"):
+        points_of(file, lambda method: Codec())
     with pytest.raises(ValueError, match="no benchmark"):
-        scale.points_of(tmp_path, lambda method: Codec())
+        points_of(tmp_path, lambda method: Codec())
     with pytest.raises(FileNotFoundError):
-        scale.points_of(tmp_path / "nowhere", lambda method: Codec())
+        points_of(tmp_path / "nowhere", lambda method: Codec())
 
 
 def test_bare_collectives_among_more_ranks_than_processors_are_left_out(tmp_path):
@@ -279,26 +268,28 @@ def test_bare_collectives_among_more_ranks_than_processors_are_left_out(tmp_path
     mpi = [Point("MPI AllReduce 8 B", "mpi", 1e8, shared, 1e-4 * 99 * (shared > 1) + 1e-4, bare) for shared in (1, 2)]
     file = tmp_path / "all.jsonl"
     file.write_text("\n".join(json.dumps(point.to_dict()) for point in [*points(), *mpi]))
-    model = scale.model_from([file])
+    model = fitted_model.model_from([file])
     assert len(model.points) == 31 and model.constants.message == pytest.approx(TRUTH.message, rel=0.01)
     assert model.held_out["a quarter, in turn"].points == 30, "nor is it they that are to be foretold"
 
 
 def test_a_model_survives_its_file(tmp_path):
-    model = scale.Model(TRUTH, {"topk density=0.01": Codec(1.0)}, {}, [{"file": "x", "points": 30}], points(), "today")
-    model.held_out = scale.held_out(model.points)
+    model = fitted_model.Model(
+        TRUTH, {"topk density=0.01": Codec(1.0)}, {}, [{"file": "x", "points": 30}], points(), "today"
+    )
+    model.held_out = fitted_model.held_out(model.points)
     model.save(tmp_path / "fit.json")
-    assert scale.Model.open(tmp_path / "fit.json") == model
+    assert fitted_model.Model.open(tmp_path / "fit.json") == model
     (tmp_path / "fit.json").write_text("{}")
     with pytest.raises(ValueError, match="no fitted model"):
-        scale.Model.open(tmp_path / "fit.json")
+        fitted_model.Model.open(tmp_path / "fit.json")
 
 
 def test_the_fit_that_comes_along():
     """Its constants are those of its points, and so are its errors on what was held out."""
-    model = scale.Model.open(ROOT / "configs" / "bench" / "fit.json")
+    model = fitted_model.Model.open(ROOT / "configs" / "bench" / "fit.json")
     assert astuple(cost.fit(model.points)) == pytest.approx(astuple(model.constants), rel=1e-6)
-    again = scale.held_out(model.points)
+    again = fitted_model.held_out(model.points)
     assert again.keys() == model.held_out.keys()
     for split, found in model.held_out.items():
         assert again[split][:2] == pytest.approx(found[:2], rel=1e-6) and again[split].points == found.points
@@ -312,62 +303,64 @@ def entries(*methods):
     return Experiment.open({"name": "x", "tasks": ["digits"], "methods": list(methods)}).methods
 
 
-MODEL = scale.Model(TRUTH)
+MODEL = fitted_model.Model(TRUTH)
 
 
 def test_predictions_grow_with_workers_and_shrink_with_the_rate():
-    rows = scale.predict(
+    rows = prediction.predict(
         MODEL, entries("topk", "scalecom", "qsgd", "powersgd", "fp16"), nets.get("resnet32"), ["10mbit", "1gbit"]
     )
     assert len(rows) == 2 * 6 and [row.is_dense for row in rows[:2]] == [True, False]
     for row in rows:
         for table in (row.seconds, row.on_wire):
-            assert list(table) == sorted(table) == list(scale.WORKERS)
+            assert list(table) == sorted(table) == list(prediction.WORKERS)
             assert list(table.values()) == sorted(table.values()), row.label
         assert row.seconds == {p: pytest.approx(sum(parts.values())) for p, parts in row.parts.items()}
     for slow, fast in zip(rows[:6], rows[6:], strict=True):
-        assert all(slow.seconds[p] > fast.seconds[p] for p in scale.WORKERS) and slow.on_wire == fast.on_wire
+        assert all(slow.seconds[p] > fast.seconds[p] for p in prediction.WORKERS) and slow.on_wire == fast.on_wire
 
 
 def test_where_a_method_loses():
     dense = {2: 1.0, 4: 1.5, 8: 1.8}
     for at, words in (([], "never"), ([4, 8], "from 4"), ([2, 4, 8], "always"), ([2], "up to 2"), ([2, 8], "2, 8")):
         seconds = {p: 2.0 if p in at else 0.1 for p in dense}
-        row = scale.Row("1gbit", "x", "", seconds, {}, {}, loses=at)
-        assert _scale_report.loses(row) == words
-    rows = scale.predict(MODEL, entries("topk", "scalecom"), {"w": (1000, 1000)}, ["100mbit"], scale.WORKERS[:-1])
+        row = prediction.Row("1gbit", "x", "", seconds, {}, {}, loses=at)
+        assert report.loses(row) == words
+    rows = prediction.predict(
+        MODEL, entries("topk", "scalecom"), {"w": (1000, 1000)}, ["100mbit"], prediction.WORKERS[:-1]
+    )
     assert [row.loses for row in rows] == [[], [256, 1024], []], "it gathers 1.4 % of dense from each worker"
-    (scalecom,) = scale.predict(MODEL, entries("scalecom"), {"w": (1000, 1000)}, ["100mbit"], [4096])[1:]
+    (scalecom,) = prediction.predict(MODEL, entries("scalecom"), {"w": (1000, 1000)}, ["100mbit"], [4096])[1:]
     assert scalecom.loses == [4096], "its two rounds are 16 380 messages: latency, not bytes"
     assert scalecom.parts[4096]["message"] > 0.9 * scalecom.seconds[4096]
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="no rate"):
-        scale.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["fast"])
+    with pytest.raises(ValueError, match="not a rate"):
+        prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["fast"])
     with pytest.raises(ValueError, match="2 at least"):
-        scale.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["1gbit"], [1, 2])
+        prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["1gbit"], [1, 2])
 
 
 def test_sets(tmp_path):
-    assert scale.tensors_of("resnet50") == nets.get("resnet50")
+    assert prediction.tensors_of("resnet50") == nets.get("resnet50")
     for count in (1, 17, 1_000_000, 25_000_000):
-        found = scale.tensors_of(str(count))
+        found = prediction.tensors_of(str(count))
         assert nets.total(found) == count
-    assert scale.tensors_of("1_000_000") == {"tensor0": (1000, 1000)}
+    assert prediction.tensors_of("1_000_000") == {"tensor0": (1000, 1000)}
     file = tmp_path / "net.yaml"
     file.write_text("a: [3, 4]\nb: [5]\n")
-    assert scale.tensors_of(str(file)) == {"a": (3, 4), "b": (5,)}
+    assert prediction.tensors_of(str(file)) == {"a": (3, 4), "b": (5,)}
     file.write_text("a: [3, -4]\n")
-    with pytest.raises(ValueError, match=r"a: \[3, -4\] is no shape"):
-        scale.tensors_of(str(file))
+    with pytest.raises(ValueError, match=r"a: \[3, -4\] is not a shape"):
+        prediction.tensors_of(str(file))
     file.write_text("- 3\n")
     with pytest.raises(ValueError, match="names and shapes"):
-        scale.tensors_of(str(file))
+        prediction.tensors_of(str(file))
     with pytest.raises(ValueError, match="did you mean 'resnet50'"):
-        scale.tensors_of("resnet5")
+        prediction.tensors_of("resnet5")
     with pytest.raises(FileNotFoundError):
-        scale.tensors_of("nowhere.yaml")
+        prediction.tensors_of("nowhere.yaml")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -416,9 +409,9 @@ def test_the_command_fits_foretells_and_writes(fitted, tmp_path):
     [
         (["--constants", "nowhere.json"], "nowhere.json does not exist: `hvdcompress scale --fit RESULTS` makes it"),
         (["--set", "resnet5"], "no net 'resnet5'"),
-        (["--rate", "quick"], "'quick' is no rate"),
-        (["--latency", "soon"], "'soon' is no time"),
-        (["--workers", "two"], "'two' is no number of workers"),
+        (["--rate", "quick"], "'quick' is not a rate"),
+        (["--latency", "soon"], "'soon' is not a time"),
+        (["--workers", "two"], "'two' is not a number of workers"),
         (["--workers", "1"], "2 at least"),
         (["--methods", "topkk"], "no method 'topkk'"),
         (["nowhere.yaml"], "nowhere.yaml"),
@@ -426,7 +419,7 @@ def test_the_command_fits_foretells_and_writes(fitted, tmp_path):
     ],
 )
 def test_what_the_command_refuses(words, text, fitted, tmp_path, monkeypatch):
-    scale.Model(TRUTH, {}, {}, [], points(), "today").save(tmp_path / "fit.json")
+    fitted_model.Model(TRUTH, {}, {}, [], points(), "today").save(tmp_path / "fit.json")
     if "--constants" not in words:
         words = ["--constants", tmp_path / "fit.json", *words]
     done = invoke(*(["--methods", "topk 0.5 %"] if "--methods" not in words else []), *words)
@@ -437,14 +430,13 @@ def test_what_the_command_refuses(words, text, fitted, tmp_path, monkeypatch):
 
 
 def test_real_workers_bytes_are_the_models():
-    lines = script("scale_loopback").bytes_table([2, 9])  # it exits where they differ
+    lines = workers.bytes_table([2, 9]).markdown().splitlines()  # it exits where they differ
     assert len(lines) == 2 + 10 and lines[3].startswith("| scalecom | 800 B | 800 B |")
 
 
 def test_training_script_learns():
-    module = script("scale_loopback")
-    dense = module.train({"method": "none"}, 4, 0.4, seed=0, steps=60)
-    sparse = module.train({"method": "scalecom", "density": 0.05, "beta": 1.0}, 4, 0.4, seed=0, steps=60)
+    dense = workers.train({"method": "none"}, 4, 0.4, seed=0, steps=60)
+    sparse = workers.train({"method": "scalecom", "density": 0.05, "beta": 1.0}, 4, 0.4, seed=0, steps=60)
     assert dense["loss"] < 0.2 and dense["accuracy"] > 90 and sparse["loss"] < 0.6
     assert sparse["wire"] < dense["wire"] / 8
 
@@ -454,10 +446,9 @@ def test_training_script_learns():
 def test_links_are_measured(tmp_path):
     if missing := hosts.problem():
         pytest.skip(missing)
-    module = script("measure_links")
-    lines = [json.loads(line) for line in module.measure(2, "100mbit", 0.1)]
+    lines = [json.loads(line) for line in links.measure(2, "100mbit", 0.1)]
     found = [Point.from_dict(line) for line in lines]
-    assert {point.label.split()[1] for point in found} == set(module.VERBS)
+    assert {point.label.split()[1] for point in found} == set(links.VERBS)
     longest = max(found, key=lambda point: point.work.line)
     bare = 8 * longest.work.line / 1e8
     assert bare < longest.seconds < 1.5 * bare, "the link is what takes the time"

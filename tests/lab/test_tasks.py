@@ -8,9 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from hvdcompress.lab.cluster import launcher
-
-tasks = launcher.tasks_module()
+from hvdcompress.lab.training import tasks
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +188,9 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("source", "least"), [("digits", 100_000), ("text", 400_000), ("cifar", 600_000)])
-def test_nets_are_nearly_all_compressible(source, least, request, tmp_path, monkeypatch):
+def test_nets_are_nearly_all_compressible(source, least, request, tmp_path):
     torch = pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(launcher.SCRIPT.parent))
-    import models
+    from hvdcompress.lab.training import models_torch
 
     if source == "cifar":
         cifar_python(tmp_path)
@@ -202,7 +199,7 @@ def test_nets_are_nearly_all_compressible(source, least, request, tmp_path, monk
         data = request.getfixturevalue(source)
         name = tasks.TASKS["digits" if source == "digits" else "bytes"].model
     torch.manual_seed(0)
-    net = getattr(models, name)(data)
+    net = getattr(models_torch, name)(data)
     sizes = [parameter.numel() for parameter in net.parameters()]
     assert sum(sizes) >= least
     assert sum(size for size in sizes if size < 1024) < 0.01 * sum(sizes)

@@ -38,7 +38,7 @@ def run(folder: Path, losses: dict[str, list[float]]) -> Path:
 def test_the_table(tmp_path):
     falling = [8.0, 7, 6, 5, 4, 3, 2, 1]
     folder = run(tmp_path, {"none": falling, "topk": falling, "fp16": [9.0] * 8})
-    lines = to_loss.table(folder, {"digits": 5.0})
+    lines = to_loss.table(folder, {"digits": 5.0}).markdown().splitlines()
     assert lines[2:] == [
         "| digits, 5 | none | 12.0 s | 100 % | 6 |",
         "| digits, 5 | topk | 3.00 s | 25 % | 6 |",

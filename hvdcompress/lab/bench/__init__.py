@@ -1,1 +1,1 @@
-"""How long an exchange takes, beside stock Horovod and DDP."""
+"""Benchmarks of exchanges beside stock Horovod and DDP, of array operations, and of the TensorFlow driver."""

@@ -1,27 +1,7 @@
-"""How long an exchange of gradients takes: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds.
-
-A benchmark is written in YAML (``configs/bench/``)::
-
-    name: resnet50              # results go to runs/bench-resnet50/
-    hosts: 4                    # emulated ones, with a rank on each
-    rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] is another one's, delay: 1ms makes all of them longer
-    rounds: 3                   # everything is measured in turns, so many times
-    sets:
-      - resnet50                # a net in hvdcompress.lab.nets
-      - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
-      - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
-    methods:
-      - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
-      - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
-    beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
-
-``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
-"""
+"""Benchmarks of exchanges: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,14 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hvdcompress.lab import nets
-from hvdcompress.lab.cluster.hosts import Hosts, Rate, slow_hosts
-from hvdcompress.lab.configfile import NAME, ConfigFile, with_label
+from hvdcompress.lab.cluster.hosts import Hosts
+from hvdcompress.lab.cluster.rates import Rate, slow_hosts
+from hvdcompress.lab.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
+from hvdcompress.lab.output import gradients as saved
+from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.output.numbers import number
-from hvdcompress.lab.training.experiment import Label, MethodEntry, Real
-from hvdcompress.plan import PlanError
 from hvdcompress.registry import suggest
 
-__all__ = ["BESIDE", "Bench", "Contender", "PlanError", "Turn", "read_turns"]
+__all__ = ["BESIDE", "Bench", "Contender", "Turn", "read_turns"]
 
 Over = Literal["ring", "mpi", "gloo", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
@@ -55,9 +36,9 @@ class GradientSet(BaseModel):
     net: str | None = None
     """A net in :mod:`hvdcompress.lab.nets`."""
     gradients: str | None = None
-    """A file that ``launch/save_gradients.py`` or ``compare.save`` wrote."""
+    """A file that ``lab.training.save_gradients`` or ``compare.save`` wrote."""
     label: Label
-    """What tables call it."""
+    """The name used in tables."""
     only: list[str] = Field([], max_length=100)
     """Only tensors whose names match one of these globs; all if there are none."""
 
@@ -65,17 +46,16 @@ class GradientSet(BaseModel):
         """Names and shapes of what is exchanged.
 
         Raises:
-            ValueError, FileNotFoundError: there is nothing.
+            ValueError: neither a net nor gradients are given, or no tensor matches.
+            FileNotFoundError: there is no such file.
         """
         if (self.net is None) == (self.gradients is None):
             raise ValueError("give either net or gradients")
         if self.net is not None:
             found = nets.get(self.net)
         else:
-            from hvdcompress.lab import compare
-
             assert self.gradients is not None
-            first = compare.load(Path(self.gradients))[0][0]
+            first = saved.load(Path(self.gradients))[0][0]
             found = {name: tuple(array.shape) for name, array in first.items()}
         kept = {n: s for n, s in found.items() if not self.only or any(fnmatchcase(n, glob) for glob in self.only)}
         if not kept:
@@ -99,18 +79,13 @@ class Entry(MethodEntry):
     warm_up: int = Field(3, ge=1)
     """Steps before the first that is measured."""
     alone: int = Field(0, ge=0)
-    """Steps before that which each rank makes by itself, on gradients that all have: to reach the phase of a method
-    that is to be measured (gradiveq's dense one takes hundreds of megabytes on the network)."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What goes to ``hvdcompress.load``."""
-        return self.model_dump(exclude={"label", "train", "over", "warm_up", "alone"})
+    """Steps before that which each rank makes by itself, on gradients that are equal on all ranks, to reach the phase
+    that is to be measured (gradiveq's dense phase takes hundreds of megabytes on the network)."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to measure: its label, the group of ranks that does it, and what they must know."""
+    """Something to measure: its label, the group of ranks that runs it, and what they need to know."""
 
     label: str
     where: str
@@ -118,12 +93,30 @@ class Contender:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is a dense all-reduce that nobody compressed: what the others are compared with."""
+        """Whether it is an uncompressed all-reduce, which the others are compared with."""
         return self.spec["kind"] == "none"
 
 
 class Bench(ConfigFile):
-    """A checked benchmark; see the module's text for the file's form."""
+    """A checked benchmark.
+
+    A benchmark's YAML file (see ``configs/bench/``)::
+
+        name: resnet50              # results go to runs/bench-resnet50/
+        hosts: 4                    # emulated ones, with a rank on each
+        rates: [100mbit, 1gbit]     # of their links; slow: [3=10mbit] for one host's, delay: 1ms for all of them
+        rounds: 3                   # everything is measured in turns, so many times
+        sets:
+          - resnet50                # a net in hvdcompress.lab.nets
+          - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
+          - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
+        methods:
+          - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
+          - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
+        beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
+
+    ``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
+    """
 
     what = "benchmark"
     entries = {"sets": GradientSet}
@@ -153,8 +146,8 @@ class Bench(ConfigFile):
             except (ValueError, FileNotFoundError) as error:
                 raise self.error(("sets", at), str(error)) from None
         for at, entry in enumerate(self.methods):
-            if entry.train:
-                raise self.error(("methods", at, "train"), "nothing is trained here")
+            if "train" in entry.settings:
+                raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             try:
@@ -172,7 +165,7 @@ class Bench(ConfigFile):
                 raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
 
     def contenders(self) -> list[Contender]:
-        """What is measured, in the order of the tables."""
+        """The contenders, in the order of the tables."""
         found = []
         for name in self.beside:
             kind, where = name.split()
@@ -191,10 +184,10 @@ class Bench(ConfigFile):
         sets: Sequence[str] = (),
         rounds: int | None = None,
     ) -> Bench:
-        """A copy with the command line's wishes; ``methods`` and ``sets`` are labels to keep.
+        """A copy with the command line's options applied; ``methods`` and ``sets`` are labels to keep.
 
         Raises:
-            ValueError: there is no such label, or a rate is none.
+            ValueError: there is no such label, or a rate is not a rate.
         """
         for rate in rates:
             Rate.parse(rate)
@@ -245,7 +238,7 @@ class Turn:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What it is known by in ``results.jsonl``."""
+        """Its key in ``results.jsonl``."""
         return self.rate, self.set.label, self.contender.label, self.round
 
     def __str__(self) -> str:
@@ -255,10 +248,5 @@ class Turn:
 
 def read_turns(folder: Path) -> list[dict[str, Any]]:
     """The turns in ``results.jsonl``, the last of each key; a line cut off by a kill is left out."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    file = folder / "results.jsonl"
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            turn = json.loads(line)
-            found[turn["rate"], turn["set"], turn["contender"], turn["round"]] = turn
-    return list(found.values())
+    turns = jsonl.read(folder / "results.jsonl")
+    return list({(turn["rate"], turn["set"], turn["contender"], turn["round"]): turn for turn in turns}.values())

@@ -1,12 +1,11 @@
-"""What ``launch/bench_exchange.py`` measures: gradients of given shapes, and ways to reduce them.
+"""The contenders of a benchmark: ways to reduce the gradients of a set.
 
 A method behind the stock ``hvd.DistributedOptimizer``, that optimizer alone, PyTorch's DDP, or the MPI driver on numpy
-arrays. The first three get their gradients from a backward pass whose only work is to hand out what is there.
+arrays. The first three get their gradients from a backward pass that does nothing but hand out prepared ones.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -14,52 +13,11 @@ from typing import Any
 import torch
 
 from hvdcompress.engine.ledger import Ledger
+from hvdcompress.lab.bench.clock import Clock
+from hvdcompress.lab.bench.gradients import Gradients, Shapes, loss, make_gradients
+from hvdcompress.loopback import Loopback
 
-Gradients = list[torch.Tensor]
-Shapes = dict[str, list[int]]
-
-
-class Clock:
-    """Seconds of this rank's main thread in one exchange, by what they were spent on."""
-
-    def __init__(self) -> None:
-        self.spent = {"encode": 0.0, "decode": 0.0, "blocked": 0.0}
-
-    def timed(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, charged to ``what``."""
-
-        def run(*args: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                self.spent[what] += time.perf_counter() - began
-
-        return run
-
-
-CLOCK = Clock()
-
-
-class Given(torch.autograd.Function):
-    """A parameter's part in the loss: its gradient is what lies in a box, and is taken out of it."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients) -> torch.Tensor:
-        ctx.box = box
-        return parameter.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.box.pop(), None  # nobody else holds it, so autograd makes it `.grad` without a copy
-
-
-def loss(parameters: list[torch.nn.Parameter], gradients: Gradients) -> torch.Tensor:
-    """A loss whose backward pass gives the parameters fresh copies of these gradients."""
-    return torch.stack([Given.apply(p, [g.clone()]) for p, g in zip(parameters, gradients, strict=True)]).sum()
-
-
-# -- contenders ------------------------------------------------------------------------------------
+__all__ = ["Contender", "OverDDP", "OverHorovod", "OverMPI"]
 
 
 class Contender(ABC):
@@ -68,23 +26,30 @@ class Contender(ABC):
     def __init__(self, rank: int, world: int):
         self.rank, self.world = rank, world
         self.ledger = Ledger(world, rank)
-        self.splits = True  #: its time can be told apart
+        self.splits = True  #: whether its time can be split into codec and waiting
 
     @abstractmethod
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
-        """What is not measured; returns what is."""
+        """Do what is not measured.
+
+        Args:
+            gradients: this rank's, in the order of the set's tensors.
+
+        Returns:
+            What is measured: a function that reduces them.
+        """
 
     @abstractmethod
     def take(self) -> Gradients:
-        """The reduced gradients, which it then no longer holds: their memory is wanted by the next contender."""
+        """Hand over the reduced gradients, and keep no reference: the next contender needs their memory."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Give back what takes memory (hooks and what they hold may live on)."""
+        """Give back memory; hooks, and what they refer to, may live on."""
 
 
 class OverTorch(Contender):
-    """Parameters of a set's shapes, whose gradients come from a backward pass."""
+    """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
     def __init__(self, key: str, tensors: Shapes, rank: int, world: int):
         super().__init__(rank, world)
@@ -102,18 +67,20 @@ class OverTorch(Contender):
 class OverHorovod(OverTorch):
     """The stock optimizer, with one of its own compressions or one of our methods."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
         import horovod.torch as hvd
 
         super().__init__(key, tensors, hvd.rank(), hvd.size())
         self.stock = None if what["kind"] == "method" else what["kind"]
         self.compressor = None
+        compression: Any
         if self.stock:
-            compression = Timed(getattr(hvd.Compression, self.stock))
+            compression = Timed(getattr(hvd.Compression, self.stock), clock)
         else:
             from hvdcompress.torch import Compressor
 
             self.compressor = compression = Compressor(what["settings"], self.named.items())
+            compression.watch(clock)
             self.ledger = compression.ledger
             if what["alone"]:
                 compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
@@ -126,9 +93,9 @@ class OverHorovod(OverTorch):
         total = loss(self.parameters, gradients)
         for name, parameter in self.named.items():
             if self.stock:
-                self.ledger.add_dense(self.rank, name, 4 * parameter.numel())
+                self.ledger.begun(self.rank, name, 4 * parameter.numel())
                 width = 2 if self.stock == "fp16" else 4
-                self.ledger.add(self.rank, name, "AllReduce", width * parameter.numel())
+                self.ledger.sent(self.rank, name, "AllReduce", None, width * parameter.numel())
 
         def go() -> None:
             total.backward()
@@ -138,21 +105,21 @@ class OverHorovod(OverTorch):
 
     def forget(self) -> None:
         if self.compressor:
-            del self.compressor.worker  # which holds the residuals
+            self.compressor.release()
 
 
 class Timed:
     """One of Horovod's own compressions, timed."""
 
-    def __init__(self, compression: Any):
-        self.compress = CLOCK.timed("encode", compression.compress)
-        self.decompress = CLOCK.timed("decode", compression.decompress)
+    def __init__(self, compression: Any, clock: Clock):
+        self.compress = clock.timed("encode", compression.compress)
+        self.decompress = clock.timed("decode", compression.decompress)
 
 
 class OverDDP(OverTorch):
     """PyTorch's DistributedDataParallel over gloo, dense or with one of its communication hooks."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -176,7 +143,7 @@ class OverDDP(OverTorch):
             for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 kept.clear()
         self.steps += 1
-        self.ledger.add_dense(self.rank, "all", self.dense)
+        self.ledger.begun(self.rank, "all", self.dense)
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
 
     def forget(self) -> None:
@@ -184,7 +151,7 @@ class OverDDP(OverTorch):
 
 
 class Net(torch.nn.Module):
-    """What DDP wraps."""
+    """The module that DDP wraps."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]):
         super().__init__()
@@ -197,11 +164,12 @@ class Net(torch.nn.Module):
 class OverMPI(Contender):
     """A method under the MPI driver, on numpy arrays: neither Horovod nor a backward pass."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any]):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["settings"])
-        super().__init__(self.compressor.worker.rank, self.compressor.worker.world)
+        self.compressor.watch(clock)
+        super().__init__(self.compressor.local.rank, self.compressor.local.world)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:
@@ -224,12 +192,19 @@ class OverMPI(Contender):
 
 
 def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
-    """The state after so many steps of a method in which all ranks had the same gradients: without a network.
+    """Make steps of a method without a network, as if all ranks had the same gradients.
 
-    For methods of several phases, whose first is not what is to be measured. ``key``: what names begin with.
+    For methods of several phases, of which the first is not to be measured.
+
+    Args:
+        compressor: whose plan is followed.
+        key: the prefix of the tensors' names; empty for none.
+        tensors: shapes by name.
+        steps: how many.
+
+    Returns:
+        The state after the steps, for ``compressor.load_state_dict``.
     """
-    from hvdcompress.loopback import Loopback
-
     net = Loopback(compressor.plan, world=1)
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
     before = f"{key}." if key else ""
@@ -237,29 +212,10 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
         rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
         net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
     saved = net.ranks[0].state_dict()
-    return saved | {"world": compressor.worker.world, "rank": compressor.worker.rank}
+    return saved | {"world": compressor.local.world, "rank": compressor.local.rank}
 
 
 def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state of numpy arrays as the PyTorch driver saves it."""
+    """Convert a state of numpy arrays to that of the PyTorch driver."""
     state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
     return saved | {"state": state}
-
-
-# -- gradients --------------------------------------------------------------------------------------
-
-
-def make_gradients(tensors: Shapes, rank: int, noise: float = 1.0) -> Gradients:
-    """Normal numbers: one part that all ranks have, and ``noise`` times as much of each rank's own.
-
-    Layers differ in scale, as in nets.
-    """
-    made = []
-    for number, shape in enumerate(tensors.values()):
-        common = torch.Generator().manual_seed(number)
-        one = torch.randn(shape, generator=common)
-        if noise:
-            own = torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
-            one += noise * torch.randn(shape, generator=own)
-        made.append(one * (1e-2 / max(1, one[0].numel() if one.ndim else 1) ** 0.5))
-    return made

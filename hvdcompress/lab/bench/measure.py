@@ -1,9 +1,8 @@
-"""Taking the turns of a benchmark: hosts up, ranks started, one exchange after the other, everything gone again."""
+"""Take the turns of a benchmark: set hosts up, start ranks, measure one exchange after the other, take all down."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from hvdcompress.lab import nets
 from hvdcompress.lab.bench.config import LOOPBACK, Bench, Turn, read_turns
 from hvdcompress.lab.bench.ranks import Group, RankError
 from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.cluster.hosts import Hosts, speed
+from hvdcompress.lab.cluster.hosts import Hosts
+from hvdcompress.lab.cluster.rates import speed
+from hvdcompress.lab.output import jsonl
 
 ROOM = 10  # times a set's bytes: what a contender may take in each rank while it is set up
 
@@ -25,13 +26,18 @@ def measure(
     say: Callable[[str, dict[str, Any] | None], None],
     note: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Take every turn that has no result yet, and write it down.
+    """Take every turn that has no result yet. Hosts and ranks are gone when it returns or raises.
 
-    ``say`` is told of each turn before and after, ``note`` of what each link reached: {"rate", "link", "reached"}.
-    Hosts and ranks are gone when it returns or raises.
+    Args:
+        bench: what to measure.
+        folder: each turn's result is appended to ``results.jsonl`` in it.
+        loopback: measure without emulated hosts.
+        say: called with a turn's name before it, and with its name and result after it.
+        note: called for each link with {"rate", "link", "reached"}.
 
     Raises:
-        HostsError: the hosts cannot be had. launcher.LaunchError: no ranks can be started.
+        HostsError: the hosts cannot be set up.
+        LaunchError: the ranks cannot be started.
     """
     done = {(t["rate"], t["set"], t["contender"], t["round"]) for t in read_turns(folder) if "failed" not in t}
     for rate in [LOOPBACK] if loopback else bench.rates:
@@ -49,8 +55,7 @@ def measure(
                 for turn in turns:
                     say(str(turn), None)
                     result = _take(turn, bench, groups[turn.contender.where], hosts)
-                    with (folder / "results.jsonl").open("a", encoding="utf-8") as stream:
-                        stream.write(json.dumps(result) + "\n")
+                    jsonl.append(folder / "results.jsonl", result)
                     say(str(turn), result)
 
 
@@ -110,9 +115,9 @@ def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> d
 
 
 def _make_room(group: Group, key: str, num_bytes: int) -> None:
-    """Where memory is short, let the ranks forget contenders before they set up one more, for a set of so many bytes.
+    """Make the ranks forget contenders while memory is short for one more, with a set of so many bytes.
 
-    The latest first: turns go round, so the earliest is the next that is needed.
+    The latest go first: turns repeat in order, so the earliest is needed next.
     """
     import psutil
 

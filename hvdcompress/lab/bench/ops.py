@@ -1,11 +1,11 @@
-"""How fast the array verbs are: the numpy reference against the compiled ones, and what a whole exchange costs.
+"""Time the array verbs, the numpy reference against the compiled ones, and a rank's side of a whole exchange.
 
-    python launch/bench_ops.py [--size N]... [--write docs/ops-benchmark.md]
+    python -m hvdcompress.lab.bench.ops [--size N]... [--write docs/ops-benchmark.md]
 
 Both backends run in one process, in turns, so that a busy machine slows both; figures are medians of processor time,
 which does not count what other processes take. "GB/s" is the
 traffic that a verb cannot do without (each input read once, each output written once) over the time it took.
-"Copies" is the time of one rank's side of an exchange (Worker.start to Worker.finish, without the network) in
+"Copies" is the time of one rank's side of an exchange (Rank.start to Rank.commit, without the network) in
 copies of the gradient, ``numpy.copyto``, timed in between: a number that carries over from machine to machine.
 """
 
@@ -15,8 +15,8 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ import numba
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import hvdcompress
-from hvdcompress.engine.rank import Worker
-from hvdcompress.loopback import RUN
+from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
@@ -96,7 +96,7 @@ def cases(n: int) -> list[Case]:
     ]
 
 
-def medians(calls: list[Callable[[], Any]], runs: int, repeat: int) -> list[float]:
+def medians(calls: Sequence[Callable[..., Any]], runs: int, repeat: int) -> list[float]:
     """Seconds of each call; the calls take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(runs + 1):
@@ -126,7 +126,7 @@ class Side:
     def __init__(self, method: Method, n: int, ops: Any):
         self.plan, self.ops, self.seconds = plan_of(method), ops, 0.0
         [self.bucket] = self.plan.buckets([TensorSpec("w", (n,))])
-        self.ranks = [Worker(self.plan, rank, 2) for rank in range(2)]
+        self.ranks = [Rank(self.plan, rank, 2) for rank in range(2)]
         self.outs = [np.zeros(n, np.float32) for _ in self.ranks]
 
     def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -139,16 +139,18 @@ class Side:
     def step(self, gradients: list[Any]) -> float:
         """One step; returns a rank's seconds (the mean of both: in ScaleCom one of them leads)."""
         self.seconds = 0.0
-        flights = [self.timed(w.start, self.bucket, g, self.ops) for w, g in zip(self.ranks, gradients, strict=True)]
-        while (verb := flights[0].verb) is not None:
-            verbs: list[Any] = [flight.verb for flight in flights]
+        sides = zip(self.ranks, gradients, self.outs, strict=True)
+        exchanges = [self.timed(rank.start, self.bucket, [g], [out], self.ops) for rank, g, out in sides]
+        while (verb := exchanges[0].verb) is not None:
+            verbs: list[Any] = [exchange.verb for exchange in exchanges]
             if isinstance(verb, Broadcast):
                 made = self.timed(verbs[verb.root].make)
-                verbs = [Broadcast(lambda made=made: made, verb.root, verb.num_bytes)] * 2
-            for flight, result in zip(flights, RUN[type(verb)](verbs)[0], strict=True):
-                self.timed(flight.advance, result)
-        for worker, flight, out in zip(self.ranks, flights, self.outs, strict=True):
-            self.timed(worker.finish, flight, [out], 0.5, self.ops)
+                verbs = [replace(verb, make=lambda made=made: made)] * 2
+            for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+                self.timed(exchange.advance, result)
+        for rank, exchange in zip(self.ranks, exchanges, strict=True):
+            self.timed(rank.deliver, exchange, 0.5)
+            self.timed(rank.commit, exchange)
         return self.seconds / 2
 
 
@@ -191,9 +193,13 @@ VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB
 METHOD_HEAD = ["method", "elements", "numpy ms", "numba ms", "one copy ms", "numpy copies", "numba copies"]
 
 
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
+    """A table of cells; the first column is text, the others are figures."""
+
+    def column(at: int) -> Column[list[str]]:
+        return Column(head[at], head[at], lambda row: row[at], align="right" if at else "left")
+
+    return Table([column(at) for at in range(len(head))], rows)
 
 
 def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> str:
@@ -203,7 +209,7 @@ def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> 
     dropped = "\n".join(f"- {verb} ({why})" for verb, why in DROPPED.items())
     return f"""# What the compiled verbs are worth
 
-Generated by `python launch/bench_ops.py {options}--write docs/ops-benchmark.md`; do not edit.
+Generated by `python -m hvdcompress.lab.bench.ops {options}--write docs/ops-benchmark.md`; do not edit.
 Machine: {machine()}.
 
 ## Verbs
@@ -217,19 +223,18 @@ numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
 
 Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
 
-{_markdown(VERB_HEAD, verbs)}
-
+{table_of(VERB_HEAD, verbs).markdown()}
 ## Methods
 
-One rank of two, `Worker.start` to `Worker.finish`, density {DENSITY}, without the network: in copies of the gradient,
+One rank of two, `Rank.start` to `Rank.commit`, density {DENSITY}, without the network: in copies of the gradient,
 that is, the time of `numpy.copyto` of as many float32 on the same machine at the same time. A copy that fits into the
 processor's cache is several times faster than one that does not, so small tensors cost more copies, not more time.
 
-{_markdown(METHOD_HEAD, methods)}
-"""
+{table_of(METHOD_HEAD, methods).markdown()}"""
 
 
 def main() -> None:
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")
@@ -239,12 +244,7 @@ def main() -> None:
     verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
     methods = [row for n in sizes for row in time_methods(n, arguments.runs)]
     for head, rows in ((VERB_HEAD, verbs), (METHOD_HEAD, methods)):
-        table = Table(*head)
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        table_of(head, rows).show(console)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
         arguments.write.write_text(page(verbs, methods, sizes), encoding="utf-8")

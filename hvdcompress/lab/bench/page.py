@@ -1,16 +1,17 @@
-"""A benchmark's page: the report's style, with bars of where the time goes and of how much is gained."""
+"""The report of a benchmark as an HTML page: bars of where the time goes and of how much is gained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from hvdcompress.lab.bench.report import COLUMNS, LEGEND, PARTS, Figures, Result, Row, best_dense, heading
+from hvdcompress.lab.bench.report import LEGEND, tables
+from hvdcompress.lab.bench.results import PARTS, Figures, Result, Row
 from hvdcompress.lab.output import numbers, page, plots
+from hvdcompress.lab.output.page import Section
 
 SHADES = {"encode": 2, "wire": 1, "wait": 0, "decode": 5, "other": 4}  # of the page's colours
 WHOLE = 6  # of a bar that cannot be split
@@ -20,7 +21,7 @@ def time_split(rows: Sequence[Row], name: str) -> str:
     """Stacked bars, a line a method: where the time of an exchange goes."""
     rows = [row for row in rows if row.time]
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots._figure(1.35 + 0.3 * len(rows))
+        figure = plots.figure(1.35 + 0.3 * len(rows))
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
             assert row.time
@@ -36,14 +37,14 @@ def time_split(rows: Sequence[Row], name: str) -> str:
         axes.set_xlim(0, 1.16 * max((row.time.most for row in rows if row.time), default=1.0))
         axes.set_xlabel("seconds an exchange (bar: median; line: least to most)")
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8.5)
-        return plots._svg(figure, name, "Where the time of an exchange goes, a bar a method")
+        return plots.svg(figure, name, "Where the time of an exchange goes, a bar a method")
 
 
 def speed_up(rows: Sequence[Row], name: str) -> str:
     """Bars, a line a method: how many times faster than the best dense all-reduce."""
     rows = [row for row in rows if row.speed_up]
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots._figure(0.95 + 0.3 * len(rows))
+        figure = plots.figure(0.95 + 0.3 * len(rows))
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
             assert row.speed_up
@@ -58,11 +59,11 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         axes.set_xlim(0.7 * min(low, 1.0), 2.2 * max((row.speed_up.most for row in rows if row.speed_up), default=1.0))
         axes.axvline(1, color=plots.INK, linewidth=0.8)
         axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
-        return plots._svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
+        return plots.svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
 
 
 def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:
-    """A line from the least to the most, and the words behind it."""
+    """Draw a line from the least to the most, with a text behind it."""
     middle, least, most = figures
     axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
     axes.annotate(text, (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
@@ -75,36 +76,17 @@ def _named(axes: Axes, rows: Sequence[Row]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _section(result: Result, number: int, key: tuple[str, str], rows: list[Row]) -> dict[str, Any]:
-    best = best_dense(rows)
-    return {
-        "heading": heading(result, *key),
-        "plots": [
-            ("Where the time goes", time_split(rows, f"b{number}a")),
-            ("What is gained", speed_up(rows, f"b{number}b")),
-        ],
-        "rows": [
-            {
-                "number": 0 if row is best else 1,
-                "failed": bool(row.error),
-                "cells": [(column.key, column.cell(row)) for column in COLUMNS],
-            }
-            for row in rows
-        ],
-    }
+def _plots(number: int, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    return [
+        ("Where the time goes", time_split(rows, f"b{number}a")),
+        ("What is gained", speed_up(rows, f"b{number}b")),
+    ]
 
 
 def html(result: Result) -> str:
     """The page: one file that needs nothing else."""
     launch = result.launch
     details = [(word, launch[word]) for word in ("command", "commit") if launch.get(word)]
-    groups = enumerate(result.groups().items())
-    return page.render(
-        name=result.name,
-        sections=[_section(result, number, key, rows) for number, (key, rows) in groups],
-        legend=[{"label": "best dense", "number": 0, "dashes": ""}, {"label": "others", "number": 1, "dashes": ""}],
-        columns=COLUMNS,
-        key=LEGEND,
-        notes=result.notes,
-        details=details,
-    )
+    sections = [Section.of(table, _plots(number, table.rows)) for number, table in enumerate(tables(result))]
+    legend = page.legend(["best dense", "others"], dashed=False)
+    return page.render(result.name, sections, legend, LEGEND, result.notes, details)

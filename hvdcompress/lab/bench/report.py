@@ -1,216 +1,19 @@
-"""From the turns of a benchmark to figures, and to the files made of them: summary.json, table.md and report.html."""
+"""The report of a benchmark: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from hvdcompress.lab.bench.config import LOOPBACK, Bench, Contender, read_turns
-from hvdcompress.lab.cluster.hosts import HEADERS, Rate
+from hvdcompress.lab.bench.config import LOOPBACK
+from hvdcompress.lab.bench.results import PARTS, Result, Row, best_dense
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training.report import as_json, write_files
-from hvdcompress.plan import load
+from hvdcompress.lab.output.table import MISSING, Column, Table
 
-__all__ = ["Figures", "Result", "Row", "read", "show", "write"]
-
-MISSING = "–"
-LONGEST = 100_000  # steps in a method's cycle that are looked through
-PARTS = ("encode", "wire", "wait", "decode", "other")
-
-
-class Figures(NamedTuple):
-    """A middle and its spread."""
-
-    middle: float
-    least: float
-    most: float
-
-
-@dataclass
-class Row:
-    """One contender at one set and rate. Seconds and bytes are of one exchange (bytes: of one rank)."""
-
-    rate: str
-    set: str
-    contender: str
-    is_dense: bool
-    kind: str = "method"
-    alone: int = 0
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # by round
-    parts: dict[str, float] = field(default_factory=dict)
-    interface: float | None = None
-    ledger: dict[str, float] = field(default_factory=dict)
-    speed_up: Figures | None = None
-    error: str = ""
-
-    @property
-    def time(self) -> Figures | None:
-        """Median, least and most of all exchanges."""
-        every = [one for round in self.seconds.values() for one in round]
-        return Figures(statistics.median(every), min(every), max(every)) if every else None
-
-
-@dataclass
-class Result:
-    """Everything that a table or a page needs."""
-
-    name: str
-    bench: Bench
-    rows: list[Row]
-    notes: list[str]
-    launch: dict[str, Any]
-
-    def groups(self) -> dict[tuple[str, str], list[Row]]:
-        """Rows by set and rate."""
-        found: dict[tuple[str, str], list[Row]] = {}
-        for row in self.rows:
-            found.setdefault((row.set, row.rate), []).append(row)
-        return found
-
-
-def ratio(other: Row, mine: Row) -> Figures | None:
-    """How many times faster ``mine`` is than ``other``: by their medians; its spread is that over the rounds, in each
-    of which both were measured within a short time."""
-    if not (other.time and mine.time):
-        return None
-    medians = [
-        statistics.median(other.seconds[round]) / statistics.median(mine.seconds[round])
-        for round in other.seconds.keys() & mine.seconds.keys()
-    ]
-    middle = other.time.middle / mine.time.middle
-    return Figures(middle, min([middle, *medians]), max([middle, *medians]))
-
-
-def best_dense(rows: Sequence[Row]) -> Row | None:
-    """The fastest dense all-reduce among the rows of one set and rate."""
-    dense = [row for row in rows if row.is_dense and row.time]
-    return min(dense, key=lambda row: row.time.middle, default=None)  # type: ignore[union-attr]
-
-
-def _row(rate: str, set: str, contender: Contender, turns: Sequence[dict[str, Any]]) -> Row:
-    row = Row(rate, set, contender.label, contender.is_dense, contender.spec["kind"], contender.spec.get("alone", 0))
-    well = [turn for turn in turns if "failed" not in turn]
-    row.error = next((turn["failed"] for turn in turns if "failed" in turn), "")
-    if not well:
-        return row
-    row.seconds = {turn["round"]: [one["seconds"] for one in turn["exchanges"]] for turn in well}
-    mean = statistics.fmean
-    row.ledger = {k: mean(t[k] for t in well) for k in ("dense", "sent", "on_wire", "calls") if k in well[0]}
-    if "interface" in well[0]:
-        row.interface = mean(mean(turn["interface"]) for turn in well)
-    every = [one for turn in well for one in turn["exchanges"]]
-    if "blocked" in every[0]:
-        row.parts = _parts(row, every)
-    return row
-
-
-def _parts(row: Row, exchanges: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Where the median exchange's seconds went, by the average shares of all exchanges.
-
-    While a rank is blocked in Horovod, the link needs a part of the time for the bytes; the rest is waiting. (Not by
-    the interface's count, which has in it what Horovod says while nothing is exchanged.)
-    """
-    total = sum(one["seconds"] for one in exchanges)
-    share = {what: sum(one[what] for one in exchanges) / total for what in ("encode", "decode", "blocked")}
-    assert row.time
-    found = {what: part * row.time.middle for what, part in share.items()}
-    blocked = found.pop("blocked")
-    found["other"] = max(0.0, row.time.middle - blocked - found["encode"] - found["decode"])
-    if row.rate == LOOPBACK:
-        found["wait"] = blocked
-    else:
-        found["wire"] = min(blocked, 8 * (1 + HEADERS) * row.ledger["on_wire"] / Rate.parse(row.rate).slower)
-        found["wait"] = blocked - found["wire"]
-    return found
-
-
-def read(folder: Path) -> Result:
-    """The results in a folder that ``hvdcompress bench`` wrote.
-
-    Raises:
-        ValueError: it holds none.
-    """
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} holds no benchmark: it has no config.yaml")
-    bench = Bench.open(folder / "config.yaml")
-    turns = read_turns(folder)
-    rates = list(dict.fromkeys(turn["rate"] for turn in turns))
-    rows = []
-    for one in bench.sets:
-        for rate in rates:
-            here = [turn for turn in turns if (turn["rate"], turn["set"]) == (rate, one.label)]
-            group = [
-                _row(rate, one.label, each, found)
-                for each in bench.contenders()
-                if (found := [turn for turn in here if turn["contender"] == each.label])
-            ]
-            best = best_dense(group)
-            for row in group:
-                row.speed_up = ratio(best, row) if best else None
-            rows += group
-    file = folder / "launch.json"
-    launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return Result(folder.resolve().name, bench, rows, _notes(bench, rows, launch), launch)
-
-
-def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[str]:
-    """What a reader must know to read the figures rightly."""
-    machine = launch.get("machine", {})
-    cores = machine.get("cores", "?")
-    notes = []
-    for link in launch.get("links", []):
-        if "reached" in link:
-            notes.append(
-                f"{link['link']}: a TCP stream from each host to the next, all at once, got across "
-                f"{', '.join(link['reached'])}."
-            )
-        else:
-            notes.append(f"No emulated hosts: {link['link']}; these times say nothing about a network.")
-    commits = {each.get("commit") for each in [*launch.get("earlier", []), launch]}
-    if len(commits) > 1:
-        notes.append(
-            f"Measured in several attempts, of {len(commits)} versions of the code: {', '.join(map(str, commits))}."
-        )
-    notes.append(
-        f"{bench.hosts} ranks share {cores} cores{' (' + machine['cpu'] + ')' if machine.get('cpu') else ''}: where "
-        "ranks outnumber cores, encode and decode take as much longer as they have to wait for a core. On hosts of "
-        "their own they would not."
-    )
-    notes += [f"{one}." for one in bench.sets]
-    notes += [_warmed_up(bench, row, rows) for row in rows if row.alone and row.time]
-    notes += sorted({f"{row.contender} on {row.set}, {row.rate}: {row.error}" for row in rows if row.error})
-    return notes
-
-
-def _warmed_up(bench: Bench, row: Row, rows: Sequence[Row]) -> str:
-    """What a method costs that must be dense for a part of the time, where only its later steps were measured."""
-    place = "" if row.rate == LOOPBACK else f", {Rate.parse(row.rate)}"
-    said = f"{row.contender} on {row.set}{place}: measured after {row.alone} steps that were made without the network"
-    settings = next(entry.settings for entry in bench.methods if entry.label == row.contender)
-    method = load(settings).program.main
-    best = best_dense([other for other in rows if (other.set, other.rate) == (row.set, row.rate)])
-    last = len(method.phases) - 1
-    later = [age for age in range(row.alone, LONGEST) if method.phase_of(age) != last]
-    if not (best and best.time and row.time and last and later):
-        return f"{said}."
-    cycle = later[0]
-    dense = sum(method.phase_of(age) != last for age in range(cycle))
-    mean = (dense * best.time.middle + (cycle - dense) * row.time.middle) / cycle
-    return (
-        f"{said}. Of {cycle} steps {dense} are not compressed: with those as fast as the best dense all-reduce, its "
-        f"mean is {numbers.seconds_of(mean)}, {numbers.number(best.time.middle / mean)} times as fast as that."
-    )
-
-
-# -- tables --------------------------------------------------------------------------------------------
+__all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
 
 
 def _seconds(row: Row) -> str:
@@ -230,38 +33,40 @@ def _speed_up(row: Row) -> str:
     return f"{middle} ({least} – {most})" if least != most else middle
 
 
-def _part(what: str) -> Callable[[Row], str]:
-    return lambda row: numbers.seconds_of(row.parts[what]) if what in row.parts else MISSING
+def _part(what: str) -> Column[Row]:
+    def text(row: Row) -> str:
+        return numbers.seconds_of(row.parts[what]) if what in row.parts else MISSING
+
+    return Column(what, what, text, lambda row: row.parts.get(what), "s", yields=1)
 
 
-def _bytes(row: Row, key: str) -> str:
-    return numbers.num_bytes(row.ledger[key]) if key in row.ledger else MISSING
+def _from_ledger(key: str, title: str, form: Callable[[float], str], unit: str = "") -> Column[Row]:
+    def text(row: Row) -> str:
+        return form(row.ledger[key]) if key in row.ledger else MISSING
+
+    return Column(key, title, text, lambda row: row.ledger.get(key), unit, yields=2)
 
 
 def _interface(row: Row) -> str:
     return MISSING if row.interface is None else numbers.num_bytes(row.interface)
 
 
-class Column(NamedTuple):
-    """One figure of a row."""
+def columns(best: Row | None) -> list[Column[Row]]:
+    """The columns of a table in which ``best`` is the best dense all-reduce."""
+    return [
+        Column("method", "method", lambda row: row.contender + (" (best dense)" if row is best else ""), align="left"),
+        Column("value", "seconds", _seconds, lambda row: row.time and row.time.middle, "s"),
+        Column("spread", "least – most", _spread),
+        Column("count", "of", lambda row: str(sum(map(len, row.seconds.values())))),
+        Column("rate", "× best dense", _speed_up, lambda row: row.speed_up and row.speed_up.middle),
+        *(_part(what) for what in PARTS),
+        Column("interface", "left the host", _interface, lambda row: row.interface, "B", yields=2),
+        _from_ledger("on_wire", "ledger, as a ring", numbers.num_bytes, "B"),
+        _from_ledger("sent", "payload", numbers.num_bytes, "B"),
+        _from_ledger("calls", "collectives", lambda calls: f"{calls:.0f}"),
+    ]
 
-    key: str
-    title: str
-    cell: Callable[[Row], str]
 
-
-COLUMNS = (
-    Column("method", "method", lambda row: row.contender),
-    Column("value", "seconds", _seconds),
-    Column("spread", "least – most", _spread),
-    Column("count", "of", lambda row: str(sum(map(len, row.seconds.values())))),
-    Column("rate", "× best dense", _speed_up),
-    *(Column(what, what, _part(what)) for what in PARTS),
-    Column("interface", "left the host", _interface),
-    Column("on_wire", "ledger, as a ring", lambda row: _bytes(row, "on_wire")),
-    Column("sent", "payload", lambda row: _bytes(row, "sent")),
-    Column("calls", "collectives", lambda row: f"{row.ledger['calls']:.0f}" if "calls" in row.ledger else MISSING),
-)
 LEGEND = (
     "none, fp16, powersgd (rank 1): stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
     "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
@@ -281,61 +86,37 @@ LEGEND = (
 
 
 def heading(result: Result, set: str, rate: str) -> str:
-    """``resnet50 at 100 Mbit/s: 161 tensors, …``."""
+    """Such as ``resnet50 at 100 Mbit/s: 161 tensors, …``."""
     about = str(next(one for one in result.bench.sets if one.label == set)).removeprefix(f"{set}: ")
     place = "without a network" if rate == LOOPBACK else f"at {Rate.parse(rate)}"
     return f"{set} {place}: {about}"
 
 
+def table(rows: Sequence[Row], title: str = "") -> Table[Row]:
+    """The table of one set and rate, without columns that no row fills."""
+    best = best_dense(rows)
+
+    def mark(row: Row) -> str:
+        return "failed" if row.error else "best" if row is best else ""
+
+    return Table(columns(best), rows, title, mark, lambda row: 0 if row is best else 1).filled()
+
+
+def tables(result: Result) -> list[Table[Row]]:
+    """A table for each set and rate."""
+    return [table(rows, heading(result, *key)) for key, rows in result.groups().items()]
+
+
 def show(result: Result, console: Console) -> None:
-    """Print the tables: of the columns as many as the terminal is wide."""
-    for (set, rate), rows in result.groups().items():
-        table = Table(title=heading(result, set, rate), title_justify="left", title_style="bold", box=None)
-        columns = COLUMNS if console.width >= 180 else COLUMNS[:11] if console.width >= 130 else COLUMNS[:5]
-        for column in columns:
-            table.add_column(column.title, justify="left" if column.key == "method" else "right", no_wrap=True)
-        best = best_dense(rows)
-        for row in rows:
-            style = "red" if row.error else "bold" if row is best else None
-            table.add_row(*(escape(column.cell(row)) for column in columns), style=style)
+    """Print the tables and the notes."""
+    for each in tables(result):
         console.print()
-        console.print(table)
+        each.show(console)
     for note in result.notes:
         console.print(escape(note), highlight=False)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """The lines of one table as Markdown; columns that no row fills are left out."""
-    columns = [column for column in COLUMNS if any(column.cell(row) != MISSING for row in rows)]
-    lines = ["| " + " | ".join(column.title for column in columns) + " |"]
-    lines.append("|" + "|".join("---" if column.key == "method" else "---:" for column in columns) + "|")
-    best = best_dense(rows)
-    for row in rows:
-        cells = [column.cell(row).replace("|", "\\|") for column in columns]
-        cells[0] = f"{cells[0]} (best dense)" if row is best else cells[0]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
 def markdown(result: Result) -> str:
-    """All tables as Markdown, with what must be known to read them."""
-    lines = []
-    for (set, rate), rows in result.groups().items():
-        lines += [f"**{heading(result, set, rate)}**", "", *table(rows), ""]
-    lines += [LEGEND, "", *(f"- {note}" for note in result.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def write(result: Result, folder: Path) -> list[Path]:
-    """Write ``summary.json``, ``table.md`` and, if the report extra is installed, ``report.html``."""
-    rows = [{**asdict(row), "time": row.time and row.time._asdict()} for row in result.rows]
-    for row in rows:
-        row["speed_up"] = row["speed_up"] and Figures(*row["speed_up"])._asdict()
-    summary = {"name": result.name, "launch": result.launch, "notes": result.notes, "rows": rows}
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.bench import page as _bench_page
-
-        return {"report.html": _bench_page.html(result)}
-
-    return write_files(folder, {"summary.json": as_json(summary), "table.md": markdown(result)}, pages)
+    """All tables, the legend and the notes as Markdown."""
+    parts = [f"**{each.title}**\n\n{each.markdown()}\n" for each in tables(result)]
+    return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in result.notes)])

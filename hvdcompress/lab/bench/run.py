@@ -16,16 +16,24 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from hvdcompress.lab.bench import report as _bench_report
+from hvdcompress.lab.bench import files, report, results
 from hvdcompress.lab.bench.config import Bench, read_turns
 from hvdcompress.lab.bench.measure import measure
-from hvdcompress.lab.cluster import launcher
+from hvdcompress.lab.cluster import launcher, notes
 from hvdcompress.lab.cluster.hosts import HostsError
+from hvdcompress.lab.cluster.launcher import shown
+from hvdcompress.lab.cluster.stopping import Stopped, stoppable
 from hvdcompress.lab.output import numbers
 
 
 def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
-    """Make the folder ready: empty, or with the turns of an earlier attempt.
+    """Make a benchmark's folder ready: empty, or with the turns of an earlier attempt.
+
+    Args:
+        folder: made if it does not exist.
+        bench: what is to be measured; its configuration is written there.
+        loopback: measure without emulated hosts.
+        resume: keep the turns that were taken, and their configuration.
 
     Raises:
         ValueError: they were taken with other settings or over another link.
@@ -57,7 +65,7 @@ def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("a"))
-        except OSError:  # another user's: nothing to be done
+        except OSError:  # another user's: this benchmark runs beside it
             yield
             return
         while True:
@@ -71,14 +79,18 @@ def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
 
 
 def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
-    """Measure what is missing, and write table and page; returns the exit status."""
+    """Measure what is missing, and write table and page.
+
+    Returns:
+        The exit status: 0; 1 if something failed; 128 plus the signal's number if it was stopped by one.
+    """
     line = ["hvdcompress", *sys.argv[1:]]
-    notes = launcher.notes(line, "mpi")
-    notes.pop("link")
+    here = notes.notes(line, "mpi")
+    here.pop("link")
     file = folder / "launch.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     total = bench.rounds * len(bench.sets) * len(bench.contenders()) * (1 if loopback else len(bench.rates))
-    console.print(f"[bold]{escape(bench.name)}[/]: {total} turns → {launcher.shown(folder)}", highlight=False)
+    console.print(f"[bold]{escape(bench.name)}[/]: {total} turns → {shown(folder)}", highlight=False)
     rates = ["loopback"] if loopback else bench.rates
     wanted = {turn.key for turn in bench.turns(rates)}
     taken = {(t["rate"], t["set"], t["contender"], t["round"]) for t in read_turns(folder) if "failed" not in t}
@@ -90,7 +102,7 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
 
     def note(link: dict[str, Any]) -> None:
         links.append(link)
-        said = {**notes, "links": links, **({"earlier": earlier} if earlier else {})}
+        said = {**here, "links": links, **({"earlier": earlier} if earlier else {})}
         file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     with console.status("starting …") as status:
@@ -108,19 +120,19 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
             console.print(f"[dim]{escape(text)}:[/] {words}", highlight=False, soft_wrap=True)
 
         try:
-            with launcher.stoppable(), _alone_here(lambda: status.update("waiting for another benchmark to end …")):
+            with stoppable(), _alone_here(lambda: status.update("waiting for another benchmark to end …")):
                 measure(bench, folder, loopback, say, note)
         except (HostsError, launcher.LaunchError) as error:
             code = 1
             console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        except launcher.Stopped as stopped:
+        except Stopped as stopped:
             code = stopped.code
             console.print("[yellow]stopped: ranks and hosts are gone[/]; --resume goes on")
     publish(folder, console)
     failed = sum("failed" in turn for turn in read_turns(folder))
     if failed and not code:
         code = 1
-        log = launcher.shown(folder / "log.txt")
+        log = shown(folder / "log.txt")
         console.print(f"[red]{failed} of {total} turns failed[/]; the log: {log}. --resume tries them again.")
     return code
 
@@ -131,8 +143,8 @@ def publish(folder: Path, console: Console) -> None:
     Raises:
         ValueError: the folder holds no benchmark.
     """
-    result = _bench_report.read(folder)
-    _bench_report.show(result, console)
+    result = results.read(folder)
+    report.show(result, console)
     with contextlib.suppress(KeyboardInterrupt):
-        files = _bench_report.write(result, folder)
-        console.print(f"written: {', '.join(launcher.shown(file) for file in files)}", highlight=False, soft_wrap=True)
+        written = files.write(result, folder)
+        console.print(f"written: {', '.join(shown(file) for file in written)}", highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""What the TensorFlow driver costs: the first call (tracing, and a step) and the steps after it, ResNet-50's gradients.
+"""Time the TensorFlow driver on ResNet-50's gradients: the first call (tracing, and a step) and the steps after it.
 
-    horovodrun -np 2 --mpi python launch/bench_tensorflow.py [--steps N] [METHOD…]
+    horovodrun -np 2 --mpi python -m hvdcompress.lab.bench.tensorflow_steps [--steps N] [METHOD…]
 
 The 161 gradients have ResNet-50's exact shapes, as TensorFlow lays them out; the loss is a sum of products, so that
 what is timed is the exchange and little else. Each row is a ``tf.function`` of its own around the stock tape, after
@@ -14,11 +14,13 @@ import gc
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdcompress.lab import nets
+from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.tensorflow import Compressor
 
 # a rank a core: threads of several ranks would fight for the same ones
@@ -36,21 +38,6 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "scalecom, warm-up": {"method": "scalecom", "density": 0.01, "warmup": {"steps": 2}},
     "gradiveq": {"method": "gradiveq", "dense_steps": 2, "compressed_steps": 6},
 }
-
-
-def resnet50() -> list[tuple[int, ...]]:
-    """The shapes of ResNet-50's trainable variables: convolutions height × width × in × out, norms, the last layer."""
-
-    def conv(size: int, channels_in: int, channels_out: int) -> list[tuple[int, ...]]:
-        return [(size, size, channels_in, channels_out), (channels_out,), (channels_out,)]
-
-    shapes, channels = conv(7, 3, 64), 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += conv(1, channels, width) + conv(3, width, width) + conv(1, width, 4 * width)
-            shapes += conv(1, channels, 4 * width) if block == 0 else []
-            channels = 4 * width
-    return [*shapes, (2048, 1000), (1000,)]
 
 
 def measure(
@@ -77,7 +64,27 @@ def measure(
     return [max(every) for every in zip(*hvd.allgather_object(seconds), strict=True)]
 
 
+class Row(NamedTuple):
+    """One row of the table: seconds of the first call and of a later one, and those of the uncompressed row."""
+
+    name: str
+    first: float
+    later: float
+    base_first: float
+    base_later: float
+
+
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("method", "method", lambda row: row.name, align="left"),
+    Column("first", "first call", lambda row: f"{row.first:.2f} s", lambda row: row.first, "s"),
+    Column("first_ratio", "of uncompressed", lambda row: f"{row.first / row.base_first:.2f}"),
+    Column("step", "a step", lambda row: f"{1e3 * row.later:.0f} ms", lambda row: row.later, "s"),
+    Column("step_ratio", "of uncompressed", lambda row: f"{row.later / row.base_later:.2f}"),
+)
+
+
 def main() -> None:
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "rows", nargs="*", metavar="METHOD", help=f"rows of the table: {', '.join(ROWS)} (default: all)"
@@ -87,31 +94,23 @@ def main() -> None:
     if unknown := set(arguments.rows) - set(ROWS):
         parser.error(f"unknown: {', '.join(unknown)}")
     hvd.init()
+    shapes = nets.tensorflow_layout(nets.get("resnet50"))
     random = tf.random.Generator.from_seed(hvd.rank())
-    weights = [tf.Variable(tf.zeros(shape)) for shape in resnet50()]
-    factors = [tf.Variable(random.normal(shape)) for shape in resnet50()]
-    assert len(weights) == 161
+    weights = [tf.Variable(tf.zeros(shape)) for shape in shapes.values()]
+    factors = [tf.Variable(random.normal(shape)) for shape in shapes.values()]
     measure(None, weights, factors, 1)  # the process's first graph, and Horovod's first collectives
-    base: list[float] = []
-    if hvd.rank() == 0:
-        print(
-            f"{len(weights)} tensors, {sum(w.shape.num_elements() for w in weights):,} elements, {hvd.size()} ranks\n"
-        )
-        print("| method | first call | of uncompressed | a step | of uncompressed |\n|---|---:|---:|---:|---:|")
-    for row in ["uncompressed", *(name for name in arguments.rows or ROWS if name != "uncompressed")]:
-        first, *rest = measure(ROWS[row], weights, factors, arguments.steps)
-        figures = [first, statistics.median(rest)]
-        base = base or figures
-        cells = [
-            f"{figures[0]:.2f} s",
-            f"{first / base[0]:.2f}",
-            f"{1e3 * figures[1]:.0f} ms",
-            f"{figures[1] / base[1]:.2f}",
-        ]
+    rows: list[Row] = []
+    for name in ["uncompressed", *(name for name in arguments.rows or ROWS if name != "uncompressed")]:
+        first, *rest = measure(ROWS[name], weights, factors, arguments.steps)
+        later = statistics.median(rest)
+        base = rows[0] if rows else Row(name, first, later, first, later)
+        rows.append(Row(name, first, later, base.first, base.later))
         if hvd.rank() == 0:
-            print(f"| {row} | {' | '.join(cells)} |")
-            sys.stdout.flush()
+            print(f"{name}: {first:.2f} s, then {1e3 * later:.0f} ms a step", file=sys.stderr, flush=True)
         gc.collect()
+    if hvd.rank() == 0:
+        print(f"{len(weights)} tensors, {nets.total(shapes):,} elements, {hvd.size()} ranks\n")
+        print(Table(COLUMNS, rows).markdown(), end="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Emulated hosts: several on this machine, with links of a chosen speed (``launch/hosts.sh`` sets them up).
+"""Emulated hosts: several on this machine, with links of a chosen speed (``hosts.sh``, beside this file, sets them up).
 
     with Hosts(4, "100mbit", slow={3: "10mbit"}) as hosts:
         before = hosts.traffic()
@@ -17,105 +17,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "hosts.sh"
-FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
-RING = {
-    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-    "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
-    "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
-}
-# What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps), and at most a
-# frame without payload for each two with, which acknowledges them.
-HEADERS, ACKNOWLEDGEMENTS = 66 / 1448, 66 / (2 * 1448)
+from hvdcompress.lab.cluster.rates import Rate
+
+SCRIPT = Path(__file__).resolve().with_name("hosts.sh")
+STREAM = "hvdcompress.lab.cluster.stream"
 
 
 class HostsError(RuntimeError):
-    """The hosts cannot be had; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """What a host sends and receives with, in bits a second."""
-
-    up: int
-    down: int
-
-    @classmethod
-    def parse(cls, text: str) -> Rate:
-        """From what tc calls a rate, or two for both directions.
-
-        >>> Rate.parse("100mbit")
-        Rate(up=100000000, down=100000000)
-        >>> Rate.parse("2.5gbit/500kbit")
-        Rate(up=2500000000, down=500000)
-
-        Raises:
-            ValueError: it is none.
-        """
-        found = []
-        for word in text.split("/"):
-            match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.strip())
-            if not match:
-                raise ValueError(f"{text!r} is no rate: write 100mbit, 2.5gbit or, to send and receive, 10mbit/1gbit")
-            found.append(round(float(match[1]) * FACTORS[match[2]]))
-        if len(found) > 2 or min(found) < 10_000:
-            raise ValueError(f"{text!r} is no rate: one or two of 10kbit at least")
-        return cls(found[0], found[-1])
-
-    def __str__(self) -> str:
-        return speed(self.up) if self.up == self.down else f"{speed(self.up)} up and {speed(self.down)} down"
-
-    @property
-    def slower(self) -> int:
-        """What an exchange among hosts of this rate is limited by: each sends as much as it receives."""
-        return min(self.up, self.down)
-
-    @property
-    def word(self) -> str:
-        """As ``launch/hosts.sh`` takes it."""
-        return f"{self.up}bit/{self.down}bit"
-
-
-def ring(ranks: int) -> dict[str, str]:
-    """Environment that makes Open MPI's collectives rings, as the ledger's ``bytes_on_wire`` is a ring's.
-
-    Its own choice is mostly another. Non-blocking all-reduces of two ranks are left alone: they send as many bytes
-    as a ring's, whose two directions do not overlap there.
-    """
-    return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
-
-
-def speed(bits: float) -> str:
-    """Bits a second for a reader.
-
-    >>> speed(100_000_000), speed(2.5e9), speed(94_123_456)
-    ('100 Mbit/s', '2.5 Gbit/s', '94.1 Mbit/s')
-    """
-    factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
-    return f"{bits / factor:.3g} {unit}"
-
-
-def slow_hosts(words: Sequence[str]) -> dict[int, str]:
-    """``3=100mbit`` or ``host3=100mbit``, several with commas, as {3: "100mbit"}.
-
-    Raises:
-        ValueError: a word is not of that form, or its rate is none.
-    """
-    found = {}
-    for word in ",".join(words).split(",") if words else ():
-        match = re.fullmatch(r"(?:host)?(\d+)=(.+)", word.strip())
-        if not match:
-            raise ValueError(f"{word!r}: write HOST=RATE, such as 3=100mbit")
-        Rate.parse(match[2])
-        found[int(match[1])] = match[2]
-    return found
+    """The hosts cannot be set up or used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +40,18 @@ class Traffic:
     received: int
 
 
+def script(*words: str) -> list[str]:
+    """The command line of ``hosts.sh`` with these arguments; through bash, as its executable bit may be lost."""
+    return ["bash", str(SCRIPT), *words]
+
+
 def problem() -> str | None:
-    """Why hosts cannot be had here, and what to do about it; None if they can."""
-    if not SCRIPT.is_file():
-        return f"{SCRIPT} is missing: emulated hosts need the project's launch/ folder; clone the project."
-    done = subprocess.run([SCRIPT, "check"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """Check whether emulated hosts can be set up on this machine.
+
+    Returns:
+        What is missing and what to do about it, in several lines; None if nothing is missing.
+    """
+    done = subprocess.run(script("check"), stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return (done.stderr.strip() or f"{SCRIPT} check failed") if done.returncode else None
 
 
@@ -146,18 +67,7 @@ def sent_here() -> int:
         found = re.search(r"qdisc tbf .*\n *Sent (\d+) bytes", done.stdout)
         if found:
             return int(found[1])
-    raise HostsError("this process is not on an emulated host: start it with launch/hosts.sh exec")
-
-
-def bounds(on_wire: float, idle: float, collectives: int = 0) -> tuple[float, float]:
-    """The least and the most that an interface may send for ``on_wire`` bytes of a ledger.
-
-    Least: the payload with its headers (half a percent less, for what sat in TCP's buffers when the reading began).
-    Most: acknowledgements on top, twice what Horovod's own negotiation sends when ``idle`` (bytes, in the same time),
-    and 500 bytes for each collective, whose short messages have a frame each.
-    """
-    least = 0.995 * (1 + HEADERS) * on_wire
-    return least, (1 + HEADERS + ACKNOWLEDGEMENTS) * on_wire + 2 * idle + 500 * collectives
+    raise HostsError("this process is not on an emulated host: start it with hosts.sh exec")
 
 
 @dataclass
@@ -170,7 +80,7 @@ class Hosts:
         delay: how much later each frame arrives, such as "1ms"; needs netem in the kernel.
 
     Raises:
-        ValueError: a rate or a host is none.
+        ValueError: a rate is not a rate, or there is no such host.
         HostsError: they could not be set up (on entering).
     """
 
@@ -204,7 +114,7 @@ class Hosts:
         )
 
     def __enter__(self) -> Hosts:
-        line = [str(SCRIPT), "hold", "--id", self.id, "--hosts", str(self.count)]
+        line = script("hold", "--id", self.id, "--hosts", str(self.count))
         line += ["--rate", ",".join(rate.word for rate in self.rates)]
         line += ["--delay", self.delay] if self.delay else []
         try:
@@ -222,7 +132,7 @@ class Hosts:
         try:
             assert self._holder.stdout and self._holder.stderr
             if self._holder.stdout.readline().strip() != "up":
-                raise HostsError(self._holder.stderr.read().strip() or f"{SCRIPT} ended without a word")
+                raise HostsError(self._holder.stderr.read().strip() or f"{SCRIPT} ended without a message")
         except BaseException:
             self.__exit__()
             raise
@@ -236,11 +146,11 @@ class Hosts:
         with _uninterrupted(), holder:  # `with` closes its standard input, and waits
             pass
         if holder.returncode == -signal.SIGKILL:
-            subprocess.run([SCRIPT, "down", "--id", self.id], stdin=subprocess.DEVNULL, check=False)
+            subprocess.run(script("down", "--id", self.id), stdin=subprocess.DEVNULL, check=False)
 
     def command(self, host: str, *words: str | Path) -> list[str]:
         """The line that runs ``words`` on a host, with what mpirun and horovodrun need to know in its environment."""
-        return [str(SCRIPT), "exec", "--id", self.id, host, *map(str, words)]
+        return script("exec", "--id", self.id, host, *map(str, words))
 
     def traffic(self) -> list[Traffic]:
         """Bytes over each host's link since the hosts are up.
@@ -248,7 +158,7 @@ class Hosts:
         Raises:
             HostsError: they are not up.
         """
-        line = [str(SCRIPT), "traffic", "--id", self.id]
+        line = script("traffic", "--id", self.id)
         done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             raise HostsError(done.stderr.strip())
@@ -262,7 +172,7 @@ class Hosts:
         Raises:
             HostsError: a host did not answer.
         """
-        lines = [self.command(name, sys.executable, __file__, str(self.count), str(seconds)) for name in self.names]
+        lines = [self.command(name, sys.executable, "-m", STREAM, str(self.count), str(seconds)) for name in self.names]
         running = [
             subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for line in lines
@@ -293,41 +203,3 @@ def _uninterrupted() -> Any:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _stream(count: int, seconds: float) -> float:
-    """One host's part in :meth:`Hosts.measure`; what it received, in bits a second."""
-    import socket
-    import threading
-
-    ctx = int(socket.gethostname().removeprefix("host"))
-    server = socket.create_server(("", 5001))
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            successor = socket.create_connection((f"host{(ctx + 1) % count}", 5001))
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-    predecessor, _ = server.accept()
-    received, began, block, buffer = 0, time.monotonic(), bytes(1 << 18), bytearray(1 << 20)
-
-    def send() -> None:
-        with contextlib.suppress(OSError):
-            while time.monotonic() < began + seconds + 0.2:  # a little longer, so that nobody waits for nothing
-                successor.send(block)
-        successor.close()
-
-    threading.Thread(target=send, daemon=True).start()
-    first = 0.0
-    while (now := time.monotonic()) < began + seconds and (got := predecessor.recv_into(buffer)):
-        # The clock starts late: hosts do not start at the same moment, and TCP takes a while to find its speed.
-        if now > began + seconds / 4:
-            received, first = (received + got, first) if first else (0, now)
-    return 8 * received / max(1e-9, time.monotonic() - first)
-
-
-if __name__ == "__main__":
-    print(_stream(int(sys.argv[1]), float(sys.argv[2])))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Usage: launch/hosts.sh COMMAND [--id ID] [ARGUMENT…]        (as root)
+# Usage: hosts.sh COMMAND [--id ID] [ARGUMENT…]        (as root)
 #
 # Several hosts on this machine, with links of a chosen speed between them: network namespaces (host0, host1, …)
 # joined by a bridge, their links slowed down to a rate by the kernel's token buckets (tbf). What ranks on them
@@ -24,13 +24,18 @@
 #            number). Namespaces are called hvdc-ID-…; nothing else on the machine is changed.
 
 set -euo pipefail
-source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
 
-SELF=$ROOT/launch/hosts.sh
-AGENT=$ROOT/launch/netns_agent.sh
+# Called through bash, so that neither file needs its executable bit, which some installers drop.
+AGENT=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/netns_agent.sh
 STATES=/run/hvdcompress  # a folder for each set: what it was made with, its `ssh`
 NETWORK=10.77.0  # seen by the hosts alone: their bridge lives in a namespace of its own
 MOST=64
+
+say() { printf '%s\n' "$@"; }
+die() { printf '%s\n' "$@" >&2; exit 1; }
+
+# The comment at the head of this file is its help.
+usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the machine must have
@@ -49,7 +54,7 @@ check_tools() {
     [[ -z $missing ]] || die "Emulated hosts need Debian's$missing. Install with:" \
         "    apt-get update && apt-get install -y$missing" "$WITHOUT"
     [[ $(id -u) == 0 ]] || die "Emulated hosts need root, to make network namespaces. Try:" \
-        "    sudo $0 ${*@Q}" "$WITHOUT"
+        "    sudo bash $0 ${*@Q}" "$WITHOUT"
 }
 
 # need WHAT MODULE COMMAND…: a command that fails where the kernel cannot do WHAT, or root is not allowed to.
@@ -77,7 +82,7 @@ check_kernel() {
 # bits RATE: in bits a second. tc's kbit is 1000 bits.
 bits() {
     [[ $1 =~ ^([0-9]+(\.[0-9]+)?)(k|m|g)?bit$ ]] ||
-        die "hosts.sh: $1 is no rate: write 100mbit, 1gbit or 2.5gbit (bits, not bytes, a second)"
+        die "hosts.sh: $1 is not a rate: write 100mbit, 1gbit or 2.5gbit (bits, not bytes, a second)"
     local factor=1
     case ${BASH_REMATCH[3]} in k) factor=1000 ;; m) factor=1000000 ;; g) factor=1000000000 ;; esac
     awk -v rate="${BASH_REMATCH[1]}" -v factor="$factor" 'BEGIN { printf "%.0f\n", rate * factor }'
@@ -109,7 +114,7 @@ read_options() {
     [[ $HOSTS =~ ^[0-9]+$ ]] && ((HOSTS >= 2 && HOSTS <= MOST)) || die "hosts.sh: give --hosts, from 2 to $MOST"
     [[ -n $rate ]] || die "hosts.sh: give --rate, such as --rate 1gbit"
     [[ -z $DELAY || $DELAY =~ ^[0-9]+(\.[0-9]+)?(us|ms|s)$ ]] ||
-        die "hosts.sh: $DELAY is no time: write 200us or 1ms"
+        die "hosts.sh: $DELAY is not a time: write 200us or 1ms"
     words=(${rate//,/ })
     ((${#words[@]} == 1 || ${#words[@]} == HOSTS)) ||
         die "hosts.sh: --rate lists ${#words[@]} rates for $HOSTS hosts: give one for all, or one for each"
@@ -289,7 +294,9 @@ up() {
     printf '%s\n' "hosts=$HOSTS" "asked=$asked" "processors=$(processors)" ${holder:+"holder=$holder"} >"$STATE/state"
     write_names
     mkdir -p "$STATE/bin"
-    ln -sf "$AGENT" "$STATE/bin/ssh"
+    printf '#!/usr/bin/env bash\nexec bash %q "$@"\n' "$AGENT" >"$STATE/bin/agent"
+    chmod 755 "$STATE/bin/agent"
+    ln -sf agent "$STATE/bin/ssh"
     make_switch
     for ((number = 0; number < HOSTS; number++)); do
         make_host "$number" "${RATES[number]%/*}" "${RATES[number]#*/}"
@@ -333,10 +340,9 @@ run() {
     name=$(space "$host")
     [[ -e /run/netns/$name ]] || die "hosts.sh: there is no $host among the hosts '$ID'; see $0 status"
     export HVDCOMPRESS_HOSTS=$ID
-    command -v horovodrun >/dev/null || PATH=$VENV/bin:$PATH  # sudo leaves it out
     [[ $PATH == "$STATE/bin":* ]] || export PATH=$STATE/bin:$PATH  # horovodrun finds our agent as `ssh`
     # Open MPI: reach other hosts by our agent, and send over the links alone (never through shared memory).
-    export OMPI_MCA_plm_rsh_agent=$AGENT OMPI_MCA_plm_rsh_no_tree_spawn=1
+    export OMPI_MCA_plm_rsh_agent=$STATE/bin/agent OMPI_MCA_plm_rsh_no_tree_spawn=1
     export OMPI_MCA_btl=${OMPI_MCA_btl:-tcp,self}
     export OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_oob_tcp_if_include=eth0
     # Each host believes all processors to be its own, and would bind its rank to the first; and waiting ranks spin.

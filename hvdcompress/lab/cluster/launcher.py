@@ -1,14 +1,11 @@
-"""Start ranks with horovodrun, watch them, and end them: the only place that does so.
+"""Start ranks with horovodrun and end them: the only place that does so.
 
-What the ranks, Horovod and MPI print goes to a log file; what the user sees comes from the events that
-rank 0 writes (``launch/training.py``).
+What the ranks, Horovod and MPI print goes to a log file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
 import os
 import re
 import shlex
@@ -16,21 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
 from typing import Any
 
-from hvdcompress.lab.cluster.hosts import Hosts, ring, speed
-from hvdcompress.lab.training.experiment import Experiment, Run
-from hvdcompress.registry import suggest
+from hvdcompress.lab.cluster.hosts import Hosts
+from hvdcompress.lab.cluster.rates import ring
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "launch" / "train_torch.py"
-SCRIPTS = {"torch": SCRIPT, "tensorflow": SCRIPT.with_name("train_tensorflow.py")}  #: by the experiment's framework
 TAG = "HVDCOMPRESS_LAUNCH"  # in the environment of every process we start, so that we end ours and no other
 NOISE = re.compile(
     r"tensorflow|cuda|tensorrt|oneDNN|cpu_feature_guard|absl|AVX|WARNING: All log messages|^\W*$|"
@@ -40,19 +31,11 @@ NOISE = re.compile(
 
 
 class LaunchError(RuntimeError):
-    """The ranks could not be started, or ended without a word; the message says what to do."""
-
-
-class Stopped(BaseException):
-    """The user (or the system) asked us to stop; ``code`` is what a shell expects as exit status."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.code = 128 + number
+    """The ranks could not be started, or ended without a result; the message says what to do."""
 
 
 def shown(path: Path | str) -> str:
-    """A path as short as it can be from here."""
+    """A path for messages: relative to the current folder where it lies inside of it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -66,14 +49,24 @@ def horovodrun() -> str:
     here = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     if not here:
         raise LaunchError(
-            "Horovod is not installed beside this Python, so no ranks can be started. In a clone of the "
-            "project, ./launch/quickstart.sh installs all that is needed; `hvdcompress doctor` says what is missing."
+            "Horovod is not installed beside this Python, so no ranks can be started. `hvdcompress doctor` says what "
+            "is missing; launch/setup.sh of the project's sources builds Horovod and installs the rest."
         )
     return here
 
 
 def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = None) -> list[str]:
-    """The horovodrun line that runs ``python program…`` on every rank; ``controller`` is "mpi" or "gloo"."""
+    """The command line that runs a Python program on every rank.
+
+    Args:
+        ranks: how many ranks to start.
+        controller: Horovod's, "mpi" or "gloo".
+        program: Python's arguments, such as ``"-m", "hvdcompress.lab.training.train_torch", "runs/x"``.
+        hosts: emulated hosts to start them on, one rank each.
+
+    Raises:
+        LaunchError: Horovod is not installed.
+    """
     where = ["--disable-cache", "--network-interface", "eth0", "-H", hosts.slots] if hosts else []
     parts = [horovodrun(), "-np", str(ranks), f"--{controller}", *where, sys.executable, *program]
     if hosts:
@@ -81,28 +74,8 @@ def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = No
     return [shown(part) if os.sep in part else part for part in parts]
 
 
-def link(controller: str, hosts: Hosts | None = None) -> str:
-    """What the ranks' bytes go over."""
-    return str(hosts or ("shared memory" if controller == "mpi" else "TCP on the loopback interface"))
-
-
-def check_link(folder: Path, now: str) -> None:
-    """Refuse to go on over another link than before: figures of both would stand in one table.
-
-    Raises:
-        LaunchError: it names both.
-    """
-    file = folder / "launch.json"
-    before = json.loads(file.read_text(encoding="utf-8")).get("link", now) if file.exists() else now
-    if before != now:
-        raise LaunchError(
-            f"{shown(folder)} holds results measured over {before}; these would go over {now}. "
-            "Give another --out, or the same link."
-        )
-
-
 def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
-    """What ranks need in their environment beyond ours."""
+    """The variables that ranks need in their environment beyond ours."""
     added = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "OMP_NUM_THREADS": "1",
@@ -122,7 +95,14 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
 
 
 class Ranks:
-    """A horovodrun under way: its process, and every process it started."""
+    """A running horovodrun: its process, and every process it started.
+
+    Args:
+        line: the command line.
+        ranks: how many ranks it starts.
+        log: the file that gets all output.
+        hosts: the emulated hosts that the ranks are on.
+    """
 
     def __init__(self, line: Sequence[str], ranks: int, log: Path, hosts: Hosts | None = None):
         self.tag = uuid.uuid4().hex
@@ -139,7 +119,7 @@ class Ranks:
             )
 
     def alive(self) -> list[Any]:
-        """Our processes, horovodrun and ranks; MPI puts each rank in a process group of its own."""
+        """The processes that run: horovodrun's and the ranks', which MPI puts into process groups of their own."""
         import psutil
 
         found = []
@@ -150,7 +130,7 @@ class Ranks:
         return found
 
     def stop(self, patience: float = 4.0) -> None:
-        """End every process, asking first: SIGINT to horovodrun, SIGTERM to all, SIGKILL to all."""
+        """End every process, politely at first: SIGINT to horovodrun, SIGTERM to all, SIGKILL to all."""
         import psutil
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -173,135 +153,9 @@ class Ranks:
         self.stop()
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Inside, Ctrl-C, SIGTERM and a closed terminal raise :class:`Stopped`, once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in before:  # a second Ctrl-C must not break off the ending of the ranks
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def tail(log: Path, lines: int = 12) -> str:
-    """The end of a log, without what frameworks and launchers mutter and without ranks' prefixes."""
+    """The end of a log, without messages of frameworks and launchers, and without ranks' prefixes."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     text = text[text.rfind("\n$ ") + 1 :]  # since the last launch
     stripped = [re.sub(r"^\[\d+,\d+\]<std(out|err)>:\s?", "", line) for line in text.splitlines()[1:]]
     return "\n".join([line for line in stripped if not NOISE.search(line)][-lines:])
-
-
-def tasks_module() -> ModuleType:
-    """``launch/tasks.py``, which needs no framework.
-
-    Raises:
-        LaunchError: it is not there: the package was installed without the project's clone.
-    """
-    file = SCRIPT.with_name("tasks.py")
-    if not file.is_file():
-        raise LaunchError(
-            f"{file} is missing: `hvdcompress run` needs the project's launch/ folder. Clone the project and "
-            "install it with `pip install -e .`, or call hvdcompress from your own training script."
-        )
-    spec = importlib.util.spec_from_file_location("hvdcompress_launch_tasks", file)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_tasks(experiment: Experiment) -> None:
-    """Refuse tasks that do not exist or whose data is not there, before any rank starts.
-
-    Raises:
-        ValueError: it names the file, the line and the key.
-    """
-    known = tasks_module().TASKS
-    for number, task in enumerate(experiment.tasks):
-        where = ("tasks", number)
-        if task.task not in known:
-            hint = suggest(task.task, list(known))
-            raise experiment.error(
-                (*where, "task"), f"unknown task {task.task!r}{hint}; known: {', '.join(sorted(known))}"
-            )
-        if experiment.framework not in known[task.task].frameworks:
-            raise experiment.error((*where, "task"), f"{task.task!r} has no net for framework {experiment.framework!r}")
-        if known[task.task].needs_path and task.path is None:
-            raise experiment.error((*where, "path"), f"is missing: the task {task.task!r} reads your own data")
-        if task.path is not None and not Path(task.path).expanduser().is_dir():
-            raise experiment.error((*where, "path"), f"no such folder: {task.path}")
-
-
-def notes(line: Sequence[str], controller: str, hosts: Hosts | None = None) -> dict[str, Any]:
-    """What a reader of the results wants to know of this launch: command, commit, machine, link.
-
-    With ``hosts`` it tries their links, which takes a second.
-    """
-
-    def git(*words: str) -> str | None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=10)
-            return done.stdout.strip() if done.returncode == 0 else None
-        return None
-
-    cpu = ""
-    with contextlib.suppress(OSError):
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        cpu = names[0] if names else ""
-    status = git("status", "--porcelain", "--untracked-files=no")
-    commit = git("rev-parse", "HEAD")
-    machine = {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform}
-    return {
-        "command": shlex.join(line),
-        "commit": commit,
-        "dirty": bool(status) if commit else None,
-        "machine": machine,
-        "link": link(controller, hosts),
-        **({"reached": [speed(bits) for bits in hosts.measure()]} if hosts else {}),
-    }
-
-
-def follow(
-    runs: Sequence[Run], folder: Path, line: Sequence[str], ranks: int, watch: Any, hosts: Hosts | None = None
-) -> None:
-    """Launch until every run has a result. ``watch`` is told: see ``display.Watch``.
-
-    A run that kills its ranks is marked as failed, and the rest is launched again.
-
-    Raises:
-        LaunchError: the ranks ended before they began a run.
-        Stopped: the user pressed Ctrl-C; every rank has ended.
-    """
-    log = folder / "log.txt"
-    with stoppable():
-        while waiting := [run for run in runs if not watch.ended(run)]:
-            watch.launching(ranks)
-            with Ranks(line, ranks, log, hosts) as group:
-                while group.process.poll() is None:
-                    watch.poll()
-                    time.sleep(0.1)
-            watch.poll()
-            left = [run for run in waiting if not watch.ended(run)]
-            begun = next((run for run in left if watch.begun(run)), None)
-            if left and begun is None and len(left) == len(waiting):
-                raise LaunchError(f"the ranks ended before the first step:\n{tail(log)}")
-            if begun is not None:
-                error = f"the ranks ended (exit status {group.process.returncode}) without a message"
-                event = {"event": "failed", "error": error, "traceback": tail(log)}
-                with (folder / "metrics" / f"{begun.id}.jsonl").open("a", encoding="utf-8") as stream:
-                    stream.write("\n" + json.dumps(event) + "\n")
-                watch.poll()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Usage: launch/netns_agent.sh [SSH-OPTION…] HOST COMMAND…
+# Usage: netns_agent.sh [SSH-OPTION…] HOST COMMAND…
 #
-# Stands in for ssh among the emulated hosts of launch/hosts.sh: runs COMMAND on HOST, by a shell, as ssh does.
+# Stands in for ssh among the emulated hosts of hosts.sh: runs COMMAND on HOST, by a shell, as ssh does.
 # mpirun is told of it (plm_rsh_agent); horovodrun finds it as `ssh` on its PATH.
 
 set -euo pipefail
@@ -20,4 +20,4 @@ done
 ((${#words[@]} == 2)) || { echo "netns_agent.sh: give a host and a command" >&2; exit 1; }
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 command="${words[1]} $*"
-exec "$here/hosts.sh" exec "${words[0]}" bash -c "${command% }"
+exec bash "$here/hosts.sh" exec "${words[0]}" bash -c "${command% }"

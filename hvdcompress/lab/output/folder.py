@@ -1,23 +1,24 @@
-"""Where an experiment's results go, and what may be kept of an earlier attempt."""
+"""Folders of results: which one is taken, who owns it, and the files of a report in it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
-
-from hvdcompress.lab.training.experiment import Experiment
-from hvdcompress.lab.training.report import read_events
 
 
 def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: bool) -> Path:
-    """The folder for an experiment's results: nothing that is there is touched unless the user asks for it.
+    """Choose the folder for results; earlier results are not touched unless the user asks for it.
+
+    Args:
+        parent: where folders are made, ``runs/``.
+        name: the run's; a number is added where a folder of that name exists.
+        out: the folder that the user named.
+        resume: take the newest folder of the name, or ``out``.
+        overwrite: allow a folder that holds a run.
 
     Raises:
         ValueError: what was asked for cannot be done; the message says what can.
@@ -47,7 +48,7 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
 
 @contextlib.contextmanager
 def users_own(folder: Path) -> Iterator[None]:
-    """What root writes inside belongs, at the end, to the user who called sudo; so do folders made on the way there."""
+    """At the end, give the folder to the user who called sudo, and so the parent folders that were made for it."""
     made = [parent for parent in folder.absolute().parents if not parent.exists()]
     try:
         yield
@@ -63,38 +64,29 @@ def users_own(folder: Path) -> Iterator[None]:
 
 
 def _give(path: str | Path, owner: tuple[int, int], opened: int | None = None) -> None:
-    """Root's file or folder to its new owner; nothing that has other names, or another owner already."""
+    """Give a file or folder of root's to its new owner, unless it has other names (hard links)."""
     with contextlib.suppress(OSError):  # gone meanwhile, or on a file system without owners
         found = os.stat(path, dir_fd=opened, follow_symlinks=False)
         if found.st_uid == 0 and (stat.S_ISDIR(found.st_mode) or found.st_nlink == 1):
             os.chown(path, *owner, dir_fd=opened, follow_symlinks=False)
 
 
-def prepare(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the folder ready: empty, or with the finished runs of an earlier attempt.
+def write_files(folder: Path, texts: dict[str, str], pages: Callable[[], dict[str, str]]) -> list[Path]:
+    """Write the files of a report.
 
-    Raises:
-        ValueError: a finished run was made with other settings.
+    Args:
+        folder: made if it does not exist.
+        texts: contents by the files' names.
+        pages: makes the contents that need the extra "report" (matplotlib, Jinja2); they are left out without it.
+
+    Returns:
+        The files that were written.
     """
-    metrics = folder / "metrics"
-    if not resume and folder.exists():
-        shutil.rmtree(folder)
-    for run in experiment.runs():
-        file = metrics / f"{run.id}.jsonl"
-        events = read_events(file)
-        if not any(event.get("event") == "finished" for event in events):
-            file.unlink(missing_ok=True)
-        elif changed := _changes(events[0]["spec"], json.loads(json.dumps(run.spec()))):
-            raise ValueError(
-                f"{file} was made with other settings ({changed}): resume with the same ones, or run without --resume"
-            )
-    metrics.mkdir(parents=True, exist_ok=True)
-    experiment.save(folder / "config.yaml")
-
-
-def _changes(old: Any, new: Any, key: str = "") -> str:
-    """The keys at which two nested dicts differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        parts = (_changes(old.get(k), new.get(k), f"{key}.{k}".lstrip(".")) for k in {**old, **new})
-        return ", ".join(filter(None, parts))
-    return "" if old == new else f"{key}: {old!r} there, {new!r} now"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for make in (lambda: texts, pages):  # the texts are written even if a page cannot be drawn
+        with contextlib.suppress(ModuleNotFoundError):
+            for name, text in make().items():
+                (folder / name).write_text(text, encoding="utf-8")
+                files.append(folder / name)
+    return files

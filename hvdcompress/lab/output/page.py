@@ -1,79 +1,64 @@
-"""The report as one HTML file that needs nothing else: style, tables and plots are inside."""
+"""A report as one HTML file that needs nothing else: style, tables and plots are inside."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jinja2
 
 from hvdcompress.lab.output import plots
-from hvdcompress.lab.training import tables
-from hvdcompress.lab.training.report import Report, Row
+from hvdcompress.lab.output.table import SERIES, Table
+
+__all__ = ["Section", "legend", "render"]
 
 
-def _section(number: int, rows: list[Row], order: list[str]) -> dict[str, Any]:
-    name = f"t{number}"
-    drawn = []
-    if any(row.results[0].curve.get("loss") for row in rows):
-        drawn += [
-            ("Loss against steps", plots.loss(rows, order, "step", f"{name}a")),
-            ("Loss against bytes sent", plots.loss(rows, order, "bytes_sent", f"{name}b")),
-        ]
-    if any(row.finished for row in rows):
-        drawn += [
-            ("What it saves, and what it costs", plots.outcome(rows, order, f"{name}c")),
-            ("Where a step's time goes", plots.time_split(rows, f"{name}d")),
-        ]
-    return {
-        "heading": tables.heading(rows),
-        "plots": drawn,
-        "rows": [
-            {
-                "number": order.index(row.method) % plots.SERIES,
-                "failed": any(result.status == "failed" for result in row.results),
-                "cells": [(column.key, column.cell(row)) for column in tables.COLUMNS],
-            }
-            for row in rows
-        ],
-    }
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a heading ("what: about it"), a table, and plots as (title, ``<svg>`` element)."""
+
+    heading: str
+    table: str
+    plots: Sequence[tuple[str, str]] = ()
+
+    @classmethod
+    def of(cls, table: Table, drawn: Sequence[tuple[str, str]]) -> Section:
+        """A section headed by its table's title."""
+        return cls(table.title, table.html(), drawn)
 
 
-def render(**values: Any) -> str:
-    """The page's template, filled in."""
+def legend(labels: Sequence[str], dashed: bool = True) -> list[dict[str, object]]:
+    """The legend's items: labels in the order of their colours."""
+    return [
+        {
+            "label": label,
+            "number": number % SERIES,
+            "dashes": " ".join(map(str, plots.dashes(number))) if dashed else "",
+        }
+        for number, label in enumerate(labels)
+    ]
+
+
+def render(
+    name: str,
+    sections: Sequence[Section],
+    legend: Sequence[dict[str, object]],
+    key: str,
+    notes: Sequence[str],
+    details: Sequence[tuple[str, str]],
+) -> str:
+    """Fill in the page's template.
+
+    Args:
+        name: the heading.
+        sections: tables and plots.
+        legend: what :func:`legend` made.
+        key: what the columns mean.
+        notes: what a reader must know to read the figures correctly, below the heading.
+        details: (word, text) of how the figures were made, at the end.
+    """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("hvdcompress"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader(__package__), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.j2").render(**values)
-
-
-def html(report: Report) -> str:
-    """The page."""
-    order = report.methods()
-    if "none" in order:  # its colour is the neutral one
-        order.remove("none")
-        order.insert(0, "none")
-    legend = [
-        {"label": method, "number": i % plots.SERIES, "dashes": " ".join(map(str, plots.dashes(i)))}
-        for i, method in enumerate(order)
-    ]
-    details = [
-        (word, text)
-        for launch in report.launches
-        for word, text in (
-            ("folder", launch["folder"] if len(report.launches) > 1 else None),
-            ("command", launch.get("command")),
-            ("commit", (launch.get("commit") or "unknown") + (" (with changes)" if launch.get("dirty") else "")),
-            ("versions", ", ".join(f"{name} {value}" for name, value in launch["versions"].items())),
-        )
-        if text
-    ]
-    sections = [_section(i, rows, order) for i, rows in enumerate(report.tasks().values())]
-    return render(
-        name=report.name,
-        sections=sections,
-        legend=legend,
-        columns=tables.COLUMNS,
-        key=tables.LEGEND,
-        notes=report.notes,
-        details=details,
-    )
+    template = environment.get_template("report.html.j2")
+    return template.render(name=name, sections=sections, legend=legend, key=key, notes=notes, details=details)

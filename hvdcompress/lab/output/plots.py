@@ -1,4 +1,4 @@
-"""The report's plots, as SVG for inlining: text stays text, and colours are the page's own variables.
+"""Plots as SVG inside of a page: text stays text, and colours are the page's own variables.
 
 Colours are drawn as place-holders and replaced by CSS variables afterwards, so that the page can be light
 or dark. A method has the same colour and dashes in every plot.
@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
-import statistics
-from collections.abc import Sequence
 from importlib import resources
-
-from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training.report import Row
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it says when it builds its font cache
 import matplotlib  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: E402
 
-SERIES = 9  # colours in the page's style sheet
+from hvdcompress.lab.output.table import SERIES  # noqa: E402
+
 INK, FAINT, GRID = "#010101", "#020202", "#030303"
 DASHES: tuple[tuple[float, ...], ...] = ((), (), (5, 1.6), (1.4, 1.4), (6, 1.5, 1.5, 1.5), (3, 1.2), (8, 2))
 STYLE = {
@@ -54,15 +47,33 @@ def dashes(number: int) -> tuple[float, ...]:
     return DASHES[number % len(DASHES)]
 
 
-def _svg(figure: Figure, name: str, label: str) -> str:
+def shade(number: int) -> str:
+    """The place-holder of the n-th colour for parts of a whole."""
+    return f"#0500{number:02x}"
+
+
+def figure(height: float) -> Figure:
+    """An empty figure of the page's width; ``height`` in inches."""
+    return Figure(figsize=(6.2, height))
+
+
+def svg(figure: Figure, name: str, label: str) -> str:
+    """Draw a figure as an ``<svg>`` element.
+
+    Args:
+        figure: what to draw, made within ``matplotlib.rc_context(STYLE)``.
+        name: a prefix for its ids, which must differ from those of other plots of the page.
+        label: what it shows, for screen readers.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)  # ids must differ between a page's plots
+    text = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", text)
     text = re.sub(r"#0400([0-9a-f]{2})", lambda match: f"var(--c{int(match[1], 16)})", text)
+    text = re.sub(r"#0500([0-9a-f]{2})", lambda match: f"var(--t{int(match[1], 16)})", text)
     for place_holder, variable in ((INK, "ink"), (FAINT, "faint"), (GRID, "grid")):
         text = text.replace(place_holder, f"var(--{variable})")
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
@@ -71,124 +82,7 @@ def _svg(figure: Figure, name: str, label: str) -> str:
 
 
 def alone(svg: str) -> str:
-    """A plot as a file of its own: with the page's colours, light or dark, written into it."""
-    page = resources.files("hvdcompress").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    colours = page[page.index(":root {") : page.index("* {")]
+    """A plot as a file of its own: with the page's colours, light and dark, written into it."""
+    colours = resources.files(__package__).joinpath("templates/colours.css").read_text(encoding="utf-8")
     look = "svg { background: var(--card); font-family: system-ui, sans-serif; }"
     return svg.replace(">", f"><style>{colours}{look}</style>", 1)
-
-
-def _figure(height: float) -> Figure:
-    return Figure(figsize=(6.2, height))
-
-
-def _curve(row: Row, x: str) -> tuple[list[float], list[float]]:
-    """The row's loss against ``x``, the mean over seeds as far as all of them came."""
-    curves = [result.curve for result in row.results if result.curve.get("loss")]
-    length = min((len(curve["loss"]) for curve in curves), default=0)
-    return tuple([statistics.fmean(curve[key][i] for curve in curves) for i in range(length)] for key in (x, "loss"))  # type: ignore[return-value]
-
-
-def _loss_axis(axes: Axes, losses: Sequence[float]) -> None:
-    axes.set_ylabel("training loss")
-    positive = [loss for loss in losses if loss > 0]
-    if positive and max(positive) > 20 * min(positive):
-        axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def loss(rows: Sequence[Row], order: Sequence[str], x: str, name: str) -> str:
-    """Loss against ``x``: "step", or "bytes_sent" on a logarithmic axis."""
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(3.5)
-        axes = figure.add_subplot()
-        seen: list[float] = []
-        sent = 0.0
-        for row in rows:
-            number = order.index(row.method)
-            xs, ys = _curve(row, x)
-            seen += ys
-            sent += sum(xs)
-            thick = number == 0
-            line = axes.plot(xs, ys, color=colour(number), linewidth=2.6 if thick else 1.7, label=row.method)[0]
-            if dashes(number):
-                line.set_dashes(dashes(number))
-        _loss_axis(axes, seen)
-        axes.set_xlabel("step")
-        if x == "bytes_sent":
-            axes.set_xscale("log" if sent else "linear")  # one rank alone sends nothing
-            axes.set_xlabel("bytes sent by a rank (logarithmic)")
-            axes.xaxis.set_major_formatter(
-                FuncFormatter(lambda value, _: numbers.num_bytes(value).replace(".00", "").replace(".0", ""))
-            )
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        return _svg(figure, name, f"Training loss against {axes.get_xlabel()}, a line a method")
-
-
-def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
-    """Side by side, a line a method: the rate, and the held-out measurement with its spread over seeds."""
-    rows = [row for row in rows if "value" in row.mean]
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(0.9 + 0.36 * len(rows))
-        left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"width_ratios": (1, 1)})
-        metric = next((row.finished[0].metric for row in rows), {"name": "held-out", "unit": ""})
-        largest = max((row.mean["rate"] for row in rows if not math.isnan(row.mean["rate"])), default=1.0)
-        for place, row in enumerate(rows):
-            shade = colour(order.index(row.method))
-            rate, value, spread = row.mean["rate"], row.mean["value"], row.std["value"]
-            if not math.isnan(rate):
-                left.barh(place, max(rate, 1.02), color=shade, height=0.62)
-                left.text(max(rate, 1.02) * 1.12, place, numbers.rate_of(rate), va="center", fontsize=9)
-            right.errorbar(value, place, xerr=spread or None, fmt="o", color=shade, capsize=3, markersize=7)
-            right.annotate(
-                f"{value:.2f}", (value, place), (0, 7), textcoords="offset points", ha="center", fontsize=8.5
-            )
-        left.set_xscale("log")
-        left.set_xlim(0.9, largest * 4)
-        left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-        left.xaxis.set_minor_formatter(NullFormatter())
-        left.set_xlabel("rate (logarithmic)")
-        left.set_yticks(range(len(rows)), [row.method for row in rows], color=INK)
-        left.set_ylim(len(rows) - 0.4, -0.75)
-        dense = next((row for row in rows if row.method.rpartition("/")[2] == "none"), None)
-        if dense:
-            right.axvline(dense.mean["value"], color=colour(order.index(dense.method)), linewidth=1, dashes=(3, 3))
-        right.margins(x=0.18)
-        better = "higher" if metric.get("higher_is_better") else "lower"
-        right.set_xlabel(f"{metric['name']}, {metric['unit']}\n({better} is better)")
-        for axes in (left, right):
-            axes.tick_params(axis="y", length=0)
-            axes.grid(visible=False, axis="y")
-        return _svg(figure, name, "Rate and held-out measurement of each method")
-
-
-def time_split(rows: Sequence[Row], name: str) -> str:
-    """Stacked bars: where a step's time goes."""
-    rows = [row for row in rows if "total" in row.mean]
-    parts: tuple[tuple[str, str, int], ...] = (
-        ("rest", "forward, backward, optimizer", 0),
-        ("select", "select (codec)", 1),
-        ("communicate", "communicate", 2),
-    )
-    if any(math.isnan(row.mean["communicate"]) for row in rows):  # TensorFlow cannot tell it from the rest
-        parts = (("other", "all but codec", 0), parts[1])
-    with matplotlib.rc_context(STYLE):
-        figure = _figure(1.25 + 0.36 * len(rows))
-        axes = figure.add_subplot()
-        left = [0.0] * len(rows)
-        for key, title, number in parts:
-            widths = [1e3 * row.mean.get(key, row.mean["total"] - row.mean["select"]) for row in rows]
-            axes.barh(range(len(rows)), widths, left=left, color=f"#0500{number:02x}", height=0.62, label=title)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for place, total in enumerate(left):
-            axes.text(total + 0.012 * max(left), place, f"{numbers.number(total)} ms", va="center", fontsize=9)
-        axes.set_yticks(range(len(rows)), [row.method for row in rows], color=INK)
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlim(0, 1.15 * max(left, default=1.0))
-        axes.set_xlabel("milliseconds a step, mean over ranks")
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-        figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)
-        text = _svg(figure, name, "Time of a step of each method, split into codec, communication and the rest")
-        return re.sub(r"#0500([0-9a-f]{2})", lambda match: f"var(--t{int(match[1], 16)})", text)

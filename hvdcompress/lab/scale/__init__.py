@@ -1,1 +1,1 @@
-"""What an exchange costs among many workers: model, fit, prediction; the ring written out."""
+"""The cost of an exchange among many workers: model, fit and prediction; the ring all-reduce, written out."""

@@ -1,4 +1,4 @@
-"""What an exchange of gradients costs among any number of workers: an α-β-γ model, and its fit to measured exchanges.
+"""The cost of an exchange among any number of workers: an α-β-γ model, and its fit to measured exchanges.
 
 One exchange asks for collectives (:func:`work`), and each costs something of five kinds::
 
@@ -8,13 +8,10 @@ One exchange asks for collectives (:func:`work`), and each costs something of fi
             + ν · collectives + κ · rounds                     Horovod's negotiation: of each tensor, and of each cycle
             + γ · seconds of the codec                         as timed in one process: :class:`Codec`
 
-(Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, what
-processors do takes p/processors as long. Collectives run as rings, as in ``ledger.py``: an all-reduce by a tree would
-cost fewer messages, and dense ones among thousands of workers less than is said here. Nothing overlaps in the model;
-where it does on a machine, the fitted γ is below 1.
-
-Which collectives a method asks for, and how long they are, is found out by ``rehearsal.imagine``: nothing here
-knows any method.
+(Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, the
+processors' work takes p/processors as long. Collectives run as rings, as in ``ledger.py``; an all-reduce by a tree
+would need fewer messages. Nothing overlaps in the model; where it does on a machine, the fitted γ is below 1.
+``imagined.imagine`` finds out which collectives a method asks for: nothing here depends on any method.
 """
 
 from __future__ import annotations
@@ -29,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
-from hvdcompress.engine import rehearsal
 from hvdcompress.engine.agreement import Status
 from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.rehearsal import Asked, Rounds
+from hvdcompress.lab.scale import imagined
+from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan
 
@@ -47,7 +44,7 @@ PROBE = 8  # bytes beside each tensor's all-reduce, by which the PyTorch driver 
 
 @dataclass(frozen=True)
 class Work:
-    """What one exchange asks for, on the rank that has most of it.
+    """The work of one exchange, on the rank that has most of it.
 
     ``sent``, ``on_wire``: as in the ledger. ``line``: bytes that pass one after the other, as a rank that only
     receives in a round keeps the others waiting. ``calls``: collectives, before they are fused; ``rounds``: how many
@@ -81,7 +78,7 @@ class Codec:
 def on_wire(asked: Asked, world: int) -> float:
     """Bytes that a rank transmits for a collective, by the ledger's formulas."""
     ledger = Ledger(world)
-    ledger.add(0, "", asked.verb, asked.num_bytes, splits=None if asked.keeps is None else (asked.keeps,))
+    ledger.sent(0, "", asked.verb, None, asked.num_bytes, splits=None if asked.keeps is None else (asked.keeps,))
     return ledger.tensors(0)[""].on_wire
 
 
@@ -117,9 +114,14 @@ def work(
     codec: Callable[[Method], Codec] | None = None,
     driver: bool = True,
 ) -> Work:
-    """What an exchange of tensors (names and shapes) under a plan asks for, in its last stage and phase.
+    """The work of an exchange under a plan, in its last stage and phase.
 
-    ``driver``: with what the PyTorch driver adds, a placeholder for each tensor and a status.
+    Args:
+        plan: the methods.
+        tensors: shapes by name.
+        world: the number of ranks.
+        codec: gives a method's codec; without it, the codec's seconds are 0.
+        driver: include what the PyTorch driver adds, a placeholder for each tensor and a status.
     """
     sent, wire, line, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
     together: dict[tuple[int, str, str, int | None], list[int]] = {}
@@ -157,13 +159,13 @@ def work(
 
 def _asked(bucket: Bucket, world: int) -> tuple[Method, Rounds, bool]:
     method = bucket.program.main
-    phase = rehearsal.last_phase(method)
-    rides = len(bucket.members) == 1 and rehearsal.piggyback(method, phase, bucket.spec)
-    return method, rehearsal.imagine(method, phase, world, bucket.spec), rides
+    phase = imagined.last_phase(method)
+    rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
+    return method, imagined.imagine(method, phase, world, bucket.spec), rides
 
 
 def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:
-    """What stock Horovod asks for, dense in float32."""
+    """The work of stock Horovod, dense in float32."""
     num_bytes = 4 * sum(prod(shape) for shape in tensors.values())
     wire = on_wire(Asked("AllReduce", "sum", "float32", num_bytes), world)
     passed = messages("AllReduce", [4 * prod(shape) for shape in tensors.values()], world)
@@ -198,7 +200,7 @@ class Constants:
 
 
 def _features(work: Work, rate: float, shared: float) -> list[float]:
-    """What each of the :class:`Constants` is multiplied by."""
+    """The factors of the :class:`Constants`, in their order."""
     return [
         work.messages,
         8 * work.line / rate,
@@ -226,19 +228,19 @@ class Point:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Point:
-        """What :meth:`to_dict` made.
+        """Read what :meth:`to_dict` made.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a point.
         """
         try:
             return cls(**{**given, "work": Work(**given["work"])})
         except (TypeError, KeyError) as error:
-            raise ValueError(f"this is no measured exchange: {error}") from None
+            raise ValueError(f"this is not a measured exchange: {error}") from None
 
 
 def sharing(ranks: int, processors: int | None = None) -> float:
-    """How many of so many ranks share the busiest of this machine's processors (or of ``processors``); 1 at least.
+    """The number of ranks that share the busiest of this machine's processors (or of ``processors``); 1 at least.
 
     Emulated hosts keep to one each, and the last to end ends an exchange.
     """
@@ -270,7 +272,7 @@ class Errors(NamedTuple):
 
 
 def errors(constants: Constants, points: Iterable[Point]) -> Errors:
-    """How far off the model is.
+    """Compare predictions with measured times.
 
     Raises:
         ValueError: there are no points.

@@ -1,10 +1,10 @@
 """Time MPI's bare all-reduce, all-gather and all-to-all over emulated hosts, for `hvdcompress scale --fit`:
 
-    python launch/measure_links.py runs/links.jsonl [--hosts 2] [--rates 100mbit,1gbit] [--seconds 1]
+    python -m hvdcompress.lab.scale.links runs/links.jsonl [--hosts 2] [--rates 100mbit,1gbit] [--seconds 1]
 
-More hosts than processors tell nothing but how the scheduler switches between them: the fit leaves them out.
-Needs root and iproute2. Each line of the file is a point of ``hvdcompress.lab.scale.cost``: a collective of one size among so
-many hosts, and the median of its times, each from the first rank's beginning to the last one's end.
+With more hosts than processors, times show how the scheduler switches between them: the fit leaves them out.
+Needs root and iproute2. Each line of the file is a ``Point`` of ``cost.py``: a collective of one size among so many
+hosts, and the median of its times, each from the first rank's beginning to the last one's end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvdcompress.engine.rehearsal import Asked
-from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.cluster.hosts import Hosts, HostsError, Rate
+from hvdcompress.lab.cluster import launcher, notes
+from hvdcompress.lab.cluster.hosts import Hosts, HostsError
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.scale import cost
+from hvdcompress.lab.scale.imagined import Asked
 
+MODULE = "hvdcompress.lab.scale.links"
 VERBS = ("AllReduce", "AllGather", "AllToAll")
 # Bytes that a rank hands over: so few that only the latency counts, or so many that only the link does. In between
 # they sit in sockets' and token buckets' buffers, which a whole exchange overflows.
@@ -75,11 +77,11 @@ def rank_main(rate: float, seconds: float, processors: int) -> None:
 
 
 def measure(count: int, rate: str, seconds: float) -> list[str]:
-    """The lines for so many hosts."""
+    """Measure among so many emulated hosts; lines of JSON, a collective each."""
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     with Hosts(count, rate) as hosts:
         words = [mpirun or "mpirun", "-np", str(count), "-H", hosts.slots, "-bind-to", "none", "-mca", "pml", "ob1"]
-        words += [sys.executable, __file__, "--rank", str(Rate.parse(rate).slower), "--seconds", str(seconds)]
+        words += [sys.executable, "-m", MODULE, "--rank", str(Rate.parse(rate).slower), "--seconds", str(seconds)]
         words += ["--processors", str(len(os.sched_getaffinity(0)))]  # a host sees but its share of them
         line = hosts.command(hosts.names[0], *words)
         environment = {**os.environ, **launcher.environment(count, hosts)}
@@ -102,8 +104,8 @@ def main() -> None:
     if given.rank:
         rank_main(given.rank, given.seconds, given.processors)
         return
-    notes = launcher.notes(["python", *sys.argv], "mpi")
-    head = {key: notes[key] for key in ("command", "commit", "machine")}
+    here = notes.notes(["python", "-m", MODULE, *sys.argv[1:]], "mpi")
+    head = {key: here[key] for key in ("command", "commit", "machine")}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with given.out.open("w", encoding="utf-8") as stream:
         stream.write(json.dumps(head) + "\n")

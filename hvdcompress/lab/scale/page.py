@@ -1,23 +1,17 @@
-"""The page of ``hvdcompress scale``: the report's style, with curves over the number of workers."""
+"""The report of ``hvdcompress scale`` as an HTML page, with curves over the number of workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from hvdcompress.lab.output import numbers, page, plots
-from hvdcompress.lab.scale.model import Row
-from hvdcompress.lab.scale.report import MISSING, Prediction, notes, time_cells
-
-
-class Head(NamedTuple):
-    """A column, as the page wants it."""
-
-    key: str
-    title: str
+from hvdcompress.lab.output.page import Section
+from hvdcompress.lab.output.table import MISSING
+from hvdcompress.lab.scale.prediction import Row
+from hvdcompress.lab.scale.report import Prediction, notes, time_table
 
 
 def curves(
@@ -28,10 +22,18 @@ def curves(
     title: str,
     legend: bool = False,
 ) -> str:
-    """A line a method against the number of workers, both logarithmic; a cross where a method is no faster than
-    dense."""
+    """Draw a line a method against the number of workers, both logarithmic.
+
+    Args:
+        rows: the methods.
+        values: a row's values by the number of workers; seconds get a cross where a method is no faster than dense.
+        form: writes a value.
+        name: see :func:`plots.svg`.
+        title: what the plot shows.
+        legend: draw a legend.
+    """
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots._figure(5.6 if legend else 4.4)
+        figure = plots.figure(5.6 if legend else 4.4)
         axes = figure.add_subplot()
         for number, row in enumerate(rows):
             found = values(row)
@@ -57,37 +59,17 @@ def curves(
         axes.set_xlabel("workers (both axes logarithmic)")
         if legend:
             figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8.5)
-        return plots._svg(figure, name, title)
+        return plots.svg(figure, name, title)
 
 
-def _section(prediction: Prediction, number: int, rate: str, rows: list[Row]) -> dict[str, Any]:
+def _plots(number: int, rows: Sequence[Row]) -> list[tuple[str, str]]:
     times = curves(rows, lambda row: row.seconds, numbers.seconds_of, f"s{number}a", "Seconds against workers")
     wire = curves(rows, lambda row: row.on_wire, numbers.num_bytes, f"s{number}b", "Bytes a rank against workers")
-    cells = [(row, time_cells(prediction, row)) for row in rows]
-    return {
-        "heading": prediction.heading(rate),
-        "plots": [("Time of an exchange (×: no faster than dense)", times), ("Bytes a rank sends", wire)],
-        "rows": [
-            {
-                "number": at % plots.SERIES,
-                "failed": bool(row.loses),
-                "cells": [(head.key, cell) for head, cell in zip(_heads(prediction), found, strict=True)],
-            }
-            for at, (row, found) in enumerate(cells)
-        ],
-    }
-
-
-def _heads(prediction: Prediction) -> list[Head]:
-    return [
-        Head("method", "method"),
-        *(Head("workers", f"{p} workers") for p in prediction.workers),
-        Head("loses", "loses"),
-    ]
+    return [("Time of an exchange (×: no faster than dense)", times), ("Bytes a rank sends", wire)]
 
 
 def pictures(prediction: Prediction) -> dict[str, str]:
-    """Files' names and the plots of seconds in them, each by itself."""
+    """Plots of seconds against workers, by the names of their files."""
     made = {}
     for rate, rows in prediction.by_rate().items():
         name = f"seconds-{rate.replace('/', '-')}"
@@ -102,17 +84,14 @@ def html(prediction: Prediction) -> str:
     """The page: one file that needs nothing else."""
     by_rate = prediction.by_rate()
     first = next(iter(by_rate.values()))
-    legend = [
-        {"label": row.label, "number": i % plots.SERIES, "dashes": " ".join(map(str, plots.dashes(i)))}
-        for i, row in enumerate(first)
+    sections = [
+        Section.of(time_table(prediction, rate), _plots(i, rows)) for i, (rate, rows) in enumerate(by_rate.items())
     ]
-    said = notes(prediction)
     return page.render(
-        name=f"{prediction.name} at scale",
-        sections=[_section(prediction, i, rate, rows) for i, (rate, rows) in enumerate(by_rate.items())],
-        legend=legend,
-        columns=_heads(prediction),
-        key=" ".join(f"{row.label}: {row.formula}." for row in first if row.formula != MISSING),
-        notes=said,
-        details=[("command", prediction.command), ("constants", prediction.file)],
+        f"{prediction.name} at scale",
+        sections,
+        page.legend([row.label for row in first]),
+        " ".join(f"{row.label}: {row.formula}." for row in first if row.formula != MISSING),
+        notes(prediction),
+        [("command", prediction.command), ("constants", prediction.file)],
     )

@@ -1,23 +1,20 @@
-"""What ``hvdcompress scale`` prints and writes: tables, scale.json, table.md and report.html."""
+"""The report of ``hvdcompress scale``: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from hvdcompress.lab.cluster.hosts import Rate
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.scale.cost import Constants
-from hvdcompress.lab.scale.model import Model, Row
-from hvdcompress.lab.training.report import as_json, write_files
+from hvdcompress.lab.scale.model import Model
+from hvdcompress.lab.scale.prediction import Row
 
-MISSING = "–"
 LOSES = "*"  # marks what is no faster than dense
 MEANING = {
     "message": "a message that waits for another (α)",
@@ -31,7 +28,7 @@ MEANING = {
 
 @dataclass
 class Prediction:
-    """Rows, and of what."""
+    """Rows, and what they were predicted for."""
 
     name: str
     rows: list[Row]
@@ -61,18 +58,6 @@ class Prediction:
         return next(row for row in self.by_rate()[rate] if row.is_dense)
 
 
-def _seconds(row: Row, dense: Row, workers: int) -> str:
-    loses = not row.is_dense and row.seconds[workers] >= dense.seconds[workers]
-    return numbers.seconds_of(row.seconds[workers]) + (LOSES if loses else "")
-
-
-def time_cells(prediction: Prediction, row: Row) -> list[str]:
-    """A line of the table of times."""
-    dense = prediction.dense(row.rate)
-    last = MISSING if row.is_dense else loses(row)
-    return [row.label, *(_seconds(row, dense, p) for p in prediction.workers), last]
-
-
 def loses(row: Row) -> str:
     """Among how many workers a method is no faster than dense: "never", "always", "from 256", "up to 8" or a list."""
     workers, mine = sorted(row.seconds), row.loses
@@ -83,24 +68,82 @@ def loses(row: Row) -> str:
     return f"up to {mine[-1]}" if mine == workers[: len(mine)] else ", ".join(map(str, mine))
 
 
-def byte_cells(prediction: Prediction, row: Row) -> list[str]:
-    """A line of the table of bytes."""
-    return [row.label, *(numbers.num_bytes(row.on_wire[p]) for p in prediction.workers)]
+def _seconds(workers: int, dense: Row, yields: int) -> Column[Row]:
+    """The column of one number of workers in the table of times."""
+
+    def is_slow(row: Row) -> bool:
+        return not row.is_dense and row.seconds[workers] >= dense.seconds[workers]
+
+    def text(row: Row) -> str:
+        return numbers.seconds_of(row.seconds[workers]) + (LOSES if is_slow(row) else "")
+
+    key = f"workers_{workers}"
+    return Column(key, str(workers), text, lambda row: row.seconds[workers], "s", yields=yields, marked=is_slow)
 
 
-def constant_cells(constants: Constants) -> list[tuple[str, str, str]]:
-    """(name, value, meaning) of each constant."""
+def _bytes(workers: int, yields: int) -> Column[Row]:
+    key = f"workers_{workers}"
+    return Column(
+        key,
+        str(workers),
+        lambda row: numbers.num_bytes(row.on_wire[workers]),
+        lambda row: row.on_wire[workers],
+        "B",
+        yields=yields,
+    )
+
+
+METHOD: Column[Row] = Column("method", "method", lambda row: row.label, align="left")
+
+
+def time_table(prediction: Prediction, rate: str) -> Table[Row]:
+    """Seconds by the number of workers, over links of one rate."""
+    rows, dense = prediction.by_rate()[rate], prediction.dense(rate)
+    last: Column[Row] = Column("loses", "loses", lambda row: MISSING if row.is_dense else loses(row))
+    columns = [METHOD, *(_seconds(p, dense, y) for p, y in _yielding(prediction.workers)), last]
+    order = [row.label for row in rows]
+    return Table(columns, rows, prediction.heading(rate), colour=lambda row: order.index(row.label))
+
+
+def byte_table(prediction: Prediction) -> Table[Row]:
+    """Bytes that a rank transmits, by the number of workers."""
+    rows = next(iter(prediction.by_rate().values()))
+    columns = [METHOD, *(_bytes(p, y) for p, y in _yielding(prediction.workers))]
+    return Table(columns, rows, "Bytes on the wire, a rank and exchange")
+
+
+def _yielding(workers: list[int]) -> list[tuple[int, int]]:
+    """Numbers of workers, and how soon their columns give way: every second one first, the last one never."""
+    return [(p, (len(workers) - 1 - at) % 2) for at, p in enumerate(workers)]
+
+
+class Constant(NamedTuple):
+    """A constant of the model, as the table shows it."""
+
+    name: str
+    value: float
+    text: str
+
+
+def constant_table(constants: Constants) -> Table[Constant]:
+    """The model's constants: name, value, meaning."""
 
     def text(name: str, value: float) -> str:
         if name in ("link", "codec"):
             return numbers.number(value)
         return f"{numbers.number(1e9 * value)} ns" if name == "byte" else numbers.seconds_of(value)
 
-    return [(name, text(name, value), MEANING[name]) for name, value in asdict(constants).items()]
+    columns: list[Column[Constant]] = [
+        Column("constant", "constant", lambda one: one.name, align="left"),
+        Column("value", "value", lambda one: one.text, lambda one: one.value),
+        Column("of", "of", lambda one: MEANING[one.name], align="left"),
+    ]
+    rows = [Constant(name, value, text(name, value)) for name, value in asdict(constants).items()]
+    return Table(columns, rows, "Fitted constants")
 
 
 def notes(prediction: Prediction) -> list[str]:
-    """What a reader must know to read the figures rightly."""
+    """What a reader must know to read the figures correctly."""
     model = prediction.model
     said = [f"From {prediction.file}, fitted {model.made} to {len(model.points)} measured points: {_sources(model)}."]
     for split, found in model.held_out.items():
@@ -117,7 +160,7 @@ def notes(prediction: Prediction) -> list[str]:
     if prediction.timed:
         said.append(f"Codecs that were timed just now, on this machine: {', '.join(prediction.timed)}.")
     largest = max(point.work.world for point in model.points) if model.points else 0
-    said.append(f"Beyond {largest} workers nothing was measured: these figures are carried over by the formulas alone.")
+    said.append(f"Beyond {largest} workers nothing was measured: those figures are extrapolations by the formulas.")
     return said
 
 
@@ -130,69 +173,22 @@ def _sources(model: Model) -> str:
 
 
 def show(prediction: Prediction, console: Console) -> None:
-    """Print the tables."""
-    heads = ["method", *(f"{p}" for p in prediction.workers)]
-    for rate, rows in prediction.by_rate().items():
-        lines = [time_cells(prediction, row) for row in rows]
-        _show(prediction.heading(rate), [*heads, "loses"], lines, console, mark=LOSES)
-    rows = next(iter(prediction.by_rate().values()))
-    _show("Bytes on the wire, a rank and exchange", heads, [byte_cells(prediction, row) for row in rows], console)
+    """Print the tables and the notes."""
+    for table in (*(time_table(prediction, rate) for rate in prediction.by_rate()), byte_table(prediction)):
+        console.print()
+        table.show(console)
     for note in notes(prediction):
         console.print(escape(note), highlight=False)
 
 
-def _show(title: str, heads: list[str], lines: list[list[str]], console: Console, mark: str = "\0") -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="bold", padding=(0, 1))
-    for head in heads:
-        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*(f"[red]{escape(cell)}[/]" if cell.endswith(mark) else escape(cell) for cell in line))
-    console.print()
-    console.print(table)
-
-
 def show_fit(model: Model, console: Console) -> None:
-    """Print the constants, and how far off their predictions are."""
-    table = Table(title="Fitted constants", title_justify="left", title_style="bold", box=None, show_header=False)
-    for name, value, meaning in constant_cells(model.constants):
-        table.add_row(name, value, escape(meaning))
-    console.print(table)
-
-
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |"
-
-    return [line(heads), "|---|" + "---:|" * (len(heads) - 1), *map(line, lines)]
+    """Print the constants."""
+    constant_table(model.constants).show(console)
 
 
 def markdown(prediction: Prediction) -> str:
-    """All tables as Markdown."""
-    heads = ["method", *(str(p) for p in prediction.workers)]
-    text = []
-    for rate, rows in prediction.by_rate().items():
-        text += [f"**{prediction.heading(rate)}**", ""]
-        text += [*_table([*heads, "loses"], [time_cells(prediction, row) for row in rows]), ""]
-    rows = next(iter(prediction.by_rate().values()))
-    text += ["**Bytes on the wire, a rank and exchange**", ""]
-    text += [*_table(heads, [byte_cells(prediction, row) for row in rows]), ""]
-    text += ["**Constants**", "", *_table(("constant", "value", "of"), constant_cells(prediction.model.constants)), ""]
-    return "\n".join([*text, *(f"- {note}".replace("*:", "\\*:") for note in notes(prediction))]) + "\n"
-
-
-def write(prediction: Prediction, folder: Path) -> list[Path]:
-    """Write ``scale.json``, ``table.md`` and, if the report extra is installed, ``report.html`` and its plots of
-    seconds, each a file."""
-    given: dict[str, Any] = {
-        "name": prediction.name,
-        "command": prediction.command,
-        "notes": notes(prediction),
-        "rows": [row.to_dict() for row in prediction.rows],
-    }
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.scale import page as _scale_page
-
-        return {"report.html": _scale_page.html(prediction), **_scale_page.pictures(prediction)}
-
-    return write_files(folder, {"scale.json": as_json(given), "table.md": markdown(prediction)}, pages)
+    """All tables and the notes as Markdown."""
+    tables = [*(time_table(prediction, rate) for rate in prediction.by_rate()), byte_table(prediction)]
+    text = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables]
+    text.append(f"**Constants**\n\n{constant_table(prediction.model.constants).markdown()}\n")
+    return "".join([*text, *(f"- {note}\n".replace("*:", "\\*:") for note in notes(prediction))])

@@ -69,7 +69,7 @@ class SegmentCodec(Protocol):
         """Bytes of a payload, whatever was added to it."""
 
     def prepare(self, x: Array, start: int) -> Array:
-        """What can be done with a rank's own segment before the others' arrives."""
+        """Prepare a rank's own segment before the others' arrives."""
 
     def add(self, arrived: Array | None, own: Array, hop: int) -> Array:
         """The payload [num_bytes] uint8 of what arrived in ``hop``, if anything, and a prepared segment together."""
@@ -309,7 +309,7 @@ def _agree(x: Any, codec: SegmentCodec, comm: Any) -> None:
     if not right:
         raise ValueError("a ring sums flat float32 arrays")
     if most[0]:
-        raise RuntimeError("another rank's vector is no flat float32 array")
+        raise RuntimeError("another rank's vector is not a flat float32 array")
     for what, high, low in (("elements", most[1], -most[2]), ("bytes of payload", most[3], -most[4])):
         if high != low:
             raise RuntimeError(f"the ranks' vectors or codecs differ: they have from {low} to {high} {what}")
@@ -321,7 +321,7 @@ def ring_allreduce(x: Array, codec: SegmentCodec, comm: Any) -> RingSum:
     A thread lets MPI work on messages while this one works on segments, if MPI was initialised for threads.
 
     Raises:
-        ValueError: ``x`` is no flat float32 array.
+        ValueError: ``x`` is not a flat float32 array.
         RuntimeError: that is so on another rank, or vectors or payloads differ in length; on every rank.
     """
     from mpi4py import MPI

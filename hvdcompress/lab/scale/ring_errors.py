@@ -20,7 +20,7 @@ from hvdcompress.parts.sums import Codec, Quantizer
 
 
 class Growth(NamedTuple):
-    """‖sum − exact sum‖ / ‖exact sum‖ of one codec on ``world`` ranks, by three routes (see ``parts/route.py``)."""
+    """‖sum − exact sum‖ / ‖exact sum‖ of one codec on ``world`` ranks, by three routes (see ``parts/sums.py``)."""
 
     codec: str
     world: int

@@ -12,84 +12,81 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from hvdcompress import registry
-from hvdcompress.lab import nets
-from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.scale import model as scaling
-from hvdcompress.lab.scale import report as _scale_report
+from hvdcompress.lab import nets, packaged
+from hvdcompress.lab.cluster.launcher import shown
+from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.lab.scale import files, report
+from hvdcompress.lab.scale.model import Model, model_from
+from hvdcompress.lab.scale.prediction import WORKERS, predict, tensors_of
 from hvdcompress.lab.scale.report import Prediction
-from hvdcompress.lab.training.experiment import Experiment, MethodEntry
 
-FOLDER = launcher.ROOT / "configs" / "bench"
-
-
-def entries(config: Path | None, labels: Sequence[str]) -> list[MethodEntry]:
-    """The methods to foretell.
-
-    Raises:
-        ValueError: a bad configuration, or no such label. FileNotFoundError: there is no such file.
-    """
-    everything = {"name": "all", "tasks": ["gradients"], "methods": registry.available()}
-    usual = FOLDER / "scale.yaml"
-    source = config or (usual if usual.is_file() else everything)
-    return Experiment.open(source).override(methods=labels).methods
+FITTED = packaged.FOLDER / "bench" / "fit.json"  #: the constants that come with the package
 
 
 def seconds(text: str) -> float:
-    """``20us``, ``0.5ms`` or ``1s`` in seconds.
+    """Parse a time: "20us", "0.5ms" or "1s".
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: it is not a time.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no time: write 20us, 0.5ms or 1s")
+        raise ValueError(f"{text!r} is not a time: write 20us, 0.5ms or 1s")
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 def run(
-    config: Path | None,
+    entries: Sequence[MethodEntry],
     set: str,
     rates: Sequence[str],
     workers: Sequence[str],
-    labels: Sequence[str],
     fit: Sequence[Path],
-    constants: Path | None,
+    constants: Path,
     latency: str | None,
     out: Path | None,
     console: Console,
 ) -> None:
-    """Fit if there is something to fit to, foretell, print and write.
+    """Fit the model if asked to, predict, print and write.
+
+    Args:
+        entries: the methods.
+        set: what is exchanged, as :func:`tensors_of` takes it.
+        rates: of the links.
+        workers: numbers of workers; the usual ones if there are none.
+        fit: results to fit to first; the constants are then written to ``constants``.
+        constants: the file of the fitted constants.
+        latency: seconds a message, such as "20us", in place of the fitted ones.
+        out: a folder for the report.
+        console: where tables are printed.
 
     Raises:
-        ValueError, OSError: something given is wrong, or is not there.
+        ValueError, OSError: an argument is wrong, or a file is missing.
     """
-    file = constants or FOLDER / "fit.json"
-    chosen, tensors = entries(config, labels), scaling.tensors_of(set)
+    tensors = tensors_of(set)
     if wrong := [word for word in workers if not word.isdigit()]:
-        raise ValueError(f"--workers: {wrong[0]!r} is no number of workers")
-    numbers = [int(word) for word in workers] or list(scaling.WORKERS)
+        raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
+    numbers = [int(word) for word in workers] or list(WORKERS)
     with console.status("…") as status:
         if fit:
             status.update("fitting …")
-            fitted = scaling.model_from(fit)
+            fitted = model_from(fit)
         else:
-            fitted = scaling.Model.open(file)
+            fitted = Model.open(constants)
         model, known = fitted, list(fitted.codecs)
         if latency:
             model = replace(fitted, constants=replace(fitted.constants, message=seconds(latency)))
-        rows = scaling.predict(model, chosen, tensors, rates, numbers, lambda label: status.update(f"{label} …"))
+        rows = predict(model, entries, tensors, rates, numbers, lambda label: status.update(f"{label} …"))
     if fit:
-        fitted.save(file)  # now, with the codecs of all methods
-        _scale_report.show_fit(fitted, console)
-        console.print(f"written: {launcher.shown(file)}", highlight=False, soft_wrap=True)
+        fitted.save(constants)  # now, with the codecs of all methods
+        report.show_fit(fitted, console)
+        console.print(f"written: {shown(constants)}", highlight=False, soft_wrap=True)
     about = f"{len(tensors)} tensors, {nets.total(tensors):,} elements".replace(",", " ").replace("  ", ", ")
     command = shlex.join(["hvdcompress", *sys.argv[1:]])
     name = f"{Path(set).stem}, {about}" + (f", {latency} a message" if latency else "")
     timed = [] if fit else [method for method in fitted.codecs if method not in known]
-    prediction = Prediction(name, rows, model, launcher.shown(file), command, timed)
-    _scale_report.show(prediction, console)
+    file = "the packaged fit.json" if constants == FITTED else shown(constants)
+    prediction = Prediction(name, rows, model, file, command, timed)
+    report.show(prediction, console)
     if out:
-        files = _scale_report.write(prediction, out)
-        written = ", ".join(launcher.shown(each) for each in files)
+        written = ", ".join(shown(each) for each in files.write(prediction, out))
         console.print(f"written: {escape(written)}", highlight=False, soft_wrap=True)

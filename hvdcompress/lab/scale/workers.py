@@ -1,10 +1,10 @@
 """Many workers in one process: the bytes of up to 256 of them, and a training on digits with 64.
 
-    python launch/scale_loopback.py bytes [--workers 2,4,16,64,256] [--out FILE]
-    python launch/scale_loopback.py train [--workers 4,64] [--seeds 3] [--rates 0.1,0.4] [--out FILE]
+    python -m hvdcompress.lab.scale.workers bytes [--workers 2,4,16,64,256] [--out FILE]
+    python -m hvdcompress.lab.scale.workers train [--workers 4,64] [--seeds 3] [--rates 0.1,0.4] [--out FILE]
 
-*bytes*: every worker is there and exchanges a gradient of its own; the ledger's bytes of the rank that sends most,
-beside what ``hvdcompress scale`` says of as many workers.
+*bytes*: every worker exchanges a gradient of its own. The table has the ledger's bytes of the rank that sends most,
+which must be those that ``hvdcompress scale`` predicts.
 
 *train*: a two-layer net on scikit-learn's digits. Each worker draws its own batches of 8, so that 64 workers make
 batches of 512; with 4 workers (batches of 32) for comparison. The learning rate warms up over 30 steps and then falls
@@ -17,12 +17,14 @@ import argparse
 import shlex
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.lab.scale import cost
 from hvdcompress.lab.training.numpy_digits import Weights, load, loss_and_gradient
 from hvdcompress.loopback import Loopback
@@ -63,23 +65,36 @@ def counted(settings: dict[str, Any], world: int) -> tuple[int, int]:
     return max(map(net.ledger.bytes_sent, range(world))), max(map(net.ledger.bytes_on_wire, range(world)))
 
 
-def bytes_table(workers: list[int]) -> list[str]:
-    """Bytes on the wire by the number of workers, as Markdown; a figure that the model has otherwise is an error."""
-    lines = ["| method | sent | " + " | ".join(f"{p} workers" for p in workers) + " |"]
-    lines.append("|---|---:|" + "---:|" * len(workers))
+def bytes_table(workers: Sequence[int]) -> Table[Any]:
+    """Bytes on the wire by the number of workers.
+
+    Raises:
+        SystemExit: the model predicts another figure.
+    """
+    rows = []
     for label, settings in METHODS.items():
         settings = {"method": label, **settings}
-        cells, sent = [], []
+        found = {}
         for p in workers:
-            real = counted(settings, p)
+            found[p] = counted(settings, p)
             said = cost.work(plan_of(settings, min_elements=1), {"w": SHAPE}, p, driver=False)
-            if real != (round(said.sent), round(said.on_wire)):
-                sys.exit(f"{label}, {p} workers: counted {real}, the model says {said.sent, said.on_wire}")
-            sent.append(real[0])
-            cells.append(numbers.num_bytes(real[1]))
-        span = numbers.num_bytes(min(sent)) + (f" – {numbers.num_bytes(max(sent))}" if len(set(sent)) > 1 else "")
-        lines.append(f"| {label} | {span} | " + " | ".join(cells) + " |")
-    return lines
+            if found[p] != (round(said.sent), round(said.on_wire)):
+                sys.exit(f"{label}, {p} workers: counted {found[p]}, the model says {said.sent, said.on_wire}")
+        rows.append((label, found))
+
+    def span(row: Any) -> str:
+        sent = [sent for sent, _ in row[1].values()]
+        ends = [min(sent), max(sent)] if len(set(sent)) > 1 else [sent[0]]
+        return " – ".join(map(numbers.num_bytes, ends))
+
+    def wire(p: int) -> Column[Any]:
+        def text(row: Any) -> str:
+            return numbers.num_bytes(row[1][p][1])
+
+        return Column(f"workers_{p}", f"{p} workers", text, lambda row: row[1][p][1], "B")
+
+    names: Column[Any] = Column("method", "method", lambda row: row[0], align="left")
+    return Table([names, Column("sent", "sent", span), *map(wire, workers)], rows)
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -115,25 +130,44 @@ def train(settings: dict[str, Any], world: int, rate: float, seed: int, steps: i
     return {"loss": loss_and_gradient(w, x, y)[0], "accuracy": 100 * float(right.mean()), "wire": wire}
 
 
-def training_table(workers: list[int], rates: list[float], seeds: int, steps: int = STEPS) -> list[str]:
-    """A line a method, as Markdown; mean ± deviation over seeds."""
-    heads = [f"{p} workers, rate {rate:g}: {what}" for p in workers for rate in rates for what in ("loss", "accuracy")]
-    lines = ["| method | " + " | ".join([*heads, *(f"on the wire, {p} workers" for p in workers)]) + " |"]
-    lines.append("|---|" + "---:|" * (len(heads) + len(workers)))
+def training_table(workers: Sequence[int], rates: Sequence[float], seeds: int, steps: int = STEPS) -> Table[Any]:
+    """Loss, accuracy and bytes of each method; mean ± deviation over seeds."""
+    rows = []
     for label, settings in TRAINED.items():
         settings = {"method": label, **settings}
-        cells, wire = [], []
+        runs = {}
         for p in workers:
             for rate in rates:
-                runs = [train(settings, p, rate, seed, steps) for seed in range(seeds)]
-                for what in ("loss", "accuracy"):
-                    found = [run[what] for run in runs]
-                    spread = f" ± {numbers.number(statistics.stdev(found), 2)}" if seeds > 1 else ""
-                    cells.append(f"{statistics.fmean(found):.{4 if what == 'loss' else 1}f}{spread}")
-            wire.append(numbers.num_bytes(runs[0]["wire"]))
-        lines.append(f"| {label} | " + " | ".join([*cells, *wire]) + " |")
-        print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+                runs[p, rate] = [train(settings, p, rate, seed, steps) for seed in range(seeds)]
+        rows.append((label, runs))
+        print(f"{label}: done", file=sys.stderr, flush=True)
+
+    def mean(row: Any, p: int, rate: float, what: str) -> float:
+        return statistics.fmean(run[what] for run in row[1][p, rate])
+
+    def figure(p: int, rate: float, what: str) -> Column[Any]:
+        def text(row: Any) -> str:
+            found = [run[what] for run in row[1][p, rate]]
+            spread = f" ± {numbers.number(statistics.stdev(found), 2)}" if seeds > 1 else ""
+            return f"{statistics.fmean(found):.{4 if what == 'loss' else 1}f}{spread}"
+
+        return Column(
+            f"{what}_{p}_{rate:g}",
+            f"{p} workers, rate {rate:g}: {what}",
+            text,
+            lambda row: mean(row, p, rate, what),
+            "%" if what == "accuracy" else "",
+        )
+
+    def wire(p: int) -> Column[Any]:
+        def value(row: Any) -> float:
+            return row[1][p, rates[-1]][0]["wire"]
+
+        return Column(f"wire_{p}", f"on the wire, {p} workers", lambda row: numbers.num_bytes(value(row)), value, "B")
+
+    names: Column[Any] = Column("method", "method", lambda row: row[0], align="left")
+    figures = [figure(p, rate, what) for p in workers for rate in rates for what in ("loss", "accuracy")]
+    return Table([names, *figures, *map(wire, workers)], rows)
 
 
 def main() -> None:
@@ -150,11 +184,11 @@ def main() -> None:
         table = bytes_table(workers)
     else:
         table = training_table(workers, [float(rate) for rate in given.rates.split(",")], given.seeds)
-    print("\n".join(table))
+    print(table.markdown(), end="")
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", *sys.argv])
-        given.out.write_text("\n".join(["```", command, "```", "", *table, ""]), encoding="utf-8")
+        command = shlex.join(["python", "-m", "hvdcompress.lab.scale.workers", *sys.argv[1:]])
+        given.out.write_text(f"```\n{command}\n```\n\n{table.markdown()}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,4 @@
-"""Experiment files: which tasks are trained with which methods and seeds, resolved into a list of runs.
-
-An experiment is written in YAML::
-
-    name: quickstart            # results go to runs/quickstart/
-    ranks: 2
-    framework: torch            # or tensorflow
-    seeds: [0]
-    tasks:
-      - task: digits            # an id in launch/tasks.py; the other keys are those of Task below
-        steps: 600
-        learning_rate: 0.05
-    methods:
-      - none                    # an id with its defaults ...
-      - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
-      - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own, if you like
-      - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
-
-Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
-"""
+"""Experiment files: which tasks are trained with which methods and seeds, resolved into a list of runs."""
 
 from __future__ import annotations
 
@@ -28,15 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hvdcompress.lab.configfile import NAME, ConfigFile, with_label
-from hvdcompress.method import Number
-from hvdcompress.plan import Plan, PlanError, load
+from hvdcompress.lab.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 
-__all__ = ["Experiment", "MethodEntry", "PlanError", "Run", "Task"]
-
-# Lax, because YAML 1.1 reads 1e-3 (without a point) as text.
-Real = Annotated[float, Number, Field(strict=False)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w .,=+%()/-]{0,39}$")]
+__all__ = ["Experiment", "Run", "Task", "TrainedEntry", "Training"]
 
 
 class Task(BaseModel):
@@ -45,9 +20,9 @@ class Task(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     task: str
-    """The task's id in ``launch/tasks.py``."""
+    """The task's id in ``tasks.py``."""
     label: Label
-    """What tables call it; the id unless given."""
+    """The name used in tables; the id unless given."""
     steps: int = Field(600, ge=1)
     batch_size: int = Field(32, ge=1)
     """Examples a rank and step."""
@@ -60,13 +35,13 @@ class Task(BaseModel):
     """Bound on the norm of the averaged gradient."""
     log_every: int = Field(10, ge=1)
     path: str | None = None
-    """Where the data is, for tasks that read yours."""
+    """The folder of the data, for tasks that read the user's own."""
     image_size: int = Field(32, ge=8, le=512)
     """Pictures are scaled to this many pixels a side (task "images")."""
 
 
 class Training(BaseModel):
-    """What one method is trained with in place of the task's own: DGC, say, wants an optimizer without momentum."""
+    """Settings of one method's training in place of the task's: DGC, for example, needs an SGD without momentum."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -76,34 +51,15 @@ class Training(BaseModel):
     clip_norm: Real | None = Field(None, gt=0)
 
 
-class MethodEntry(BaseModel):
-    """A label and the plan under it, as a dict that ``hvdcompress.load`` reads; ``train`` changes its training."""
+class TrainedEntry(MethodEntry):
+    """A method, and what changes in the training with it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-
-    label: Label
-    method: str
     train: Training | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What goes to ``hvdcompress.load``."""
-        return self.model_dump(exclude={"label", "train"})
 
     @property
     def training(self) -> dict[str, Any]:
         """The task's keys that this method changes, and their values."""
         return self.train.model_dump(exclude_none=True) if self.train else {}
-
-    @property
-    def plan(self) -> Plan:
-        """The validated plan."""
-        return load(self.settings)
-
-    @property
-    def density(self) -> float | None:
-        """The main method's density; None for methods that have none."""
-        return getattr(self.plan.program.main, "density", None)
 
 
 @dataclass(frozen=True)
@@ -111,26 +67,45 @@ class Run:
     """One training: a task, a method and a seed."""
 
     task: Task
-    method: MethodEntry
+    method: TrainedEntry
     seed: int
     ranks: int
     framework: str = "torch"
 
     @property
     def id(self) -> str:
-        """Its name, good for a file's name too: ``digits.topk.0``."""
+        """Its name, which is valid as a file's name: ``digits.topk.0``."""
         words = (self.task.label, self.method.label, str(self.seed))
         return ".".join(re.sub(r"[^A-Za-z0-9_=+-]+", "-", word) for word in words)
 
     def spec(self) -> dict[str, Any]:
-        """All that its result depends on, as plain data."""
+        """Everything that its result depends on, as plain data."""
         task, method = self.task.model_dump(exclude={"log_every"}), self.method.model_dump(exclude_none=True)
         spec = {"task": task, "method": method, "seed": self.seed, "ranks": self.ranks}
         return spec if self.framework == "torch" else {**spec, "framework": self.framework}
 
 
 class Experiment(ConfigFile):
-    """A checked experiment; see the module's text for the file's form."""
+    """A checked experiment.
+
+    An experiment's YAML file (see ``configs/experiments/``)::
+
+        name: quickstart            # results go to runs/quickstart/
+        ranks: 2
+        framework: torch            # or tensorflow
+        seeds: [0]
+        tasks:
+          - task: digits            # an id in tasks.py; the other keys are those of Task below
+            steps: 600
+            learning_rate: 0.05
+        methods:
+          - none                    # an id with its defaults ...
+          - {method: topk, density: 0.01}                       # ... or anything hvdcompress.load() reads,
+          - {label: mild top-k, method: topk, density: 0.1}     # with a label of its own
+          - {method: dgc, train: {momentum: 0}}                 # trained otherwise than the task says
+
+    Unknown keys, unknown methods and values out of range are errors that name the file, the line and the key.
+    """
 
     what = "experiment"
     entries = {"tasks": Task}
@@ -140,7 +115,7 @@ class Experiment(ConfigFile):
     framework: Literal["torch", "tensorflow"] = "torch"
     seeds: list[Annotated[int, Field(ge=0)]] = Field([0], min_length=1)
     tasks: list[Annotated[Task, with_label("task")]] = Field(min_length=1)
-    methods: list[Annotated[MethodEntry, with_label("method")]] = Field(min_length=1)
+    methods: list[Annotated[TrainedEntry, with_label("method")]] = Field(min_length=1)
 
     def _check(self) -> None:
         for number, entry in enumerate(self.methods):
@@ -168,7 +143,7 @@ class Experiment(ConfigFile):
         methods: Sequence[str] = (),
         tasks: Sequence[str] = (),
     ) -> Experiment:
-        """A copy with the command line's wishes; ``methods`` and ``tasks`` are labels to keep.
+        """A copy with the command line's options applied; ``methods`` and ``tasks`` are labels to keep.
 
         Raises:
             ValueError: there is no such label.

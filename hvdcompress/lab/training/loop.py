@@ -1,6 +1,6 @@
-"""What training scripts share, whatever the framework: events, figures, and the loop from a run's seed to its result.
+"""The training loop of every framework: events, measurements, and the way from a run's seed to its result.
 
-A script makes a :class:`Trainer` for each run; :func:`main` does the rest.
+``train_torch`` and ``train_tensorflow`` make a :class:`Trainer` for each run; :func:`main` does the rest.
 """
 
 from __future__ import annotations
@@ -20,45 +20,39 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tasks import TASKS, Batch, Bytes, Images
 
 import hvdcompress
+from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.training.experiment import Experiment, Run, Task
+from hvdcompress.lab.training.tasks import TASKS, Batch, Bytes, Images
 
 UNTIMED_STEPS = 10  # the first steps compile kernels and fill Horovod's caches: not part of the step time
 ENDED = ("finished", "failed")
 
 
 class Diverged(Exception):
-    """The loss is no number any more; raised by every rank in the same step."""
+    """The loss is not finite any more; raised by every rank in the same step."""
 
 
 class Events:
-    """Appends JSON lines to a run's file: one ``write`` a line, so that a reader never sees half a line for long."""
+    """Appends events to a run's file of JSON lines."""
 
     def __init__(self, file: Path, active: bool = True):
         self.file, self.active = file, active
 
     def write(self, event: str, **values: Any) -> None:
-        """One event; on ranks other than 0 nothing, unless it is a failure."""
+        """Append one event; on ranks other than 0 nothing, unless it is a failure."""
         if self.active or event == "failed":
-            with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"event": event, **values}) + "\n")
+            jsonl.append(self.file, {"event": event, **values})
 
     def ended(self) -> bool:
         """Whether the run has a result, good or bad."""
-        if not self.file.exists():
-            return False
-        last = (self.file.read_text(encoding="utf-8").splitlines() or ["{}"])[-1]
-        try:
-            return json.loads(last).get("event") in ENDED
-        except json.JSONDecodeError:
-            return False  # cut off in the middle of a line
+        return any(event.get("event") in ENDED for event in jsonl.read(self.file))
 
 
 @dataclass
 class Clock:
-    """Seconds of training steps: in total, at work in codecs, and waiting for other ranks (NaN: not to be told)."""
+    """Seconds of training steps: in total, at work in codecs, and waiting for other ranks (NaN: unknown)."""
 
     total: float = 0.0
     select: float = 0.0
@@ -96,7 +90,7 @@ def fingerprint(parameters: dict[str, np.ndarray]) -> str:
 
 
 def provenance(folder: Path, modules: Iterable[Any]) -> dict[str, Any]:
-    """What ran: the launcher's notes (command, commit, machine) and the versions in this process."""
+    """The launcher's notes (command, commit, machine) and the versions in this process."""
     notes = folder / "launch.json"
     launch = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else {}
     versions = {"python": platform.python_version(), "hvdcompress": hvdcompress.__version__}

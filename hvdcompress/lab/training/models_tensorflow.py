@@ -1,4 +1,4 @@
-"""The nets of ``models.py`` in TensorFlow; what names there are in ``TASKS`` and here can be trained with either."""
+"""Nets of ``models_torch.py`` in TensorFlow, under the same names; a task whose net is in both trains with either."""
 
 from __future__ import annotations
 

@@ -1,301 +1,127 @@
-"""From a run's folder to figures: what every run measured, means over seeds, and the files made of them.
-
-``runs/<name>/`` holds ``config.yaml``, ``launch.json``, ``log.txt`` and ``metrics/<run>.jsonl``; from these
-:func:`write` makes ``summary.json``, ``table.md`` and ``report.html``, also after an interrupted run.
-"""
+"""The report of a training: its tables, on a terminal and as Markdown."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from hvdcompress.lab.training.experiment import Experiment, Run
+from rich.console import Console
+from rich.markup import escape
 
-__all__ = ["Report", "Result", "Row", "read", "write"]
+from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.table import MISSING, Column, Table
+from hvdcompress.lab.training.results import Report, Row
 
-
-@dataclass
-class Result:
-    """One run: what it is, how it ended, its curve and its figures (per step and rank, seconds and bytes)."""
-
-    id: str
-    task: str
-    method: str
-    density: float | None
-    seed: int
-    steps: int
-    status: str  # finished, failed, interrupted or not started
-    error: str = ""
-    curve: dict[str, list[float]] = field(default_factory=dict)  # step, loss, bytes_sent, seconds
-    figures: dict[str, float] = field(default_factory=dict)
-    metric: dict[str, Any] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-    training: dict[str, float] = field(default_factory=dict)  # what this method changes in the task
+__all__ = ["COLUMNS", "LEGEND", "heading", "markdown", "show", "order_of", "tables"]
 
 
-@dataclass
-class Row:
-    """A line of a table: one method on one task, over its seeds."""
-
-    task: str
-    method: str
-    density: float | None
-    results: list[Result]
-    mean: dict[str, float] = field(default_factory=dict)
-    std: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def finished(self) -> list[Result]:
-        """The runs that have a final measurement."""
-        return [result for result in self.results if result.status == "finished"]
-
-    @property
-    def unit(self) -> str:
-        """The measurement's unit; empty if nothing was measured."""
-        return next((result.metric["unit"] for result in self.finished), "")
-
-    @property
-    def remark(self) -> str:
-        """What is to be said of runs that did not finish; empty if all did."""
-        counts: dict[str, int] = {}
-        for result in self.results:
-            words = result.status
-            if result.status == "interrupted":
-                words += f" at step {int(result.curve['step'][-1]) if result.curve['step'] else 0}"
-            counts[words] = counts.get(words, 0) + 1
-        counts.pop("finished", None)
-        many = len(self.results) > 1
-        return ", ".join(f"{n} of {len(self.results)} {word}" if many else word for word, n in counts.items())
+def _mean(key: str) -> Callable[[Row], Any]:
+    return lambda row: row.mean.get(key)
 
 
-@dataclass
-class Report:
-    """Everything a table or a page needs: rows grouped by task, and where they come from."""
+def _figure(key: str, title: str, form: Callable[[float], str], unit: str, yields: int = 0) -> Column[Row]:
+    def text(row: Row) -> str:
+        return form(row.mean[key]) if key in row.mean and not math.isnan(row.mean[key]) else MISSING
 
-    name: str
-    rows: list[Row]
-    notes: list[str]
-    launches: list[dict[str, Any]]
-
-    def tasks(self) -> dict[str, list[Row]]:
-        """Rows by task, in the experiment's order."""
-        grouped: dict[str, list[Row]] = {}
-        for row in self.rows:
-            grouped.setdefault(row.task, []).append(row)
-        return grouped
-
-    def methods(self) -> list[str]:
-        """Labels in the order of their first row; a label's colour is its place here."""
-        return list(dict.fromkeys(row.method for row in self.rows))
+    return Column(key, title, text, _mean(key), unit, yields=yields)
 
 
-def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a run; lines cut off by a kill are left out."""
-    events = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return events
+def _measured(key: str, title: str, sign: str = "") -> Column[Row]:
+    def text(row: Row) -> str:
+        if key not in row.mean:
+            return MISSING
+        places = 2 if row.unit == "%" else 3
+        value = round(row.mean[key], places) + 0.0  # -0.001 is 0.00, not -0.00
+        spread = f" ± {row.std[key]:.{places}f}" if len(row.finished) > 1 else ""
+        return f"{value:{sign if value else ''}.{places}f}{spread}".replace("-", "−")
+
+    return Column(key, title, text, _mean(key))
 
 
-def _result(run: Run, events: Sequence[dict[str, Any]]) -> Result:
-    last: dict[str, dict[str, Any]] = {event["event"]: event for event in reversed(events) if "event" in event}
-    steps = [event for event in events if event.get("event") == "step"]
-    end = last.get("finished", {})
-    status = "failed" if "failed" in last else "finished" if end else "interrupted" if last else "not started"
-    result = Result(
-        id=run.id,
-        task=run.task.label,
-        method=run.method.label,
-        density=last["start"].get("density") if "start" in last else run.method.density,
-        seed=run.seed,
-        steps=run.task.steps,
-        status=status,
-        error=last.get("failed", {}).get("error", ""),
-        curve={key: [event[key] for event in steps] for key in ("step", "loss", "bytes_sent", "seconds")},
-        metric=end.get("metric", {}),
-        start=last.get("start", {}),
-        counters=end.get("counters", {}),
-        training=run.method.training,
-    )
-    if steps:
-        tail = steps[-max(1, len(steps) // 20) :]  # one batch's loss says little
-        result.figures["loss"] = statistics.fmean(event["loss"] for event in tail)
-        sent, dense = steps[-1]["bytes_sent"], steps[-1]["dense_bytes"]
-        result.figures["sent"] = sent / steps[-1]["step"]
-        result.figures["rate"] = dense / sent if sent else math.nan
-    if end:
-        result.figures |= _totals(end)
-    return result
+def _method(row: Row) -> str:
+    return f"{row.method} ({row.remark})" if row.remark else row.method
 
 
-def _totals(end: dict[str, Any]) -> dict[str, float]:
-    """Figures per step and rank from the totals that each rank reported."""
-    mean = {key: statistics.fmean(values) for key, values in end["ranks"].items()}
-    sent, steps = mean["bytes_sent"], end["steps"]
-    select, communicate = mean["select_seconds"], mean["communicate_seconds"]
-    return {
-        "value": end["metric"]["value"],
-        "rate": mean["dense_bytes"] / sent if sent else math.nan,
-        "dense": mean["dense_bytes"] / steps,
-        "sent": sent / steps,
-        "on_wire": mean["bytes_on_wire"] / steps,
-        "total": mean["total_seconds"],
-        "select": select,
-        "communicate": communicate,
-        "rest": mean["total_seconds"] - select - communicate,
-    }
+def _density(row: Row) -> str:
+    return numbers.percent(row.density) if row.density else MISSING
 
 
-def _rows(results: Iterable[Result]) -> list[Row]:
-    groups: dict[tuple[str, str], Row] = {}
-    results = list(results)
-    baseline = {(r.task, r.seed): r for r in results if r.method == "none" and r.status == "finished"}
-    for result in results:
-        row = groups.setdefault((result.task, result.method), Row(result.task, result.method, result.density, []))
-        row.results.append(result)
-        dense = baseline.get((result.task, result.seed))
-        if dense and result.status == "finished" and dense is not result:
-            result.figures["difference"] = result.figures["value"] - dense.figures["value"]
-    for row in groups.values():
-        known = row.finished or [r for r in row.results if r.figures]
-        for key in {key for result in known for key in result.figures}:
-            values = [result.figures[key] for result in known if key in result.figures]
-            row.mean[key] = statistics.fmean(values)
-            spread = len(values) > 1 and all(map(math.isfinite, values))
-            row.std[key] = statistics.stdev(values) if spread else 0.0
-    return list(groups.values())
+def _loss(row: Row) -> str:
+    if "loss" not in row.mean:
+        return MISSING
+    spread = f" ± {numbers.number(row.std['loss'], 2)}" if len(row.finished) > 1 else ""
+    return numbers.number(row.mean["loss"]) + spread
 
 
-def read(folders: Sequence[Path]) -> Report:
-    """The results in one run's folder, or in several to be compared.
-
-    Raises:
-        ValueError: a folder holds no run.
-    """
-    rows: list[Row] = []
-    launches = []
-    for folder in folders:
-        if not (folder / "config.yaml").is_file():
-            raise ValueError(f"{folder} holds no run: it has no config.yaml")
-        experiment = Experiment.open(folder / "config.yaml")
-        results = [_result(run, read_events(folder / "metrics" / f"{run.id}.jsonl")) for run in experiment.runs()]
-        found = _rows(results)
-        if len(folders) > 1:
-            for row in found:
-                row.method = f"{folder.name}/{row.method}"
-        rows += found
-        file = folder / "launch.json"
-        launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        versions: dict[str, str] = next((r.start["versions"] for r in results if r.start), {})
-        head = {"folder": folder.name, "ranks": experiment.ranks, "framework": experiment.framework}
-        launches.append({**head, **launch, "versions": versions})
-    name = folders[0].resolve().name if len(folders) == 1 else " vs ".join(f.resolve().name for f in folders)
-    order = list(dict.fromkeys(row.task for row in rows))
-    rows.sort(key=lambda row: order.index(row.task))
-    return Report(name, rows, _notes(launches, rows), launches)
+COLUMNS: tuple[Column[Row], ...] = (
+    Column("method", "method", _method, align="left"),
+    Column("density", "density", _density, lambda row: row.density, yields=3),
+    _figure("rate", "rate", numbers.rate_of, ""),
+    _figure("sent", "sent", numbers.num_bytes, "B"),
+    _figure("on_wire", "on wire", numbers.num_bytes, "B", yields=4),
+    _figure("total", "step", numbers.seconds_of, "s"),
+    _figure("select", "select", numbers.seconds_of, "s", yields=1),
+    _figure("communicate", "commun.", numbers.seconds_of, "s", yields=1),
+    _figure("rest", "rest", numbers.seconds_of, "s", yields=2),
+    Column("loss", "loss", _loss, _mean("loss")),
+    _measured("value", "held-out"),
+    _measured("difference", "vs none", "+"),
+)
+LEGEND = (
+    "rate = dense bytes ÷ bytes sent; sent, on wire = bytes per step and rank (handed to the collectives; transmitted "
+    "if they run as rings); step = select (codec work) + communicate (waiting in synchronize) + rest (forward, "
+    "backward, optimizer); loss = training loss over the last 5 % of the steps."
+)
 
 
-def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]:
-    """What a reader must know to read the figures rightly."""
-    notes = []
-    for launch in launches:
-        machine = launch.get("machine", {})
-        cores = machine.get("cores") or os.cpu_count() or 1
-        link = "TCP on the loopback interface" if "--gloo" in launch.get("command", "") else "shared memory"
-        words = [f"{cores} cores", *([machine["cpu"]] if machine.get("cpu") else [])]
-        prefix = f"{launch['folder']}: " if len(launches) > 1 else ""
-        if launch["ranks"] == 1:
-            notes.append(f"{prefix}one rank on one machine ({', '.join(words)}): alone, it sends nothing.")
-            continue
-        shared = ["more ranks than cores"] if launch["ranks"] > cores else []
-        if "reached" in launch:
-            notes.append(
-                f"{prefix}{launch['ranks']} ranks on {launch['link']} of one machine ({', '.join(words + shared)}): "
-                "the links have that speed, while the hosts share the machine's processors. A TCP stream from each "
-                f"host to the next, all at once, got across {', '.join(launch['reached'])}."
-            )
-            continue
-        words += [f"over {link}", *shared]
-        notes.append(
-            f"{prefix}{launch['ranks']} ranks on one machine ({', '.join(words)}): bytes are counted as handed to "
-            "the collectives, and carry over to any network; times do not."
-        )
-    notes += [_framework(launch) for launch in launches if launch.get("versions")]
-    seeds = max((len(row.finished) for row in rows), default=0)
-    if seeds > 1:
-        notes.append(f"Mean ± standard deviation over {seeds} seeds; differences are taken seed by seed.")
-    for row in rows:
-        changed = {f"{key} {value:g}" for r in row.results for key, value in r.training.items()}
-        if changed:
-            notes.append(f"{row.task}, {row.method}: trained with {', '.join(sorted(changed))}, unlike the others.")
-        notes += sorted({f"{row.task}, {row.method}: {r.error}" for r in row.results if r.error})
-    return notes
+def heading(rows: list[Row]) -> str:
+    """``digits: 600 steps, 123 690 parameters, held-out accuracy in %``."""
+    started = next((r for row in rows for r in row.results if r.start), None)
+    metric = next((r.metric for row in rows for r in row.results if r.metric), None)
+    words = [f"{rows[0].results[0].steps} steps"]
+    if started:
+        words.append(f"{started.start['parameters']:,} parameters".replace(",", " "))
+    if metric:
+        words.append(metric["name"] if metric["unit"] in metric["name"] else f"{metric['name']} in {metric['unit']}")
+    return f"{rows[0].task}: {', '.join(words)}"
 
 
-def _framework(launch: dict[str, Any]) -> str:
-    title, limits = {
-        "torch": ("PyTorch", ""),
-        "tensorflow": (
-            "TensorFlow",
-            ", in whose graphs waiting for other ranks cannot be told from computing: those columns are left open",
-        ),
-    }[launch["framework"]]
-    version = launch["versions"].get(launch["framework"], "")
-    return f"Trained in {launch['folder']} with {title} {version}{limits}."
+def _mark(row: Row) -> str:
+    if any(result.status == "failed" for result in row.results):
+        return "failed"
+    return "unfinished" if row.remark else ""
 
 
-def summary(report: Report) -> dict[str, Any]:
-    """The figures as plain data, in seconds and bytes."""
-    rows = []
-    for row in report.rows:
-        runs = [{k: v for k, v in asdict(r).items() if k not in ("curve", "start")} for r in row.results]
-        rows.append({**{k: v for k, v in asdict(row).items() if k != "results"}, "runs": runs})
-    return {"name": report.name, "launches": report.launches, "notes": report.notes, "rows": rows}
+def tables(report: Report) -> list[Table[Row]]:
+    """A table for each task, in the experiment's order; a method has the same colour in all of them."""
+    order = order_of(report)
+    return [
+        Table(COLUMNS, rows, heading(rows), _mark, lambda row: order.index(row.method))
+        for rows in report.tasks().values()
+    ]
 
 
-def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``summary.json``, ``table.md`` and, if the report extra is installed, ``report.html``."""
-    from hvdcompress.lab.training import tables
-
-    def pages() -> dict[str, str]:
-        from hvdcompress.lab.output import page
-
-        return {"report.html": page.html(report)}
-
-    return write_files(folder, {"summary.json": as_json(summary(report)), "table.md": tables.markdown(report)}, pages)
+def order_of(report: Report) -> list[str]:
+    """Methods in the order of their colours: the dense baseline first, whose colour is the neutral one."""
+    order = report.methods()
+    return sorted(order, key=lambda method: method != "none")
 
 
-def write_files(folder: Path, texts: dict[str, str], pages: Callable[[], dict[str, str]]) -> list[Path]:
-    """Write texts, by their files' names, and pages, if the report extra is installed; the files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for make in (lambda: texts, pages):  # texts are there even if a page cannot be drawn
-        with contextlib.suppress(ModuleNotFoundError):
-            for name, text in make().items():
-                (folder / name).write_text(text, encoding="utf-8")
-                files.append(folder / name)
-    return files
+def show(report: Report, console: Console) -> None:
+    """Print the tables, the legend and the notes."""
+    left_out = False
+    for table in tables(report):
+        console.print()
+        left_out |= table.show(console)
+    console.print(f"[dim]{LEGEND}[/]", highlight=False)
+    if left_out:
+        console.print("[dim]This terminal is narrow: table.md has more columns.[/]", highlight=False)
+    for note in report.notes:
+        console.print(escape(note), highlight=False)
 
 
-def as_json(value: Any) -> str:
-    """Numbers that are not finite become null: JSON has none."""
-    return json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def markdown(report: Report) -> str:
+    """All tables, the legend and the notes as Markdown."""
+    parts = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(report)]
+    return "".join([*parts, f"{LEGEND}\n\n", *(f"- {note}\n" for note in report.notes)])

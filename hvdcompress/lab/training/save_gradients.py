@@ -1,6 +1,6 @@
 """Train one of the quickstart's tasks dense, in one process, and save each rank's gradients of the last steps.
 
-    python launch/save_gradients.py runs/digits.safetensors --task digits --steps 100 --last 40 --ranks 2
+    python -m hvdcompress.lab.training.save_gradients runs/digits.safetensors --task digits --steps 100 --last 40
 
 ``hvdcompress compare`` then shows what every method makes of them.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import models
 import torch
 import torch.nn.functional as F
-from tasks import TASKS
 
-from hvdcompress.lab import compare
+from hvdcompress.lab.output import gradients
+from hvdcompress.lab.training import models_torch
+from hvdcompress.lab.training.tasks import TASKS
 
 
 def main() -> None:
@@ -33,10 +33,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     data = TASKS[given.task].load()
-    model = getattr(models, TASKS[given.task].model)(data)
+    model = getattr(models_torch, TASKS[given.task].model)(data)
     sgd = torch.optim.SGD(model.parameters(), lr=given.learning_rate, momentum=0.9)
     batches = [data.batches(rank, given.ranks, 0, given.batch_size) for rank in range(given.ranks)]
-    kept: compare.Gradients = []
+    kept: gradients.Gradients = []
     for step in range(given.steps):
         ranks = []
         for shares in batches:
@@ -49,7 +49,7 @@ def main() -> None:
         for name, parameter in model.named_parameters():
             parameter.grad = torch.stack([one[name] for one in ranks]).mean(dim=0)
         sgd.step()
-    compare.save(given.file, kept)
+    gradients.save(given.file, kept)
     print(f"{given.file}: {len(kept)} steps of {given.ranks} ranks, {len(kept[0][0])} tensors")
 
 

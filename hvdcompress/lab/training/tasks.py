@@ -2,7 +2,7 @@
 
 Adding a task is adding one loader under the ``@task`` decorator. This file needs numpy only, so that
 ``hvdcompress run`` can check a task's name and path before it starts any rank; the nets, which need
-PyTorch, are in ``models.py``.
+PyTorch, are in ``models_torch.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HELD_OUT_BATCH = 64
 
 
 class Metric(NamedTuple):
-    """What is measured on the held-out set: ``value(nll, correct, count)`` from sums over its examples."""
+    """A measurement on the held-out set: ``value(nll, correct, count)`` from sums over its examples."""
 
     name: str
     unit: str

@@ -1,4 +1,4 @@
-"""How long trainings take until their loss is below a given one: what a faster exchange is worth in the end.
+"""How long trainings take until their loss is below a given one, which is what a faster exchange is for.
 
 A batch's loss is noisy, so the mean of the last few that were logged counts.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training import report
+from hvdcompress.lab.output.table import MISSING, Column, Table
+from hvdcompress.lab.training import results
 
 WINDOW = 5  #: logged losses in the mean
 
@@ -28,31 +30,65 @@ def reached(steps: Sequence[float], losses: Sequence[float], target: float) -> f
     return None
 
 
-def _first(row: report.Row, axis: str, target: float) -> float | None:
-    """Where the row's first seed reached the loss."""
+def _first(row: results.Row, axis: str, target: float) -> float | None:
+    """The step or second at which the row's first seed reached the loss."""
     curve = row.results[0].curve
     return reached(curve[axis], curve["loss"], target) if curve.get("loss") else None
 
 
-def table(folder: Path, targets: Mapping[str, float]) -> list[str]:
-    """A Markdown table's lines for one folder that ``hvdcompress run`` wrote: seconds and steps to each task's loss.
+class Time(NamedTuple):
+    """The time of one method to a task's loss; None where it was not reached."""
+
+    task: str
+    target: float
+    method: str
+    seconds: float | None
+    steps: float | None
+    dense: float | None  #: seconds without compression
+
+
+def _share(row: Time) -> float | None:
+    return row.seconds / row.dense if row.seconds and row.dense else None
+
+
+COLUMNS: tuple[Column[Time], ...] = (
+    Column("task", "task, loss", lambda row: f"{row.task}, {row.target:g}", align="left"),
+    Column("method", "method", lambda row: row.method, align="left"),
+    Column(
+        "seconds",
+        "time to it",
+        lambda row: numbers.seconds_of(row.seconds) if row.seconds else "not reached",
+        lambda row: row.seconds,
+        "s",
+    ),
+    Column(
+        "share",
+        "of none's",
+        lambda row: f"{100 * share:.0f} %" if (share := _share(row)) else MISSING,
+        _share,
+    ),
+    Column("steps", "steps to it", lambda row: f"{row.steps:.0f}" if row.steps else MISSING, lambda row: row.steps),
+)
+
+
+def table(folder: Path, targets: Mapping[str, float]) -> Table[Time]:
+    """Seconds and steps to each task's loss, for one folder that ``hvdcompress run`` wrote.
+
+    Args:
+        folder: the training's.
+        targets: the loss to reach, by the task's label.
 
     Raises:
-        ValueError: the folder holds no run, or has no task of such a name.
+        ValueError: the folder holds no training, or has no task of such a name.
     """
-    found = report.read([folder])
+    found = results.read([folder])
     if missing := sorted(targets.keys() - found.tasks().keys()):
         raise ValueError(f"{folder} has no task {missing[0]!r}; it has: {', '.join(found.tasks())}")
-    lines = ["| task, loss | method | time to it | of none's | steps to it |", "|---|---|---:|---:|---:|"]
+    times = []
     for task, target in targets.items():
         rows = [row for row in found.tasks()[task] if row.results]
-        times = {row.method: _first(row, "seconds", target) for row in rows}
-        dense = times.get("none")
+        seconds = {row.method: _first(row, "seconds", target) for row in rows}
         for row in rows:
-            seconds, steps = times[row.method], _first(row, "step", target)
-            part = f"{100 * seconds / dense:.0f} %" if seconds and dense else "–"
-            words = (
-                (numbers.seconds_of(seconds), part, f"{steps:.0f}") if seconds and steps else ("not reached", "–", "–")
-            )
-            lines.append(f"| {task}, {target:g} | {row.method} | {' | '.join(words)} |")
-    return lines
+            steps = _first(row, "step", target)
+            times.append(Time(task, target, row.method, seconds[row.method], steps, seconds.get("none")))
+    return Table(COLUMNS, times)

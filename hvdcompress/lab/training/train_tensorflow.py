@@ -1,8 +1,8 @@
-"""As ``train_torch.py``, in TensorFlow: train every run of an experiment that has no result yet. On every rank:
+"""Train every run of an experiment that has no result yet, in TensorFlow. Every rank runs this module:
 
-    horovodrun -np 2 --mpi python launch/train_tensorflow.py runs/quickstart_tensorflow
+    horovodrun -np 2 --mpi python -m hvdcompress.lab.training.train_tensorflow runs/quickstart_tensorflow
 
-``hvdcompress run`` takes this script for experiments that say ``framework: tensorflow``.
+``hvdcompress run`` runs this module for experiments that say ``framework: tensorflow``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import horovod
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-import training
-from tasks import TASKS, Batch, Bytes, Images
-from training import Clock
 
 import hvdcompress
+from hvdcompress.lab.training import loop, models_tensorflow
 from hvdcompress.lab.training.experiment import Run
+from hvdcompress.lab.training.loop import Clock
+from hvdcompress.lab.training.tasks import TASKS, Batch, Bytes, Images
 from hvdcompress.tensorflow import Compressor
 
 # a rank a core: threads of several ranks would fight for the same ones
@@ -30,8 +30,6 @@ class Trainer:
     """A net, SGD with momentum as PyTorch has it, and the stock Horovod tape with the compression inside it."""
 
     def __init__(self, run: Run, data: Images | Bytes):
-        import models_tensorflow
-
         task = run.task
         self.model = getattr(models_tensorflow, TASKS[task.task].model)(data, run.seed)
         self.weights = list(self.model.weights.values())
@@ -86,4 +84,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    training.main(__doc__, hvd, Trainer, tf, horovod)
+    loop.main(__doc__, hvd, Trainer, tf, horovod)

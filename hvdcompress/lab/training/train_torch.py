@@ -1,6 +1,6 @@
-"""Train every run of an experiment that has no result yet. Every rank runs this script:
+"""Train every run of an experiment that has no result yet. Every rank runs this module:
 
-    horovodrun -np 2 --mpi python launch/train_torch.py runs/quickstart
+    horovodrun -np 2 --mpi python -m hvdcompress.lab.training.train_torch runs/quickstart
 
 ``hvdcompress run`` builds that line and watches the events that rank 0 appends to
 ``runs/<name>/metrics/<run>.jsonl``: start, step ..., finished or failed. A run whose file ends with one
@@ -14,12 +14,12 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-import training
-from tasks import TASKS, Batch, Bytes, Images
-from training import Clock
 
 import hvdcompress
+from hvdcompress.lab.training import loop, models_torch
 from hvdcompress.lab.training.experiment import Run
+from hvdcompress.lab.training.loop import Clock
+from hvdcompress.lab.training.tasks import TASKS, Batch, Bytes, Images
 
 torch.set_num_threads(1)  # a rank a core: threads of several ranks would fight for the same ones
 import horovod  # noqa: E402
@@ -37,11 +37,9 @@ class Trainer:
     """The net, the stock Horovod optimizer around SGD, and the compression inside it."""
 
     def __init__(self, run: Run, data: Images | Bytes):
-        import models
-
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
         self.clip = run.task.clip_norm
-        self.model = getattr(models, TASKS[run.task.task].model)(data)
+        self.model = getattr(models_torch, TASKS[run.task.task].model)(data)
         names, weights = list(self.model.named_parameters()), self.model.parameters()
         self.compressor = Compressor(hvdcompress.load({"seed": run.seed, **run.method.settings}), names)
         sgd = torch.optim.SGD(weights, lr=0.0, momentum=run.task.momentum, weight_decay=run.task.weight_decay)
@@ -89,4 +87,4 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    training.main(__doc__, hvd, Trainer, torch, horovod)
+    loop.main(__doc__, hvd, Trainer, torch, horovod)

@@ -1,10 +1,9 @@
-"""What the user sees while ranks train: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a training: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,35 +16,15 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from hvdcompress.lab.output.jsonl import Follower
 from hvdcompress.lab.output.numbers import clock, num_bytes, rate_of, seconds_of
 from hvdcompress.lab.training.experiment import Run
 
 PLAIN_INTERVAL = 15.0  # seconds between lines where there is no terminal
 
 
-class Follower:
-    """Reads a growing JSONL file: each call yields the events that came since, complete lines only."""
-
-    def __init__(self, file: Path):
-        self.file, self.offset = file, 0
-
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        if not self.file.exists():
-            return
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset += len(line)
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError:  # cut off when a rank was killed; a later line is whole again
-                    continue
-
-
 class Watch:
-    """Follows the runs' event files, and says what happens."""
+    """Follows the runs' event files and shows their progress."""
 
     def __init__(self, runs: Sequence[Run], folder: Path, console: Console, verbose: bool = False):
         self.runs, self.console = list(runs), console
@@ -59,7 +38,7 @@ class Watch:
         self.poll()
         self.silent = False
 
-    # -- what launcher.follow asks ---------------------------------------------------------------
+    # -- what launch.follow asks -----------------------------------------------------------------
 
     def ended(self, run: Run) -> bool:
         """Whether the run has a result, good or bad."""
@@ -90,7 +69,7 @@ class Watch:
 
     def _on(self, run: Run, event: dict[str, Any]) -> None:
         kind = event.get("event", "")
-        if kind in self.events[run.id] and kind == "failed":  # the first rank's complaint is the cause
+        if kind in self.events[run.id] and kind == "failed":  # the first rank's error is the cause
             return
         self.events[run.id][kind] = event
         if self.silent:
@@ -124,7 +103,7 @@ class Watch:
                 for line in text.decode(errors="replace").splitlines():
                     self.console.print(f"[dim]│ {escape(line)}[/]", highlight=False, soft_wrap=True)
 
-    # -- words -----------------------------------------------------------------------------------
+    # -- text ------------------------------------------------------------------------------------
 
     def _place(self, run: Run) -> str:
         number, width = self.runs.index(run) + 1, len(str(len(self.runs)))

@@ -1,4 +1,4 @@
-"""What every rank of ``hvdcompress doctor``'s self-test runs: one all-reduce. ``python -m hvdcompress.lab.selftest``."""
+"""One all-reduce: every rank of ``hvdcompress doctor``'s self-test runs this module."""
 
 from __future__ import annotations
 

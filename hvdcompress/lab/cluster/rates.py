@@ -1,0 +1,109 @@
+"""Links: their rates, what they carry besides the payload, and the settings that make MPI's collectives rings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
+RING = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
+    "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
+}
+# What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps), and at most a
+# frame without payload for each two with, which acknowledges them.
+HEADERS, ACKNOWLEDGEMENTS = 66 / 1448, 66 / (2 * 1448)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The rates at which a host sends and receives, in bits a second."""
+
+    up: int
+    down: int
+
+    @classmethod
+    def parse(cls, text: str) -> Rate:
+        """From what tc calls a rate, or two for both directions.
+
+        >>> Rate.parse("100mbit")
+        Rate(up=100000000, down=100000000)
+        >>> Rate.parse("2.5gbit/500kbit")
+        Rate(up=2500000000, down=500000)
+
+        Raises:
+            ValueError: the text is not a rate.
+        """
+        found = []
+        for word in text.split("/"):
+            match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", word.strip())
+            if not match:
+                raise ValueError(
+                    f"{text!r} is not a rate: write 100mbit, 2.5gbit or, to send and receive, 10mbit/1gbit"
+                )
+            found.append(round(float(match[1]) * FACTORS[match[2]]))
+        if len(found) > 2 or min(found) < 10_000:
+            raise ValueError(f"{text!r} is not a rate: one or two of 10kbit at least")
+        return cls(found[0], found[-1])
+
+    def __str__(self) -> str:
+        return speed(self.up) if self.up == self.down else f"{speed(self.up)} up and {speed(self.down)} down"
+
+    @property
+    def slower(self) -> int:
+        """The lower of both rates, which limits exchanges: each host sends as much as it receives."""
+        return min(self.up, self.down)
+
+    @property
+    def word(self) -> str:
+        """The rate in the form of ``hosts.sh``."""
+        return f"{self.up}bit/{self.down}bit"
+
+
+def ring(ranks: int) -> dict[str, str]:
+    """Environment that makes Open MPI's collectives rings, as the ledger's ``bytes_on_wire`` is a ring's.
+
+    Its own choice is mostly another. Non-blocking all-reduces of two ranks are left alone: they send as many bytes
+    as a ring's, whose two directions do not overlap there.
+    """
+    return RING | ({"OMPI_MCA_coll_libnbc_iallreduce_algorithm": "1"} if ranks > 2 else {})
+
+
+def speed(bits: float) -> str:
+    """Bits a second for a reader.
+
+    >>> speed(100_000_000), speed(2.5e9), speed(94_123_456)
+    ('100 Mbit/s', '2.5 Gbit/s', '94.1 Mbit/s')
+    """
+    factor, unit = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s") if bits >= 1e6 else (1e3, "kbit/s")
+    return f"{bits / factor:.3g} {unit}"
+
+
+def slow_hosts(words: Sequence[str]) -> dict[int, str]:
+    """``3=100mbit`` or ``host3=100mbit``, several with commas, as {3: "100mbit"}.
+
+    Raises:
+        ValueError: a word is not of that form, or its rate is not a rate.
+    """
+    found = {}
+    for word in ",".join(words).split(",") if words else ():
+        match = re.fullmatch(r"(?:host)?(\d+)=(.+)", word.strip())
+        if not match:
+            raise ValueError(f"{word!r}: write HOST=RATE, such as 3=100mbit")
+        Rate.parse(match[2])
+        found[int(match[1])] = match[2]
+    return found
+
+
+def bounds(on_wire: float, idle: float, collectives: int = 0) -> tuple[float, float]:
+    """The least and the most that an interface may send for ``on_wire`` bytes of a ledger.
+
+    Least: the payload with its headers (half a percent less, for what sat in TCP's buffers when the reading began).
+    Most: acknowledgements on top, twice what Horovod's own negotiation sends when ``idle`` (bytes, in the same time),
+    and 500 bytes for each collective, whose short messages have a frame each.
+    """
+    least = 0.995 * (1 + HEADERS) * on_wire
+    return least, (1 + HEADERS + ACKNOWLEDGEMENTS) * on_wire + 2 * idle + 500 * collectives

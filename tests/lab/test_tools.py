@@ -1,0 +1,98 @@
+"""What generates pages: run on a copy of the project, on results that are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdcompress.lab.bench.config import Bench
+from hvdcompress.lab.training.experiment import Experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with the tools, and what they read and write."""
+    pytest.importorskip("matplotlib")
+    for name in ("tools", "docs", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def run(project, tool, *words):
+    line = [sys.executable, f"tools/{tool}.py", *map(str, words)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=project, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def bench(folder):
+    """A benchmark of one set at one rate: topk takes 1 s, dense over the ring 4 s, DDP 5 s."""
+    folder.mkdir()
+    beside = ["none ring", "none ddp"]
+    sets = [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}]
+    Bench.open({"name": "x", "sets": sets, "methods": ["topk"], "hosts": 2, "beside": beside}).save(
+        folder / "config.yaml"
+    )
+    (folder / "launch.json").write_text(json.dumps({"command": "hvdcompress bench x", "machine": {"cores": 2}}))
+    lines = [
+        {"rate": "1gbit", "set": "tiny", "contender": label, "round": 0, "exchanges": [{"seconds": time}], "dense": 1.0}
+        for label, time in (("none ring", 4.0), ("none ddp", 5.0), ("topk", 1.0))
+    ]
+    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def training(folder):
+    """A training of two methods whose loss falls to 1 in ten steps, in 2 s and in 1 s a step."""
+    (folder / "metrics").mkdir(parents=True)
+    experiment = Experiment.open({"name": "y", "tasks": [{"task": "digits", "steps": 10}], "methods": ["none", "topk"]})
+    experiment.save(folder / "config.yaml")
+    for each in experiment.runs():
+        pace = 2.0 if each.method.label == "none" else 1.0
+        steps = ({"step": n, "loss": 11.0 - n, "bytes_sent": n, "dense_bytes": n} for n in range(1, 11))
+        lines = [{"event": "step", **step, "seconds": pace * step["step"]} for step in steps]
+        (folder / "metrics" / f"{each.id}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_bench_docs(project):
+    bench(project / "bench-x")
+    training(project / "y")
+    run(project, "write_bench_docs", "bench-x", "y", "digits=5")
+    page = (project / "docs" / "bench.md").read_text()
+    assert "`python tools/write_bench_docs.py bench-x y digits=5`" in page and "hvdcompress bench x" in page
+    assert "| none ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
+    assert "Times faster than none ring: topk 4.00 (4.00 – 4.00)." in page
+    assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in page
+    (plot,) = (project / "docs" / "bench").iterdir()
+    assert f"bench/{plot.name}" in page and "--c1:" in plot.read_text()
+    assert "| topk | 1.00 s (4.00x) |" in (project / "README.md").read_text()
+
+
+def test_scale_docs(project):
+    folder = project / "scale-x"
+    folder.mkdir()
+    (folder / "scale.json").write_text(json.dumps({"name": "x", "command": "hvdcompress scale"}))
+    (folder / "table.md").write_text("| a |\n")
+    (folder / "seconds-1gbit.svg").write_text("<svg/>")
+    (project / "workers_bytes.md").write_text("| b |\n")
+    run(project, "write_scale_docs", "scale-x", "workers_bytes.md")
+    page = (project / "docs" / "scale.md").read_text()
+    assert "`python tools/write_scale_docs.py scale-x workers_bytes.md`" in page and "| a |" in page and "| b |" in page
+    assert "![Seconds against workers](scale/scale-x-1gbit.svg)" in page
+
+
+def test_readme(project):
+    (project / "table.md").write_text("| the table |\n")
+    readme = project / "README.md"
+    readme.write_text(readme.read_text().replace("| `topk` |", "| `tokp` |"))
+    run(project, "update_readme", ".")
+    assert "| the table |" in readme.read_text() and "| `topk` |" in readme.read_text()
+    run(project, "update_readme", "--check")
