@@ -134,8 +134,13 @@ class _ReducesScaled(_Reduction):
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """Gives every rank the weights and the optimizer's state of rank ``root``: before the first batch, or, where the
-    model is not built by then, after it."""
+    """Gives every rank the weights and the optimizer's state of one rank.
+
+    It does so before the first batch or, where the model is not built by then, after it.
+
+    Args:
+        root: the rank whose weights and state are taken.
+    """
 
     def __init__(self, root: int = 0):
         super().__init__()

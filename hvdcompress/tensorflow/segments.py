@@ -40,8 +40,10 @@ PROBE = 6  #: numbers in the probe: two to tell the operation, flags, and who fa
 
 @contextmanager
 def denormals_count() -> Iterator[None]:
-    """Inside, numbers below 1.2e-38 are no zeros, which they are in TensorFlow's threads. Elsewhere than on Linux they
-    stay so."""
+    """Inside, numbers below 1.2e-38 count; in TensorFlow's threads they are zero.
+
+    On other systems than Linux it changes nothing.
+    """
     if _maths is None:
         yield
         return
@@ -120,8 +122,13 @@ class Segments:
             return bucket.program.stage(self.local.step_of(bucket)), self.local.phase_now(bucket)[0]
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
-        """The payload of the exchange's next collective, which is its ``number``-th and as planned; for an
-        all-to-all also how many bytes go to each rank."""
+        """The payload of the exchange's next collective; of an all-to-all also how many bytes go to each rank.
+
+        Args:
+            bucket: the tensor.
+            number: the number of the collective in this exchange.
+            planned: what was rehearsed for it.
+        """
         with self._lock:
             name = bucket.spec.name
             exchange = self.exchanges.get(name)
@@ -195,8 +202,11 @@ class Segments:
         self.local.ledger.steps = max(state.step for state in self.local.states.values())
 
     def _raise_at_the_end_of_a_step(self, name: str) -> None:
-        """Raise what failed once no rank waits for another any more: all tensors of the step that ``name`` is of
-        have ended equally often, or ``name`` is of the next step already."""
+        """Raise what failed, once no rank waits for another any more.
+
+        That is when all tensors of the step that ``name`` is of have ended equally often, or when ``name`` is of the
+        next step already.
+        """
         self._ended[name] += 1
         if self.failure is None:
             return

@@ -145,7 +145,7 @@ class Side:
             verbs: list[Any] = [exchange.verb for exchange in exchanges]
             if isinstance(verb, Broadcast):
                 made = self.timed(verbs[verb.root].make)
-                verbs = [replace(verb, make=lambda made=made: made)] * 2
+                verbs = [replace(verb, make=lambda made=made: made)] * 2  # type: ignore[misc]
             for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
                 self.timed(exchange.advance, result)
         for rank, exchange in zip(self.ranks, exchanges, strict=True):
