@@ -1,7 +1,8 @@
 """What every rank does: run checks one after the other, in step with the other ranks, and write down how each went.
 
 A script of cases is called as ``python SCRIPT OUT [CASE…]``; it writes ``OUT/<rank>.json``: {"results": {case: "ok" |
-"skip: why" | traceback}, "numbers": {…}, "seconds": {case: s}}. One launch runs them all, since starting ranks costs seconds.
+"skip: why" | traceback}, "numbers": {…}, "seconds": {case: s}}. One launch runs them all, since starting ranks takes
+seconds.
 """
 
 from __future__ import annotations

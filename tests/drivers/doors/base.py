@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class Handle(ABC):
 
     @abstractmethod
     def reduce(self, gradients: Arrays) -> Arrays:
-        """One step: this rank's gradients, in the order in which they come, to the reduced ones (bfloat16 as float32)."""
+        """One step: this rank's gradients, in the order in which they come -> the reduced ones (bfloat16: float32)."""
 
     @abstractmethod
     def overhead(self, steps: int) -> dict[str, int]:
@@ -85,7 +84,7 @@ class Handle(ABC):
     def watch(self, observer: Any) -> None:
         self.compressor.watch(observer)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Free what the driver holds; collective."""
 
 
@@ -124,7 +123,7 @@ class Door(ABC):
 
     @abstractmethod
     def counting(self) -> AbstractContextManager[Counter]:
-        """Inside, what Compressors made inside hand to the transport is counted, by what the transport is called with."""
+        """Inside, the bytes of what the transport is called with by Compressors that are made inside."""
 
     @property
     def exact(self) -> bool:

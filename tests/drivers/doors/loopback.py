@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from doors.base import Arrays, Counter, Door, Handle, Shapes
 
+from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress.engine import checkpoint
 from hvdcompress.engine.state import describe
 from hvdcompress.ops import numpy as reference

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from doors.base import Arrays, Counter, Door, Handle, Shapes
 from promises.variants import VARIANTS, Settings, has_half_sums
 
 import hvdcompress
+from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress import registry
 from hvdcompress.mpi import Compressor, PeerError  # before mpi4py, whose environment it sets
 from hvdcompress.testing import variants

@@ -14,13 +14,15 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from horovod.tensorflow import mpi_ops
 
+from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.tensorflow import Compressor
 from hvdcompress.testing import Trial
+
+PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class TensorFlowDoor(Door):
     def __init__(self, folder: Path):
         tf.config.threading.set_inter_op_parallelism_threads(2)
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        hvd.init()
+        world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+        hvd.init(process_sets=[PAIR] if world > 2 else None)
         self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TensorFlowHandle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from horovod.torch import optimizer as stock
 
+from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress.torch import Compressor, PeerError
 
+PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
 _numbers = itertools.count()
 
 
@@ -68,7 +70,8 @@ class TorchDoor(Door):
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)
-        hvd.init()
+        world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+        hvd.init(process_sets=[PAIR] if world > 2 else None)
         self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:

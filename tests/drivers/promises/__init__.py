@@ -4,15 +4,11 @@
 what, and why. No framework is imported here, so that the table can be printed anywhere.
 """
 
-from promises import (  # noqa: F401  (their promises register themselves, in this order)
-    results,
-    numbers,
-    state,
-    triggers,
-    failures,
-    agreement,
-    accounts,
-)
+# their promises register themselves, in this order
+# isort: off
+from promises import results, numbers, state, triggers, failures, agreement, accounts  # noqa: F401
+# isort: on
+
 from promises.registry import PROMISES, Promise
 from promises.table import DOORS, EXCEPTIONS, Exempt, keep
 

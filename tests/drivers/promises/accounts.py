@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 import numpy as np
+
 from promises.registry import promise
 from promises.variants import METHODS, VARIANTS
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from promises.registry import promise
 
 SUBJECT = "Agreement"
 
 
-def _disagree(door: Any, words: list[str], method: str, settings: dict, shapes: dict | None = None, **more: Any) -> None:
+def _disagree(
+    door: Any, words: list[str], method: str, settings: dict, shapes: dict | None = None, **more: Any
+) -> None:
     """Making a Compressor, or its first step, is the same error on every rank."""
     shapes = shapes or door.shapes
 
@@ -86,8 +89,9 @@ def different_operations_are_one_message(door: Any) -> None:
 
 @promise()
 def bad_settings_are_refused(door: Any) -> None:
-    """A hyper-parameter or plan key that is out of range or unknown is refused with its name, before anything is sent."""
-    for settings, word in (({"density": 7.0}, "density"), ({"bits": 3}, "bits"), ({"min_elements": -1}, "min_elements")):
+    """A hyper-parameter or plan key that is out of range or unknown is refused by name, before anything is sent."""
+    for word, value in (("density", 7.0), ("bits", 3), ("min_elements", -1)):
+        settings = {word: value}
         door.must_raise(ValueError, [word], lambda s=settings: door.make("topk", s, door.shapes), same=False)
     np.testing.assert_array_equal(
         door.make("none", {}, {"w": (3,)}).reduce({"w": np.ones(3, np.float32)})["w"], np.ones(3, np.float32)

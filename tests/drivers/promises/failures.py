@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from hvdcompress.plan import plan_of
 from promises.numbers import assert_same_state
 from promises.registry import promise
 from promises.results import assert_close
 from promises.variants import Settings
-
-from hvdcompress.plan import plan_of
 
 SUBJECT = "Failures"
 FAULT = "a fault made by the test"
@@ -28,7 +28,7 @@ VARIETY: tuple[tuple[str, Settings, int], ...] = (
 
 
 class Faulty:
-    """A plan whose method can be made to fail for tensor "c": on some ranks, once so many of its collectives are done."""
+    """A plan whose method can be made to fail for tensor "c": on some ranks, after so many collectives."""
 
     def __init__(self, method: str, settings: Settings):
         self.plan, self.ranks, self.rounds = plan_of(method, **settings), (), 0

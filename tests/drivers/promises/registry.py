@@ -13,7 +13,7 @@ Check = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Promise:
-    """``check`` raises where a door does not keep it. ``ranks``: how many it takes; ``seconds``: after which it hangs."""
+    """``check`` raises where a door does not keep it. ``ranks``: how many it takes; ``seconds``: it hangs after."""
 
     name: str
     text: str
@@ -31,9 +31,7 @@ def promise(ranks: int = 1, seconds: float = SECONDS_A_CASE) -> Callable[[Check]
 
     def register(check: Check) -> Check:
         text = " ".join((check.__doc__ or "").split())
-        PROMISES[check.__name__] = Promise(
-            check.__name__, text, check.__globals__["SUBJECT"], check, ranks, seconds
-        )
+        PROMISES[check.__name__] = Promise(check.__name__, text, check.__globals__["SUBJECT"], check, ranks, seconds)
         return check
 
     return register

@@ -8,13 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+import hvdcompress
 from promises.registry import promise
 from promises.variants import METHODS, VARIANTS, Settings
 
-import hvdcompress
-
 SUBJECT = "Results"
-STEPS = 6
+
+
+@dataclass
+class Expected:
+    """What the loopback makes of a few steps' gradients; small enough to be sent to other ranks."""
+
+    results: list[dict]  #: in each step, the same on every rank
+    residuals: list[dict]  #: of each rank
+    sent: list[dict]  #: bytes of each tensor, of each rank
+    counters: list[dict]
 
 
 @dataclass
@@ -34,30 +43,45 @@ class Compared:
         return f"{self.method} {self.settings}"
 
 
-def compare(door: Any, method: str, settings: Settings, steps: int = STEPS, **more: Any) -> Compared:
+def expect(door: Any, method: str, settings: Settings, steps: int, **more: Any) -> Expected:
+    """The loopback's side; ``more``: shapes, op, dtype."""
+    shapes, net, ranks = more.get("shapes", door.shapes), door.yardstick(method, settings), range(door.world)
+    everyone = (door.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
+    results = [net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone]
+    residuals = [{name: net.residual(name, rank) for name in shapes} if door.exact else {} for rank in ranks]
+    sent = [{name: entry.sent for name, entry in net.ledger.tensors(rank).items()} for rank in ranks]
+    return Expected(results, residuals, sent, [net.ledger.counters(rank) for rank in ranks])
+
+
+def compare(
+    door: Any, method: str, settings: Settings, steps: int, expected: Expected | None = None, **more: Any
+) -> Compared:
     """Reduce the same gradients by the driver and by the loopback; ``more``: shapes, op, dtype, order."""
-    shapes, order = more.pop("shapes", door.shapes), more.pop("order", None)
+    order = more.pop("order", None)
+    expected = expected or expect(door, method, settings, steps, **more)
+    shapes = more.pop("shapes", door.shapes)
     handle = door.make(method, settings, shapes, **more)
-    net = door.yardstick(method, settings)
     found, digests = Compared(method, settings), []
     for step in range(steps):
-        everyone = door.everyone(step, shapes, more.get("dtype", "float32"))
-        mine = everyone[door.rank]
-        got = handle.reduce({name: mine[name] for name in order or mine})
-        found.steps.append((got, net.allreduce_many(everyone, op=more.get("op", "average"))[door.rank]))
+        mine = door.gradients(step, shapes)
+        given = {name: mine[name].astype(more.get("dtype", "float32")) for name in order or mine}
+        got = handle.reduce(given)
+        found.steps.append((got, expected.results[step]))
         digests.append(hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest())
     found.digests = [list(step) for step in zip(*door.gather(digests), strict=True)]
-    found.residuals = {name: (handle.residual(name), net.residual(name, door.rank)) for name in shapes}
-    found.sent = handle.sent(), expected_bytes(door, handle, net, steps)
-    found.counters = handle.counters(), net.ledger.counters(door.rank)
+    residuals = expected.residuals[door.rank]
+    found.residuals = {name: (handle.residual(name), residuals.get(name)) for name in shapes}
+    found.sent = handle.sent(), with_overhead(expected.sent[door.rank], handle, steps)
+    found.counters = handle.counters(), expected.counters[door.rank]
+    assert handle.compressor.ledger.steps == steps, "the ledger counts steps"
     handle.close()
     return found
 
 
-def expected_bytes(door: Any, handle: Any, net: Any, steps: int) -> dict[str, int]:
+def with_overhead(sent: dict[str, int], handle: Any, steps: int) -> dict[str, int]:
     """The loopback's bytes of each tensor, and what the driver sends beside them."""
-    sent = Counter({name: entry.sent for name, entry in net.ledger.tensors(door.rank).items()})
-    return {name: num_bytes for name, num_bytes in (sent + Counter(handle.overhead(steps))).items() if num_bytes}
+    total = Counter(sent) + Counter(handle.overhead(steps))
+    return {name: num_bytes for name, num_bytes in total.items() if num_bytes}
 
 
 def assert_close(got: dict, want: dict, tolerance: tuple[float, float], what: str) -> None:
@@ -84,14 +108,26 @@ def assert_all(door: Any, found: Compared) -> None:
     assert all(len(set(step)) == 1 for step in found.digests), f"{found.what}: ranks differ"
 
 
+def _steps(settings: Settings) -> int:
+    """Enough to go through all phases."""
+    return 6 if {"warmup", "dense_steps", "schedule"} & settings.keys() else 4
+
+
 _compared: dict[Any, list[Compared]] = {}
 
 
 def all_variants(door: Any) -> list[Compared]:
-    """Every variant compared; done once, as several promises ask for it."""
+    """Every variant compared; done once, as several promises ask for it. Each rank runs the loopback for some."""
     key = door.name, door.world, door.rank
     if key not in _compared:
-        _compared[key] = [compare(door, method, settings) for method, settings in door.variants()]
+        variants = [(number, *one, _steps(one[1])) for number, one in enumerate(door.variants())]
+        mine = variants if door.shared else variants[door.rank :: door.world]
+        expected = {number: expect(door, method, settings, steps) for number, method, settings, steps in mine}
+        for others in () if door.shared else door.gather(expected):
+            expected.update(others)
+        _compared[key] = [
+            compare(door, m, settings, steps, expected[number]) for number, m, settings, steps in variants
+        ]
     return _compared[key]
 
 

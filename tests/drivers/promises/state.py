@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
+from hvdcompress.engine import checkpoint
+from hvdcompress.engine.reshard import reshard
 from promises.numbers import assert_same_state, repeats
 from promises.registry import promise
 from promises.results import assert_close
 from promises.variants import METHODS
-
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.reshard import reshard
 
 SUBJECT = "State"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import Skip
+
 from promises.registry import PROMISES, Promise
 
 
