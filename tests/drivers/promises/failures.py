@@ -101,14 +101,14 @@ def a_failure_in_the_first_round_is_every_ranks(door: Any) -> None:
 
 @promise()
 def a_failure_undoes_the_whole_step(door: Any) -> None:
-    """So is the state of all other tensors of the step."""
+    """A method that fails undoes the whole step: the state of every other tensor is as before it, too."""
     for ranks in _some_ranks(door):
         _fail(door, "topk", {"density": 0.05}, 0, ranks, good=2)
 
 
 @promise(ranks=2)
 def a_failure_in_a_later_round_is_every_ranks(door: Any) -> None:
-    """The same, where the method fails when some of its collectives are done already."""
+    """A method that fails on some ranks when some of its collectives are done: the same error on every rank."""
     for method, settings, last in VARIETY:
         for rounds in range(1, min(last, door.world) + 1):
             for ranks in _some_ranks(door):

@@ -102,7 +102,7 @@ def a_nan_on_one_rank_undoes_its_tensor(door: Any) -> None:
 
 @promise()
 def a_nan_on_one_rank_undoes_the_whole_step(door: Any) -> None:
-    """So is every other tensor of the step: all are NaN on every rank, and all state is exactly as before."""
+    """A NaN or an Inf on one rank undoes the whole step: all tensors are NaN on all ranks, all state as before."""
     for method in METHODS:
         _with_bad_steps(door, method, list(door.shapes))
 

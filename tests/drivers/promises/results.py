@@ -121,9 +121,9 @@ def all_variants(door: Any) -> list[Compared]:
     key = door.name, door.world, door.rank
     if key not in _compared:
         variants = [(number, *one, _steps(one[1])) for number, one in enumerate(door.variants())]
-        mine = variants if door.shared else variants[door.rank :: door.world]
+        mine = variants[door.rank :: door.world]
         expected = {number: expect(door, method, settings, steps) for number, method, settings, steps in mine}
-        for others in () if door.shared else door.gather(expected):
+        for others in door.gather(expected):
             expected.update(others)
         _compared[key] = [
             compare(door, m, settings, steps, expected[number]) for number, m, settings, steps in variants
@@ -206,7 +206,7 @@ def one_threshold_for_all_tensors(door: Any) -> None:
 
 @promise()
 def many_tensors_in_any_order(door: Any) -> None:
-    """Forty gradients that come in another order on every rank meet their own."""
+    """Many gradients that come in another order on every rank meet their own."""
     shapes = {f"w{number:02d}": (40, 41 + number) for number in range(12 if door.dear else 40)}
     order = list(np.random.default_rng(door.rank).permutation(list(shapes)))
     assert_all(door, compare(door, "scalecom", {"density": 0.02}, 3, shapes=shapes, order=order))

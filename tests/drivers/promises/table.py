@@ -55,7 +55,7 @@ class Exempt:
 
 _OWN_GRAPHS = "each gradient has a graph of its own"
 _ONE_OBJECT = "one object holds all ranks"
-_LIKE_PARAMETERS = "gradients have the types and shapes of what they are of"
+_LIKE_PARAMETERS = "gradients are made by the framework, like what they are of"
 _PROBE = "ranks tell each other no more than fits into a probe beside each tensor"
 
 EXCEPTIONS: dict[tuple[str, str], Exempt] = {
