@@ -1,7 +1,8 @@
-"""What the scripts of cases share that every rank runs: a registry of cases, and the loop over them.
+"""What every rank does: run checks one after the other, in step with the other ranks, and write down how each went.
 
-``python SCRIPT OUT [CASE…]`` runs the cases and writes ``OUT/<rank>.json``: {"results": {case: "ok" | "skip: why" |
-traceback}, "numbers": {…}}. One launch runs them all, since starting ranks costs seconds.
+A script of cases is called as ``python SCRIPT OUT [CASE…]``; it writes ``OUT/<rank>.json``: {"results": {case: "ok" |
+"skip: why" | traceback}, "numbers": {…}, "seconds": {case: s}}. One launch runs them all, since starting ranks takes
+seconds.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,21 @@ OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a case of the script that is run."""
     CASES[function.__name__] = function
     return function
 
 
 class Skip(Exception):
-    """This case needs other ranks or another controller."""
+    """This check needs other ranks, another controller, or another driver."""
 
 
-def heavy_tailed(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:
+def heavy_tailed(shapes: Mapping[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:
     """Gradients that float16 and bfloat16 hold exactly, so that dtypes and drivers can be compared."""
     out = {}
     for number, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([step, rank, number])
-        values = rng.standard_t(3, size=shape).astype(np.float32)
+        values = np.asarray(rng.standard_t(3, size=shape), np.float32)
         values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).clip(-100, 100)
         out[name] = np.where(np.abs(values) < 1e-3, np.float32(0), values)
     return out
@@ -44,8 +47,8 @@ def heavy_tailed(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> di
 
 def must_raise(
     kind: Any, words: list[str], run: Callable[[], object], gather: Callable[[str], list[str]], same: bool = True
-) -> None:
-    """``run`` raises on every rank, with these words in the message; ``same``: the same message."""
+) -> str:
+    """``run`` raises on every rank, with these words in the message, which is returned; ``same``: the same message."""
     try:
         run()
     except kind as error:
@@ -53,23 +56,34 @@ def must_raise(
     else:
         message = "no error"
     everyone = gather(message)
+    assert "no error" not in everyone, f"expected an error on every rank: {everyone}"
     assert not same or len(set(everyone)) == 1, f"ranks differ: {everyone}"
     for word in words:
         assert word in message, f"{word!r} is not in {message!r}"
+    return message
 
 
-def run(rank: int, meet: Callable[[], Any]) -> None:
+def run(
+    rank: int,
+    meet: Callable[[], Any],
+    cases: Mapping[str, Callable[[], None]] = CASES,
+    seconds: Callable[[str], float] = lambda name: SECONDS_A_CASE,
+) -> None:
     """Run the chosen cases, one after the other, in step with the other ranks, whom ``meet`` waits for."""
     results: dict[str, str] = {}
-    for name in sys.argv[2:] or list(CASES):
-        faulthandler.dump_traceback_later(SECONDS_A_CASE, exit=True)  # a hang is a bug: say where
+    took: dict[str, float] = {}
+    for name in sys.argv[2:] or list(cases):
+        faulthandler.dump_traceback_later(seconds(name), exit=True)  # a hang is a bug: say where
+        began = time.monotonic()
         try:
-            CASES[name]()
+            cases[name]()
             results[name] = "ok"
         except Skip as skip:
             results[name] = f"skip: {skip}"
         except BaseException:
             results[name] = traceback.format_exc()
-        (OUT / f"{rank}.json").write_text(json.dumps({"results": results, "numbers": NUMBERS}))
+        took[name] = round(time.monotonic() - began, 2)
+        written = {"results": results, "numbers": NUMBERS, "seconds": took}
+        (OUT / f"{rank}.json").write_text(json.dumps(written))
         meet()
     faulthandler.cancel_dump_traceback_later()

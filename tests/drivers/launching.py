@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 SECONDS = 240
+MORE = 60  #: what a test may take beyond its launch
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(kind: str, **more: str) -> dict[str, str]:
     """Ranks share two cores: one thread each, and MPI yields while it waits."""
-    bin_folder = str(Path(sys.executable).parent)
+    ours = dict(os.environ)
+    if kind.startswith(("alone", "mpirun")):  # no traces of an MPI that we may have been started by
+        ours = {name: value for name, value in ours.items() if not name.startswith(("OMPI_", "PMIX_"))}
     return {
-        **os.environ,
-        "PATH": bin_folder + os.pathsep + os.environ["PATH"],
+        **ours,
+        "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -28,16 +31,24 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+def world_of(kind: str) -> int:
+    """The ranks of "alone", "mpirun-3", "mpi-2" (horovodrun over MPI) or "gloo-2"."""
+    return 1 if kind == "alone" else int(kind.split("-")[1])
+
+
 def launch(
-    kind: str, script: Path, *arguments: str, seconds: int = SECONDS, **more: str
+    kind: str, script: Path, *arguments: str, seconds: float = SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """``horovodrun`` a script, "mpi-2" or "gloo-3", with ``more`` in its environment; ends all its processes when it
-    takes too long."""
-    controller, world = kind.split("-")
-    line = ["horovodrun", "-np", world, f"--{controller}", sys.executable, str(script), *arguments]
+    """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
+    controller, world = kind.split("-")[0], str(world_of(kind))
+    start = {
+        "alone": [],
+        "mpirun": ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world],
+    }.get(controller, ["horovodrun", "-np", world, f"--{controller}"])
+    line = [*start, sys.executable, str(script), *arguments]
     with subprocess.Popen(
         line,
-        env=environment(**more),
+        env=environment(kind, **more),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -46,24 +57,28 @@ def launch(
         try:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.terminate()  # horovodrun ends its ranks
+            process.terminate()  # horovodrun and mpirun end their ranks
             output, _ = process.communicate(timeout=30)
             pytest.fail(f"{' '.join(line)} took more than {seconds} s\n{output[-6000:]}")
     return subprocess.CompletedProcess(line, process.returncode, output)
 
 
-_finished: dict[tuple, tuple[list[dict], str]] = {}
+Outcomes = tuple[list[dict], str, int]
+_finished: dict[tuple, Outcomes] = {}
 
 
-def outcomes(
-    kind: str, script: Path, folder: Path, *cases: str, seconds: int = SECONDS, **more: str
-) -> tuple[list[dict], str]:
-    """What each rank wrote in one launch of a script's cases, and the log; launched once and remembered."""
-    key = (kind, script, cases)
+def outcomes(kind: str, script: Path, folder: Path, *cases: str, seconds: float = SECONDS, **more: str) -> Outcomes:
+    """What each rank wrote in one launch of a script's cases, the log and the exit status; launched once and
+    remembered."""
+    key = (kind, script, cases, *sorted(more.items()))
     if key not in _finished:
-        done = launch(kind, script, str(folder), *cases, seconds=seconds, **more)
-        files = [folder / f"{rank}.json" for rank in range(int(kind.split("-")[1]))]
-        _finished[key] = ([json.loads(f.read_text()) if f.exists() else {} for f in files], done.stdout)
+        try:
+            done = launch(kind, script, str(folder), *cases, seconds=seconds, **more)
+            log, status = done.stdout, done.returncode
+        except pytest.fail.Exception as error:  # what was written before still counts
+            log, status = str(error), 124
+        files = [folder / f"{rank}.json" for rank in range(world_of(kind))]
+        _finished[key] = ([json.loads(f.read_text()) if f.exists() else {} for f in files], log, status)
     return _finished[key]
 
 
@@ -73,11 +88,12 @@ def case_names(script: Path) -> list[str]:
     return [b.split("(")[0].removeprefix("def ") for a, b in zip(lines, lines[1:], strict=False) if a == "@case"]
 
 
-def check(kind: str, name: str, found: tuple[list[dict], str]) -> None:
+def check(kind: str, name: str, found: Outcomes) -> None:
     """Pass, skip or fail, as the ranks said of the case ``name``."""
-    ranks, log = found
+    ranks, log, status = found
     results = [rank.get("results", {}).get(name, "did not run") for rank in ranks]
     if all(result.startswith("skip: ") for result in results):
         pytest.skip(results[0].removeprefix("skip: "))
     for rank, result in enumerate(results):
-        assert result == "ok", f"rank {rank} of {kind}: {result}\n--- end of the launch's log:\n{log[-3000:]}"
+        end = f"--- end of the launch's log (status {status}):\n{log[-3000:]}"
+        assert result == "ok", f"rank {rank} of {kind}: {result}\n{end}"

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdcompress.mpi import MPI, Compressor
+from hvdcompress.mpi import Compressor  # before mpi4py, whose environment it sets
+
+from mpi4py import MPI  # isort: skip
 
 faulthandler.dump_traceback_later(90, exit=True)
 out = Path(sys.argv[1])

@@ -47,8 +47,8 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
 @pytest.mark.timeout(200)
 def test_the_torch_examples_train() -> None:
     pytest.importorskip("horovod")
-    sys.path.insert(0, str(ROOT / "tests" / "parallel"))
-    from test_torch import launch
+    sys.path.insert(0, str(ROOT / "tests" / "drivers"))
+    from launching import launch
 
     found = {}
     for name in ("plain", "compressed"):
@@ -63,8 +63,8 @@ def test_the_torch_examples_train() -> None:
 @pytest.mark.parametrize("name", ["tensorflow_plain", "tensorflow_compressed", "keras_compressed"])
 def test_the_tensorflow_examples_train(name: str) -> None:
     pytest.importorskip("horovod.tensorflow")
-    sys.path.insert(0, str(ROOT / "tests" / "parallel"))
-    from test_torch import launch
+    sys.path.insert(0, str(ROOT / "tests" / "drivers"))
+    from launching import launch
 
     done = launch("mpi-2", ROOT / "examples" / f"{name}.py", seconds=150)
     assert done.returncode == 0, done.stdout[-2000:]

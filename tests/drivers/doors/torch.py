@@ -1,0 +1,98 @@
+"""The PyTorch driver's door: the stock ``hvd.DistributedOptimizer``, and gradients that a backward pass gives."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import optimizer as stock
+
+from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
+from hvdcompress.torch import Compressor, PeerError
+
+PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
+_numbers = itertools.count()
+
+
+def backward(params: dict, grads: Arrays, names: list[str] | None = None) -> None:
+    """A backward pass that gives each parameter exactly these gradients, hooks firing in the order of ``names``."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for name in names or list(params):
+        loss = loss + (params[name].double() * torch.from_numpy(grads[name]).double()).sum()
+    loss.backward()
+
+
+class TorchHandle(Handle):
+    def __init__(self, method: Any, settings: dict, shapes: Shapes, dtype: str, op: str, loss_scale: Any):
+        self.shapes = shapes
+        kind = getattr(torch, dtype)
+        self.params = {name: torch.nn.Parameter(torch.zeros(shape, dtype=kind)) for name, shape in shapes.items()}
+        self.compressor = Compressor(method, self.params.items(), loss_scale=loss_scale, **settings)
+        number = next(_numbers)  # a step that fails leaves stock all-reduces of its names behind
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.params.values(), lr=1.0),
+            named_parameters=[(f"{number}.{name}", parameter) for name, parameter in self.params.items()],
+            compression=self.compressor,
+            op=hvd.Sum if op == "sum" else hvd.Average,
+        )
+
+    def reduce(self, gradients: Arrays) -> Arrays:
+        for parameter in self.params.values():
+            parameter.grad = None
+        backward(self.params, gradients, list(gradients))
+        self.optimizer.synchronize()
+        out = {}
+        for name, parameter in self.params.items():
+            grad = parameter.grad.detach().contiguous()
+            assert grad.dtype == parameter.dtype
+            out[name] = (grad.float() if grad.dtype == torch.bfloat16 else grad).numpy().copy()
+        return out
+
+    def overhead(self, steps: int) -> dict[str, int]:
+        """A probe beside each gradient, a status in each step, plans once."""
+        return {
+            **{name: steps * TorchDoor.probe for name in self.shapes},
+            "status": 56 * steps,
+            "plan": self.sent().get("plan", 0),
+        }
+
+
+class TorchDoor(Door):
+    name = "torch"
+    error = PeerError
+    probe = 8
+
+    def __init__(self, folder: Path):
+        torch.set_num_threads(1)
+        world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+        hvd.init(process_sets=[PAIR] if world > 2 else None)
+        self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
+
+    def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
+        return TorchHandle(method, settings, shapes, dtype, op, loss_scale)
+
+    def gather(self, value: Any) -> list[Any]:
+        return hvd.allgather_object(value)
+
+    @contextmanager
+    def counting(self) -> Iterator[Counter]:
+        counter = Counter()
+
+        def counted(function: Any) -> Any:
+            def call(tensor: torch.Tensor, *rest: Any, **more: Any) -> Any:
+                counter.num_bytes += tensor.nbytes
+                return function(tensor, *rest, **more)
+
+            return call
+
+        places: list[tuple[Any, str]] = [
+            (hvd, name) for name in ("allreduce_async", "allgather_async", "alltoall_async", "allgather")
+        ]
+        with replaced([*places, (stock, "allreduce_async_")], counted):
+            yield counter

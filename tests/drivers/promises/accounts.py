@@ -1,0 +1,98 @@
+"""The ledger and the observer tell what is really sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from promises.registry import promise
+from promises.variants import METHODS, VARIANTS
+
+SUBJECT = "Accounts"
+
+
+@promise()
+def the_ledger_counts_what_is_given(door: Any) -> None:
+    """The ledger's bytes are those of the arrays that the transport is given, by us or by the stock optimizer."""
+    for method, settings in METHODS.items() if door.dear else VARIANTS:
+        with door.counting() as counter:
+            handle = door.make(method, settings, door.shapes)
+            for step in range(3):
+                handle.reduce(door.gradients(step, door.shapes))
+        assert handle.bytes_sent() == counter.num_bytes > 0, (method, settings, handle.bytes_sent(), counter.num_bytes)
+        handle.close()
+
+
+@promise()
+def scalecoms_bytes_do_not_grow_with_the_ranks(door: Any) -> None:
+    """ScaleCom sends as many bytes for each tensor as it does among two ranks."""
+    settings = {"density": 0.01}
+    handle, two = door.make("scalecom", settings, door.shapes), door.yardstick("scalecom", settings, world=2)
+    for step in range(4):
+        handle.reduce(door.gradients(step, door.shapes))
+        two.allreduce_many([door.gradients(step, door.shapes, rank=rank) for rank in range(2)])
+    sent, overhead = handle.sent(), handle.overhead(4)
+    own = {name: sent[name] - overhead.get(name, 0) for name in door.shapes}
+    assert own == {name: entry.sent for name, entry in two.ledger.tensors(0).items()}
+
+
+class Watcher:
+    """An observer that keeps what one rank sends."""
+
+    def __init__(self, rank: int):
+        self.rank, self.payloads, self.num_bytes = rank, defaultdict(list), 0
+        self.events: dict[str, int] = defaultdict(int)
+
+    def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
+        if rank == self.rank:
+            self.payloads[name].append(np.asarray(payload).tobytes())
+            self.num_bytes += num_bytes
+
+    def __getattr__(self, event: str) -> Any:
+        if event not in ("begun", "encoded", "waited", "decoded", "committed"):
+            raise AttributeError(event)
+
+        def note(*rest: Any, **more: Any) -> None:
+            self.events[event] += 1
+
+        return note
+
+
+def carries(got: list[bytes], want: list[bytes], probe: int) -> bool:
+    """Whether ``got`` is ``want`` in order; a payload may have a probe of so many bytes behind it, and probes may go
+    alone."""
+    rest = list(want)
+    for payload in got:
+        if rest and payload == rest[0] or rest and probe and payload[:-probe] == rest[0]:
+            rest.pop(0)
+        elif len(payload) != probe:
+            return False
+    return not rest
+
+
+@promise()
+def payloads_are_the_loopbacks(door: Any) -> None:
+    """What an observer sees of each tensor is the loopback's payloads, in order: to the byte of two ranks, in number
+    and length of more."""
+    for method, settings in METHODS.items() if door.dear else VARIANTS:
+        handle, net = door.make(method, settings, door.shapes), door.yardstick(method, settings)
+        watcher = Watcher(door.rank)
+        handle.watch(watcher)
+        for step in range(5):
+            everyone = door.everyone(step, door.shapes)
+            handle.reduce(everyone[door.rank])
+            net.allreduce_many(everyone)
+        for name in door.shapes:
+            want, got = [], watcher.payloads[name]
+            for one in (one for one in net.log if one.name == name):
+                mine = one.root is None or one.root == door.rank  # else it gives zeros to a sum
+                sent = one.sent[door.rank if one.root is None else 0] if mine else bytes(one.num_bytes[door.rank])
+                want.append(sent)
+            if door.exact:
+                assert carries(got, want, door.probe), f"{method} {settings}, {name}"
+            else:
+                lengths = [bytes(len(payload)) for payload in got], [bytes(len(payload)) for payload in want]
+                assert carries(*lengths, door.probe), f"{method} {settings}, {name}"
+        assert watcher.events["begun"] and watcher.events["committed"], dict(watcher.events)

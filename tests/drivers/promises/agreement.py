@@ -1,0 +1,98 @@
+"""Ranks that do not agree all get one message, which names what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from promises.registry import promise
+
+SUBJECT = "Agreement"
+
+
+def _disagree(
+    door: Any, words: list[str], method: str, settings: dict, shapes: dict | None = None, **more: Any
+) -> None:
+    """Making a Compressor, or its first step, is the same error on every rank."""
+    shapes = shapes or door.shapes
+
+    def run() -> None:
+        door.make(method, settings, shapes, **more).reduce(door.gradients(0, shapes))
+
+    message = door.must_raise(Exception, ["ranks disagree", *words], run, same=False)
+    # frameworks put their own words around it
+    said = message[message.index("ranks disagree") :].splitlines()[0].strip("'\" ")
+    assert len(set(door.gather(said))) == 1, f"ranks differ: {door.gather(said)}"
+
+
+@promise(ranks=2)
+def different_plans_are_one_message(door: Any) -> None:
+    """Ranks with different methods, hyper-parameters or seeds: the message has the key, both values and the rank."""
+    odd = door.rank == 1
+    _disagree(door, ["'method'", "topk", "scalecom", "rank 1"], "scalecom" if odd else "topk", {})
+    _disagree(door, ["'method'", "topk", "none"], "none" if odd else "topk", {})
+    _disagree(door, ["'density'", "0.01", "0.02", "rank 1"], "topk", {"density": 0.02 if odd else 0.01})
+    _disagree(door, ["'seed'", "0", "1"], "topk", {"seed": int(odd)})
+    _disagree(door, ["'min_elements'"], "topk", {"min_elements": 5 if odd else 6})
+
+
+@promise(ranks=2)
+def different_names_are_one_message(door: Any) -> None:
+    """Ranks whose tensors have different names."""
+    shapes = {("w" if name == "b" and door.rank == 1 else name): shape for name, shape in door.shapes.items()}
+    _disagree(door, ["rank 1"], "topk", {}, shapes)
+    fewer = {name: shape for name, shape in door.shapes.items() if name != "c" or door.rank == 0}
+    _disagree(door, ["rank 1"], "topk", {}, fewer)
+
+
+@promise(ranks=2)
+def different_shapes_are_one_message(door: Any) -> None:
+    """Ranks whose tensors have different shapes or dtypes: the message has the tensor's name and both."""
+    shapes = {**door.shapes, "c": (8, 131 + (door.rank == 1))}
+    _disagree(door, ["c'", "131", "132", "rank 1"], "topk", {}, shapes)
+    _disagree(door, ["float64", "float32"], "topk", {}, dtype="float64" if door.rank == 1 else "float32")
+
+
+@promise(ranks=2)
+def different_steps_are_one_message(door: Any) -> None:
+    """Ranks that are at different steps, as one of them has loaded another state."""
+    settings = {"density": 0.01, "warmup": {"steps": 2}}
+    ahead, behind = (door.make("topk", settings, door.shapes) for _ in range(2))
+    for step in range(2):
+        ahead.reduce(door.gradients(step, door.shapes))
+    if door.rank == 1:  # its warm-up is over, the others' is not: their collectives would differ
+        behind.load_state(ahead.state())
+    given = door.gradients(2, door.shapes)
+    door.must_raise(door.error, ["ranks disagree on the step"], lambda: behind.reduce(given))
+
+
+@promise(ranks=2)
+def different_loss_scales_are_one_message(door: Any) -> None:
+    """Ranks with different loss scales, at first or later."""
+    now = {"scale": 1.0}
+    for first in (0, 2):
+        now["scale"] = 1.0
+        handle = door.make("topk", {}, door.shapes, loss_scale=lambda: now["scale"])
+        for step in range(first):
+            handle.reduce(door.gradients(step, door.shapes))
+        now["scale"] = 2.0 if door.rank == 1 else 1.0
+        given = door.gradients(first, door.shapes)
+        door.must_raise(door.error, ["loss scale", "1.0", "2.0"], lambda h=handle, g=given: h.reduce(g))
+
+
+@promise(ranks=2)
+def different_operations_are_one_message(door: Any) -> None:
+    """A rank that sums while the others average."""
+    _disagree(door, ["op", "sum", "average"], "topk", {}, op="sum" if door.rank == 1 else "average")
+
+
+@promise()
+def bad_settings_are_refused(door: Any) -> None:
+    """A hyper-parameter or plan key that is out of range or unknown is refused by name, before anything is sent."""
+    for word, value in (("density", 7.0), ("bits", 3), ("min_elements", -1)):
+        settings = {word: value}
+        door.must_raise(ValueError, [word], lambda s=settings: door.make("topk", s, door.shapes), same=False)
+    np.testing.assert_array_equal(
+        door.make("none", {}, {"w": (3,)}).reduce({"w": np.ones(3, np.float32)})["w"], np.ones(3, np.float32)
+    )

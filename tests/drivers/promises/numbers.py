@@ -1,0 +1,148 @@
+"""Dtypes, shapes, loss scales, and numbers that are too large, too small or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from promises.registry import promise
+from promises.results import assert_all, assert_close, compare
+from promises.variants import METHODS, has_half_sums
+
+SUBJECT = "Numbers"
+ODD_SHAPES = {"none": (0,), "empty": (3, 0, 2), "scalar": (), "prime": (1009,), "matrix": (64, 33)}
+
+
+def rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to the nearest bfloat16, ties to even; as float32."""
+    bits = x.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@promise()
+def float16_and_float64_go_through(door: Any) -> None:
+    """Gradients of float16 and float64 come back as such, with the loopback's numbers."""
+    for dtype in ("float16", "float64"):
+        for method in ("none", "topk", "scalecom", "fp16", "bf16", "gtopk", "qsgd"):
+            if door.dear and method in ("bf16", "gtopk", "qsgd"):
+                continue
+            assert_all(door, compare(door, method, {}, steps=2, dtype=dtype))
+
+
+@promise()
+def bfloat16_goes_through(door: Any) -> None:
+    """Gradients of bfloat16 come back as the loopback's float32, rounded."""
+    for method in ("none", "topk", "scalecom", "fp16", "bf16"):
+        handle, net = door.make(method, {}, door.shapes, dtype="bfloat16"), door.yardstick(method, {})
+        for step in range(2):
+            everyone = door.everyone(step, door.shapes)
+            got, want = handle.reduce(everyone[door.rank]), net.allreduce_many(everyone)[door.rank]
+            want = {name: rounded_to_bfloat16(array) for name, array in want.items()}
+            if door.exact:
+                assert_close(got, want, (0.0, 0.0), f"{method}, step {step}")
+
+
+@promise()
+def odd_shapes_go_through(door: Any) -> None:
+    """No elements, one, no dimensions, a prime number of elements: nothing is too odd for any method."""
+    for method in ("none", "topk", "scalecom", "qsgd", "fft") if door.dear else METHODS:
+        assert_all(door, compare(door, method, {"min_elements": 0}, steps=2, shapes=ODD_SHAPES))
+
+
+@promise()
+def large_float64_stays_or_is_an_overflow(door: Any) -> None:
+    """1e300 is finite: ``none`` sums it as float64; a float32 method takes it for an overflow, and spoils no state."""
+    for method in ("none", "topk"):
+        handle = door.make(method, {"min_elements": 1}, door.shapes, dtype="float64")
+        got = handle.reduce({name: np.full(shape, 1e300) for name, shape in door.shapes.items()})
+        for name, array in got.items():
+            assert (array == 1e300).all() if method == "none" else np.isnan(array).all(), (method, name)
+            assert not handle.residual(name).any()
+
+
+@promise()
+def denormal_numbers_are_kept(door: Any) -> None:
+    """Numbers below 1.2e-38 are no zeros, though a framework's threads may take them for such."""
+    shapes = {"w": (1200,)}
+    for method, settings in (("none", {}), ("topk", {"density": 0.2}), ("scalecom", {"density": 0.3})):
+        handle, net = door.make(method, settings, shapes), door.yardstick(method, settings)
+        for step in range(3):
+            everyone = [{"w": np.float32([1e-40 * (r + 1), 3e-42, 1e-38, 2.0] * 300)} for r in range(door.world)]
+            want = net.allreduce_many(everyone)[door.rank]
+            got = handle.reduce(everyone[door.rank])
+            if door.exact:
+                assert_close(got, want, (0.0, 0.0), f"{method}, step {step}")
+        if door.exact:
+            np.testing.assert_array_equal(handle.residual("w"), net.residual("w", door.rank))
+
+
+@promise()
+def the_loss_scale_may_change(door: Any) -> None:
+    """Residuals are kept unscaled: under a loss scale that changes, results are the plain ones times the scale."""
+    now = {"scale": 1.0}
+    settings = {"density": 0.02, "beta": 0.5}
+    plain = door.make("scalecom", settings, door.shapes)
+    scaled = door.make("scalecom", settings, door.shapes, loss_scale=lambda: now["scale"])
+    for scale in (1.0, 1024.0, 512.0, 65536.0):  # powers of two: exact
+        now["scale"], given = scale, door.gradients(int(scale), door.shapes)
+        want = plain.reduce(given)
+        got = scaled.reduce({name: array * np.float32(scale) for name, array in given.items()})
+        assert_close({n: g / np.float32(scale) for n, g in got.items()}, want, (0.0, 0.0), f"scale {scale}")
+    for name in door.shapes:
+        np.testing.assert_array_equal(scaled.residual(name), plain.residual(name))
+
+
+@promise()
+def a_nan_on_one_rank_undoes_its_tensor(door: Any) -> None:
+    """A NaN or an Inf on one rank: that tensor is NaN on every rank, and later steps are as if it had not been."""
+    for method in ("none", "topk", "scalecom", "dgc", "gradiveq") if door.dear else METHODS:
+        _with_bad_steps(door, method, ["a"])
+
+
+@promise()
+def a_nan_on_one_rank_undoes_the_whole_step(door: Any) -> None:
+    """A NaN or an Inf on one rank undoes the whole step: all tensors are NaN on all ranks, all state as before."""
+    for method in METHODS:
+        _with_bad_steps(door, method, list(door.shapes))
+
+
+def repeats(door: Any, method: str) -> bool:
+    """Whether two runs give the same bits: Horovod's float16 sums depend on which tensors go together."""
+    return door.exact or door.sums_in_order or not has_half_sums(method, METHODS[method])
+
+
+def _with_bad_steps(door: Any, method: str, names: list[str]) -> None:
+    if not repeats(door, method):
+        return
+    handle, control = (door.make(method, METHODS[method], door.shapes) for _ in range(2))
+    for step in range(4):
+        given = door.gradients(step, door.shapes)
+        want, got = control.reduce(given), handle.reduce(given)
+        assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, (0.0, 0.0), f"{method}, step {step}")
+        before, bad = handle.state(), {name: array.copy() for name, array in given.items()}
+        if door.rank == door.world - 1:
+            bad["a"].flat[3] = np.inf if step % 2 else np.nan
+        got, after = handle.reduce(bad), handle.state()
+        assert all(np.isnan(got[name]).all() for name in names), f"{method}: NaN on every rank"
+        for name in names:
+            assert_same_slots(before, after, name, method)
+    assert len(names) == 1 or handle.compressor.ledger.steps == 4, "bad steps do not count"
+
+
+def assert_same_slots(a: dict, b: dict, name: str, what: str) -> None:
+    """Two saved states have the same of one tensor, to the bit."""
+    for table in ("steps", "restarts"):
+        assert a[table].get(name) == b[table].get(name), (what, table, name)
+    ours, theirs = a["state"].get(name, {}), b["state"].get(name, {})
+    assert ours.keys() == theirs.keys(), (what, name)
+    for slot, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[slot], err_msg=f"{what}, {name}, {slot}")
+
+
+def assert_same_state(a: dict, b: dict, what: str) -> None:
+    """Two saved states are the same, to the bit."""
+    assert a.keys() == b.keys() and a["steps"] == b["steps"] and a["restarts"] == b["restarts"], what
+    assert a["state"].keys() == b["state"].keys(), what
+    for name in a["state"]:
+        assert_same_slots(a, b, name, what)

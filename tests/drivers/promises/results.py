@@ -1,0 +1,239 @@
+"""A driver gives what the loopback gives, of the same gradients."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import hvdcompress
+from promises.registry import promise
+from promises.variants import METHODS, VARIANTS, Settings
+
+SUBJECT = "Results"
+
+
+@dataclass
+class Expected:
+    """What the loopback makes of a few steps' gradients; small enough to be sent to other ranks."""
+
+    results: list[dict]  #: in each step, the same on every rank
+    residuals: list[dict]  #: of each rank
+    sent: list[dict]  #: bytes of each tensor, of each rank
+    counters: list[dict]
+
+
+@dataclass
+class Compared:
+    """What a driver and the loopback made of the same gradients, step by step."""
+
+    method: str
+    settings: Settings
+    steps: list[tuple[dict, dict]] = field(default_factory=list)  #: (driver's, loopback's) results
+    residuals: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    sent: tuple[dict, dict] = ({}, {})  #: bytes of each tensor
+    counters: tuple[dict, dict] = ({}, {})
+    digests: list[list[str]] = field(default_factory=list)  #: of the results in each step, rank by rank
+
+    @property
+    def what(self) -> str:
+        return f"{self.method} {self.settings}"
+
+
+def expect(door: Any, method: str, settings: Settings, steps: int, **more: Any) -> Expected:
+    """The loopback's side; ``more``: shapes, op, dtype."""
+    shapes, net, ranks = more.get("shapes", door.shapes), door.yardstick(method, settings), range(door.world)
+    everyone = (door.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
+    results = [net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone]
+    residuals = [{name: net.residual(name, rank) for name in shapes} if door.exact else {} for rank in ranks]
+    sent = [{name: entry.sent for name, entry in net.ledger.tensors(rank).items()} for rank in ranks]
+    return Expected(results, residuals, sent, [net.ledger.counters(rank) for rank in ranks])
+
+
+def compare(
+    door: Any, method: str, settings: Settings, steps: int, expected: Expected | None = None, **more: Any
+) -> Compared:
+    """Reduce the same gradients by the driver and by the loopback; ``more``: shapes, op, dtype, order."""
+    order = more.pop("order", None)
+    expected = expected or expect(door, method, settings, steps, **more)
+    shapes = more.pop("shapes", door.shapes)
+    handle = door.make(method, settings, shapes, **more)
+    found, digests = Compared(method, settings), []
+    for step in range(steps):
+        mine = door.gradients(step, shapes)
+        given = {name: mine[name].astype(more.get("dtype", "float32")) for name in order or mine}
+        got = handle.reduce(given)
+        found.steps.append((got, expected.results[step]))
+        digests.append(hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest())
+    found.digests = [list(step) for step in zip(*door.gather(digests), strict=True)]
+    residuals = expected.residuals[door.rank]
+    found.residuals = {name: (handle.residual(name), residuals.get(name)) for name in shapes}
+    found.sent = handle.sent(), with_overhead(expected.sent[door.rank], handle, steps)
+    found.counters = handle.counters(), expected.counters[door.rank]
+    assert handle.compressor.ledger.steps == steps, "the ledger counts steps"
+    handle.close()
+    return found
+
+
+def with_overhead(sent: dict[str, int], handle: Any, steps: int) -> dict[str, int]:
+    """The loopback's bytes of each tensor, and what the driver sends beside them."""
+    total = Counter(sent) + Counter(handle.overhead(steps))
+    return {name: num_bytes for name, num_bytes in total.items() if num_bytes}
+
+
+def assert_close(got: dict, want: dict, tolerance: tuple[float, float], what: str) -> None:
+    """Equal in names, shapes, dtypes and numbers; ``tolerance``: relative, and absolute of the greatest number."""
+    assert got.keys() == want.keys(), what
+    rtol, atol = tolerance
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, (what, name)
+        greatest = float(np.abs(want[name]).max(initial=0)) if np.isfinite(want[name]).all() else 1.0
+        np.testing.assert_allclose(got[name], want[name], rtol, atol * greatest, err_msg=f"{what}, {name}")
+
+
+def assert_results(door: Any, found: Compared) -> None:
+    """The driver's results are the loopback's, as exactly as sums of so many ranks can be."""
+    tolerance = door.tolerance(found.method, found.settings)
+    for step, (got, want) in enumerate(found.steps if tolerance else ()):
+        assert_close(got, want, tolerance, f"{found.what}, step {step}")
+
+
+def assert_all(door: Any, found: Compared) -> None:
+    """Results, bytes and ranks' agreement of one comparison."""
+    assert_results(door, found)
+    assert found.sent[0] == found.sent[1], found.what
+    assert all(len(set(step)) == 1 for step in found.digests), f"{found.what}: ranks differ"
+
+
+def _steps(settings: Settings) -> int:
+    """Enough to go through all phases."""
+    return 6 if {"warmup", "dense_steps", "schedule"} & settings.keys() else 4
+
+
+_compared: dict[Any, list[Compared]] = {}
+
+
+def all_variants(door: Any) -> list[Compared]:
+    """Every variant compared; done once, as several promises ask for it. Each rank runs the loopback for some."""
+    key = door.name, door.world, door.rank
+    if key not in _compared:
+        variants = [(number, *one, _steps(one[1])) for number, one in enumerate(door.variants())]
+        mine = variants[door.rank :: door.world]
+        expected = {number: expect(door, method, settings, steps) for number, method, settings, steps in mine}
+        for others in door.gather(expected):
+            expected.update(others)
+        _compared[key] = [
+            compare(door, m, settings, steps, expected[number]) for number, m, settings, steps in variants
+        ]
+    return _compared[key]
+
+
+@promise()
+def every_method_is_tried(door: Any) -> None:
+    """Every method, and every option that changes what is sent, is tried."""
+    assert set(METHODS) == set(hvdcompress.available())
+    tried = {method for method, _ in door.variants()}
+    assert tried == set(hvdcompress.available()) and len(door.variants()) > 0.9 * len(VARIANTS)
+
+
+@promise()
+def results_are_the_loopbacks(door: Any) -> None:
+    """Results are the loopback's: to the bit of two ranks, to rounding of more."""
+    for found in all_variants(door):
+        assert_results(door, found)
+
+
+@promise()
+def residuals_are_the_loopbacks(door: Any) -> None:
+    """Residuals are the loopback's, to the bit of two ranks."""
+    for found in all_variants(door) if door.exact else ():
+        for name, (got, want) in found.residuals.items():
+            np.testing.assert_array_equal(got, want, err_msg=f"{found.what}, {name}")
+
+
+@promise()
+def bytes_are_the_loopbacks(door: Any) -> None:
+    """The ledger's bytes are the loopback's, tensor by tensor, but for the probes and statuses that drivers list."""
+    for found in all_variants(door):
+        assert found.sent[0] == found.sent[1], found.what
+        assert found.counters[0] == found.counters[1] or not door.exact, found.what
+
+
+@promise()
+def ranks_get_the_same_bits(door: Any) -> None:
+    """All ranks get the same numbers, to the bit, whatever their number and the order of their gradients."""
+    for found in all_variants(door):
+        for step, digests in enumerate(found.digests):
+            assert len(set(digests)) == 1, f"{found.what}, step {step}: ranks differ"
+
+
+@promise()
+def sums_are_the_loopbacks(door: Any) -> None:
+    """A sum over ranks, where an average is not wanted."""
+    for method in ("none", "topk", "scalecom", "fp16") if door.dear else METHODS:
+        assert_all(door, compare(door, method, METHODS[method], steps=3, op="sum"))
+
+
+@promise()
+def rules_and_seeds_hold(door: Any) -> None:
+    """A plan's rules give tensors methods of their own, and its seed changes what is random."""
+    rules = [{"match": {"name": "a"}, "method": "none"}, {"match": {"ndim": 2}, "density": 0.05}]
+    for method in ("topk", "scalecom", "gaussiank"):
+        found = compare(door, method, {"density": 0.1, "rules": rules}, steps=3)
+        assert_all(door, found)
+        assert not found.residuals["a"][0].any() and found.residuals["c"][0].any()
+    for seed in (0, 3):
+        assert_all(door, compare(door, "randomk", {"density": 0.1, "seed": seed}, steps=2))
+
+
+@promise()
+def buckets_join_small_tensors(door: Any) -> None:
+    """Tensors are joined into buckets, which are exchanged in one go."""
+    for elements in (1200, 10**6):
+        for method in ("topk", "scalecom", "gaussiank"):
+            settings = {"density": 0.05, "bucket_elements": elements, "min_elements": 1, "seed": 3}
+            assert_all(door, compare(door, method, settings, steps=4))
+
+
+@promise()
+def one_threshold_for_all_tensors(door: Any) -> None:
+    """``scope: global`` selects among the elements of all tensors together."""
+    assert_all(door, compare(door, "gaussiank", {"density": 0.01, "scope": "global", "min_elements": 1}, steps=4))
+
+
+@promise()
+def many_tensors_in_any_order(door: Any) -> None:
+    """Many gradients that come in another order on every rank meet their own."""
+    shapes = {f"w{number:02d}": (40, 41 + number) for number in range(12 if door.dear else 40)}
+    order = list(np.random.default_rng(door.rank).permutation(list(shapes)))
+    assert_all(door, compare(door, "scalecom", {"density": 0.02}, 3, shapes=shapes, order=order))
+
+
+@promise()
+def compressors_keep_apart(door: Any) -> None:
+    """Two Compressors of one program, whose tensors have the same names, know nothing of each other."""
+    settings = {"density": 0.1}
+    handles = [door.make("topk", settings, door.shapes) for _ in range(2)]
+    nets = [door.yardstick("topk", settings) for _ in range(2)]
+    for step in range(3):
+        for number, (handle, net) in enumerate(zip(handles, nets, strict=True)):
+            everyone = door.everyone(step + 10 * number, door.shapes)
+            want = net.allreduce_many(everyone)[door.rank]
+            assert_close(handle.reduce(everyone[door.rank]), want, door.tolerance("topk", settings), f"{number} {step}")
+
+
+@promise()
+def residuals_can_be_read(door: Any) -> None:
+    """``residual()`` gives a copy in the tensor's shape, zeros where none is kept; ``describe()`` tells of methods."""
+    handle = door.make("topk", {"density": 0.1}, door.shapes)
+    handle.reduce(door.gradients(0, door.shapes))
+    for name, shape in door.shapes.items():
+        residual = handle.residual(name)
+        assert residual.shape == shape and residual.any() == (name in "abc"), name
+        residual[...] = 99
+        assert not (handle.residual(name) == 99).any(), "a copy"
+    assert "topk" in handle.describe()
+    door.must_raise(KeyError, ["stranger"], lambda: handle.residual("stranger"))

@@ -1,0 +1,95 @@
+"""What is kept from step to step can be saved, restored, and taken over by another number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.engine import checkpoint
+from hvdcompress.engine.reshard import reshard
+from promises.numbers import assert_same_state, repeats
+from promises.registry import promise
+from promises.results import assert_close
+from promises.variants import METHODS
+
+SUBJECT = "State"
+
+
+@promise()
+def state_is_restored_to_the_bit(door: Any) -> None:
+    """Training goes on to the bit from a saved state, from ``state_dict()`` or files, in a new Compressor or one that
+    was used; for every method."""
+    for method, settings in METHODS.items():
+        if not repeats(door, method):
+            continue
+        handle = door.make(method, settings, door.shapes)
+        for step in range(3):
+            handle.reduce(door.gradients(step, door.shapes))
+        saved = handle.state()
+        handle.save(door.folder / f"state-{method}")
+        door.meet()
+        others = {"a new one, from a dict": door.make(method, settings, door.shapes)}
+        others["a new one, from a dict"].load_state(saved)
+        others["a used one, from files"] = door.make(method, settings, door.shapes)
+        others["a used one, from files"].reduce(door.gradients(9, door.shapes))
+        others["a used one, from files"].load(door.folder / f"state-{method}")
+        for step in range(3, 6):
+            want = handle.reduce(door.gradients(step, door.shapes))
+            for how, other in others.items():
+                got = other.reduce(door.gradients(step, door.shapes))
+                assert_close(got, want, (0.0, 0.0), f"{method}, {how}, step {step}")
+        for how, other in others.items():
+            assert_same_state(other.state(), handle.state(), f"{method}, {how}")
+
+
+@promise()
+def another_number_of_ranks_takes_over(door: Any) -> None:
+    """States of another number of ranks are re-sharded: the sum of residuals over ranks stays."""
+    shapes, settings = {"a": (37, 41), "c": (8, 131)}, {"density": 0.02}
+    others = door.yardstick("topk", settings, world=door.world + 1)
+    for step in range(2):
+        others.allreduce_many([door.gradients(step, shapes, rank=rank) for rank in range(door.world + 1)])
+    if door.rank == 0:
+        for saved in others.saved():
+            checkpoint.save(saved, door.folder / "more-ranks")
+    door.meet()
+    handle = door.make("topk", settings, shapes)
+    handle.load(door.folder / "more-ranks")
+    handle.reduce(door.gradients(2, shapes))  # from here on they are known to have the sum
+    net = door.yardstick("topk", settings)
+    net.restore(reshard(others.saved(), door.world), door.specs(shapes))
+    net.allreduce_many(door.everyone(2, shapes))
+    assert handle.state()["steps"] == {"a": 3, "c": 3}
+    if door.exact:
+        for name in shapes:
+            np.testing.assert_array_equal(handle.residual(name), net.residual(name, door.rank))
+    everyone = door.gather(handle.state())
+    for name in shapes:
+        total = sum(one["state"][name]["residual"].astype(np.float64) for one in everyone)
+        for one in reshard(everyone, door.world + 2):
+            np.testing.assert_allclose(one["state"][name]["residual"] * (door.world + 2), total, 1e-4, 1e-5)
+
+
+@promise()
+def states_that_do_not_fit_are_refused(door: Any) -> None:
+    """A state of another rank, world or format is refused, with the key's name, and nothing is changed."""
+    handle = door.make("topk", {"density": 0.05}, door.shapes)
+    handle.reduce(door.gradients(0, door.shapes))
+    saved = handle.state()
+    for key, value in (("rank", door.rank + 1), ("world", door.world + 1), ("format", 99)):
+        words = [key, str(value)]
+        for other in (handle, door.make("topk", {"density": 0.05}, door.shapes)):
+            door.must_raise(ValueError, words, lambda o=other, k=key, v=value: o.load_state({**saved, k: v}), False)
+    assert_same_state(handle.state(), saved, "after refusals")
+
+
+@promise()
+def states_of_other_tensors_are_refused(door: Any) -> None:
+    """A state of tensors that are not here is refused with their names, and nothing is changed."""
+    handle = door.make("topk", {"density": 0.05}, door.shapes)
+    handle.reduce(door.gradients(0, door.shapes))
+    saved = handle.state()
+    other = {**saved, "steps": {**saved["steps"], "stranger": 1}}
+    door.must_raise(ValueError, ["stranger"], lambda: handle.load_state(other), False)
+    assert_same_state(handle.state(), saved, "after the refusal")

@@ -1,0 +1,120 @@
+"""Which doors there are, how they are launched, and what they do not promise: data, for the tests and for the docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness import Skip
+
+from promises.registry import PROMISES, Promise
+
+
+@dataclass(frozen=True)
+class DoorEntry:
+    """A driver as the table shows it. ``launches``: how its ranks are started; "threads-N" are within one process."""
+
+    title: str
+    launches: tuple[str, ...]
+
+
+DOORS = {
+    "loopback": DoorEntry("Loopback", ("threads-2", "threads-3")),
+    "torch": DoorEntry("PyTorch", ("mpi-2", "mpi-3", "mpi-4", "gloo-2")),
+    "tensorflow": DoorEntry("TensorFlow", ("mpi-2", "mpi-3", "gloo-2")),
+    "mpi": DoorEntry("MPI", ("alone", "mpirun-2", "mpirun-3", "mpirun-4")),
+}
+
+#: (door, launch) -> the promises that are tried there, where it is not all: over Gloo, ranks that share cores are slow,
+#: so TensorFlow tries there what between them uses every collective, and what fails
+SUBSETS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("tensorflow", "gloo-2"): (
+        "sums_are_the_loopbacks",
+        "a_trigger_on_one_rank_restarts_all",
+        "a_failure_in_the_first_round_is_every_ranks",
+        "different_plans_are_one_message",
+    ),
+}
+
+#: these are tried in launches of their own, as a rank that hangs would take the others with it
+OWN_LAUNCH = {
+    ("mpi", "a_wrong_input_at_a_later_step"),
+    ("mpi", "a_bad_loss_scale_at_a_later_step"),
+    ("torch", "a_failure_in_a_later_round_is_every_ranks"),
+}
+
+
+@dataclass(frozen=True)
+class Exempt:
+    """Why a door does not promise something. ``refused``: words with which every rank refuses it; without them it is
+    not tried."""
+
+    reason: str
+    refused: tuple[str, ...] = ()
+
+
+_OWN_GRAPHS = "each gradient has a graph of its own"
+_ONE_OBJECT = "one object holds all ranks"
+_LIKE_PARAMETERS = "gradients are made by the framework, like what they are of"
+_PROBE = "ranks tell each other no more than fits into a probe beside each tensor"
+
+EXCEPTIONS: dict[tuple[str, str], Exempt] = {
+    ("loopback", "bfloat16_goes_through"): Exempt("numpy has no bfloat16"),
+    ("loopback", "different_plans_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one plan"),
+    ("loopback", "different_names_are_one_message"): Exempt(f"{_ONE_OBJECT}: a ValueError, once"),
+    ("loopback", "different_shapes_are_one_message"): Exempt(f"{_ONE_OBJECT}: a ValueError, once"),
+    ("loopback", "different_steps_are_one_message"): Exempt(f"{_ONE_OBJECT}, and their steps"),
+    ("loopback", "different_loss_scales_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one loss scale"),
+    ("loopback", "different_operations_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one operation"),
+    ("mpi", "bfloat16_goes_through"): Exempt("numpy has no bfloat16"),
+    ("mpi", "states_of_other_tensors_are_refused"): Exempt(
+        "tensors become known as they come: what is loaded of others waits for them"
+    ),
+    ("torch", "a_wrong_input_at_a_later_step"): Exempt(_LIKE_PARAMETERS),
+    ("torch", "different_operations_are_one_message"): Exempt(
+        "Horovod compares the ranks' operations itself", refused=("Mismatched",)
+    ),
+    ("tensorflow", "a_wrong_input_at_a_later_step"): Exempt(_LIKE_PARAMETERS),
+    ("tensorflow", "different_operations_are_one_message"): Exempt(
+        "Horovod compares the ranks' operations itself", refused=("Mismatched",)
+    ),
+    ("tensorflow", "buckets_join_small_tensors"): Exempt(_OWN_GRAPHS, refused=("bucket_elements", _OWN_GRAPHS[5:])),
+    ("tensorflow", "one_threshold_for_all_tensors"): Exempt(_OWN_GRAPHS, refused=("scope: global", "scope: tensor")),
+    ("tensorflow", "a_nan_on_one_rank_undoes_the_whole_step"): Exempt(f"{_OWN_GRAPHS}: only that tensor is undone"),
+    ("tensorflow", "a_failure_undoes_the_whole_step"): Exempt(f"{_OWN_GRAPHS}: only that tensor is undone"),
+    ("tensorflow", "a_failure_in_a_later_round_is_every_ranks"): Exempt(
+        "the flag of an error goes with the first collective: the rank raises alone, and its end is the others'"
+    ),
+    ("tensorflow", "the_message_is_one_and_names_the_cause"): Exempt(f"{_PROBE}: the others name the rank that failed"),
+    ("tensorflow", "different_shapes_are_one_message"): Exempt(f"{_PROBE}: shapes are not compared"),
+    ("tensorflow", "different_steps_are_one_message"): Exempt(f"{_PROBE}: steps are not compared"),
+    ("tensorflow", "different_loss_scales_are_one_message"): Exempt(f"{_PROBE}: loss scales are not compared"),
+}
+
+
+def names_in(door: str, launch: str) -> list[str]:
+    """The promises that are tried in a launch of a door."""
+    return list(SUBSETS.get((door, launch), PROMISES))
+
+
+def together(door: str, launch: str) -> list[str]:
+    """Those of them that share one launch."""
+    return [name for name in names_in(door, launch) if (door, name) not in OWN_LAUNCH]
+
+
+def keep(promise: Promise, door: Any) -> None:
+    """Check that a door keeps a promise, or refuses it as the table says.
+
+    Raises:
+        Skip: it is not promised, or needs more ranks.
+        AssertionError: it is not kept.
+    """
+    if door.world < promise.ranks:
+        raise Skip(f"needs {promise.ranks} ranks")
+    exempt = EXCEPTIONS.get((door.name, promise.name))
+    if exempt is None:
+        promise.check(door)
+    elif exempt.refused:
+        door.must_raise(Exception, list(exempt.refused), lambda: promise.check(door), same=False)
+    else:
+        raise Skip(exempt.reason)

@@ -1,0 +1,41 @@
+"""Run by every rank of a launch: the promises of one door, and the cases that are its driver's own.
+
+``python run_door.py OUT [NAME…]`` with ``DOOR`` in the environment; see ``harness.py`` for what is written. One launch
+runs them all, as starting ranks costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import harness
+from promises import PROMISES, keep
+
+#: a driver's own cases: what its framework alone has
+CASES = {
+    "torch": ("torch_cases", "torch_refusals"),
+    "tensorflow": ("tf_cases", "tf_graphs"),
+    "mpi": ("mpi_cases", "ring_cases"),
+}
+
+#: (door, launch) -> the cases that are tried there, where it is not all; see promises/table.py
+CASE_SUBSETS = {("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function")}
+
+
+def main() -> None:
+    name = os.environ["DOOR"]
+    module = importlib.import_module(f"doors.{name}")
+    classes = [one for one in vars(module).values() if isinstance(one, type) and vars(one).get("name") == name]
+    door = classes[0](harness.OUT)
+    for cases in CASES[name]:
+        importlib.import_module(cases)
+    promises = {name: lambda promise=promise: keep(promise, door) for name, promise in PROMISES.items()}
+    seconds = {name: promise.seconds for name, promise in PROMISES.items()}
+    harness.run(
+        door.rank, door.meet, {**promises, **harness.CASES}, lambda name: seconds.get(name, harness.SECONDS_A_CASE)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What the cases of the TensorFlow and the Keras drivers share: gradients, a model, and comparisons with loopback."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+from collections.abc import Callable
+
+import horovod.tensorflow as hvd
+import numpy as np
+from doors.tensorflow import TensorFlowDoor, TensorFlowHandle, yardstick
+from harness import heavy_tailed
+
+from hvdcompress.tensorflow import Compressor
+
+SHAPES = TensorFlowDoor.shapes
+
+
+def everyone(step: int, shapes: dict = SHAPES) -> list[dict[str, np.ndarray]]:
+    """Every rank's gradients of a step."""
+    return [heavy_tailed(shapes, step, rank) for rank in range(hvd.size())]
+
+
+def compressor(method: str, **settings) -> Compressor:
+    return Compressor(method, names=list(SHAPES), **settings)
+
+
+class Model(TensorFlowHandle):
+    """Variables whose gradients we choose: called with gradients, it gives the reduced ones."""
+
+    def __init__(self, comp: Compressor, shapes: dict = SHAPES, **options):
+        super().__init__(comp, shapes, **options)
+
+    def __call__(self, gradients: dict[str, np.ndarray], step: Callable | None = None) -> dict[str, np.ndarray]:
+        return self.reduce(gradients, step)
+
+
+def reference(method: str, world: int = 0, **settings):
+    """The loopback, which takes four dimensions for TensorFlow's."""
+    return yardstick(method, world or hvd.size(), **settings)
+
+
+def assert_close(got: dict, want: dict, exact: bool, what: str) -> None:
+    for name in want:
+        if exact:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=f"{what}, {name}")
+        else:  # ranks are summed in another order than loopback's
+            scale = np.abs(want[name]).max() + 1e-30
+            np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=4e-7 * scale, err_msg=f"{what}, {name}")
+
+
+def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:
+    found = hvd.allgather_object({name: array.tobytes() for name, array in arrays.items()})
+    for name in arrays:
+        assert len({one[name] for one in found}) == 1, f"{what}: ranks differ in {name}"
+
+
+def refused(kind: type[BaseException] | tuple, words: list[str], run: Callable[[], object]) -> None:
+    """``run`` raises on every rank, with these words in its message."""
+    try:
+        run()
+        message = "no error"
+    except kind as error:
+        message = str(error)
+    messages = hvd.allgather_object(message)
+    for rank, text in enumerate(messages):
+        for word in words:
+            assert word in text, f"rank {rank}: {word!r} is not in {text!r}"

@@ -1,0 +1,70 @@
+"""Cases of the torch driver alone: what is refused, with one message on all ranks, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import horovod.torch as hvd
+import torch
+from doors.torch import backward
+from harness import Skip, case
+from torch_model import gradients, optimizer, parameters, reduce_once
+
+from hvdcompress.torch import Compressor, PeerError
+
+
+def must_raise(kind: Any, words: list[str], run: Callable[[], object]) -> None:
+    harness.must_raise(kind, words, run, hvd.allgather_object)
+
+
+@case
+def a_gradient_that_belongs_to_no_parameter() -> None:
+    params = parameters("stranger")
+    stranger = {"stranger.x": torch.nn.Parameter(torch.zeros(64, 64))}
+    comp = Compressor("topk", params.items())
+    opt = optimizer({**params, **stranger}, comp)
+    grads = gradients({**params, **stranger}, 0, hvd.rank())
+    must_raise(PeerError, ["named_parameters", "(64, 64)"], lambda: reduce_once(opt, {**params, **stranger}, grads))
+
+
+@case
+def sparse_gradients_are_refused() -> None:
+    for as_dense in (False, True):
+        kind = f"sparse{as_dense}"
+        embedding = torch.nn.Embedding(200, 16, sparse=True)
+        named = [(f"{kind}.{n}", p) for n, p in embedding.named_parameters()]
+        comp = Compressor("topk", named)
+        sgd = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=comp, sparse_as_dense=as_dense)
+
+        def run(opt=opt, embedding=embedding) -> None:
+            embedding(torch.arange(8)).sum().backward()
+            opt.step()
+
+        must_raise((ValueError, PeerError), [f"{kind}.weight", "sparse"], run)  # type: ignore[arg-type]
+
+
+@case
+def other_operations_are_refused() -> None:
+    for number, op in enumerate((hvd.Min, hvd.Max, hvd.Product)):
+        for method in ("none", "topk"):
+            params = parameters(f"op{number}.{method}")
+            opt = optimizer(params, Compressor(method, params.items()), op=op)
+            grads = gradients(params, 0, hvd.rank())
+            must_raise(PeerError, ["Average", "Sum", "refused"], lambda o=opt, p=params, g=grads: reduce_once(o, p, g))
+
+
+@case
+def adasum_is_refused() -> None:
+    if hvd.size() & (hvd.size() - 1) or not hvd.mpi_enabled():
+        raise Skip("Horovod's Adasum needs a power of two ranks, and MPI")
+    params = parameters("adasum")
+    opt = optimizer(params, Compressor("topk", params.items()), op=hvd.Adasum)
+
+    def run() -> None:
+        backward(params, gradients(params, 0, hvd.rank()))
+        opt.step()
+
+    must_raise(PeerError, ["Adasum"], run)
