@@ -59,6 +59,14 @@ def test_shapes_that_papers_name():
         nets.get("resnet5")
 
 
+def test_tensorflow_lays_them_out_otherwise():
+    torch, tensorflow = nets.get("resnet50"), nets.tensorflow_layout(nets.get("resnet50"))
+    assert list(torch) == list(tensorflow) and nets.total(torch) == nets.total(tensorflow)
+    assert torch["layer1.0.conv2.weight"] == (64, 64, 3, 3) and tensorflow["layer1.0.conv2.weight"] == (3, 3, 64, 64)
+    assert tensorflow["conv1.weight"] == (7, 7, 3, 64) and tensorflow["fc.weight"] == (2048, 1000)
+    assert tensorflow["bn1.weight"] == (64,)
+
+
 # -- configuration ---------------------------------------------------------------------------------
 
 

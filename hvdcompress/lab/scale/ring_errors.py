@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from hvdcompress import registry
+from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.lab.scale.ring import Recoded, segments, simulate
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.ops import fast
@@ -27,6 +29,15 @@ class Growth(NamedTuple):
     gather: float
     scatter: float
     ring: float
+
+
+COLUMNS: tuple[Column[Growth], ...] = (
+    Column("codec", "codec", lambda row: row.codec, align="left"),
+    Column("ranks", "ranks", lambda row: str(row.world), lambda row: row.world),
+    Column("gather", "gather", lambda row: f"{row.gather:.2%}", lambda row: row.gather),
+    Column("scatter", "scatter", lambda row: f"{row.scatter:.2%}", lambda row: row.scatter),
+    Column("ring", "ring", lambda row: f"{row.ring:.2%}", lambda row: row.ring),
+)
 
 
 def error_growth(codecs: Mapping[str, Codec], worlds: Iterable[int], n: int = 65536, seed: int = 0) -> list[Growth]:
@@ -67,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--worlds", default="2,4,8,16,32", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--elements", type=int, default=65536, help="of each rank's vector (default: %(default)s)")
     given = parser.parse_args(arguments)
-    print(f"{'codec':14}{'ranks':>6}{'gather':>10}{'scatter':>10}{'ring':>10}")
-    for row in error_growth(known_codecs(), map(int, given.worlds.split(",")), given.elements):
-        print(f"{row.codec:14}{row.world:6}{row.gather:10.2%}{row.scatter:10.2%}{row.ring:10.2%}")
+    rows = error_growth(known_codecs(), map(int, given.worlds.split(",")), given.elements)
+    Table(COLUMNS, rows).show(Console())
 
 
 if __name__ == "__main__":
