@@ -19,7 +19,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
-from hvdcompress.engine.step import Step
+from hvdcompress.engine.step import Step, loss_scale_now
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast
@@ -83,7 +83,7 @@ class Loopback:
         If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was.
         """
         specs = self._specs(gradients, op)
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
+        scale = loss_scale_now(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
         medium, terms = _Medium(self.world, self._carry_out), Terms({}, {})
         steps = [

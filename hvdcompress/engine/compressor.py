@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import describe
+from hvdcompress.engine.step import loss_scale_now
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -111,7 +111,4 @@ class Compressor(ABC):
         Raises:
             ValueError: it is not a positive finite number.
         """
-        scale = float(self.loss_scale() if callable(self.loss_scale) else self.loss_scale)
-        if not (isfinite(scale) and scale > 0):
-            raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
-        return scale
+        return loss_scale_now(self.loss_scale)

@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from math import isfinite
 
 import numpy as np
 
@@ -21,6 +22,18 @@ from hvdcompress.engine.rank import Exchange, Rank
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket
+
+
+def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
+    """Return the loss scale that is on now, of a number or a function.
+
+    Raises:
+        ValueError: it is not a positive finite number.
+    """
+    scale = float(loss_scale() if callable(loss_scale) else loss_scale)
+    if not (isfinite(scale) and scale > 0):
+        raise ValueError(f"loss_scale is {scale}; it must be a positive finite number")
+    return scale
 
 
 class Agree(Enum):

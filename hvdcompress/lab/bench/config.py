@@ -216,7 +216,8 @@ class Bench(ConfigFile):
 
     def turns(self, rates: Sequence[str]) -> list[Turn]:
         """Every turn, in the order in which they are taken: all contenders once, then again, so that what disturbs
-        the machine for a while disturbs them alike. Each round begins with another one."""
+        the machine for a while disturbs them alike. Each round begins with another one.
+        """
         found = []
         for rate in rates:
             for one in self.sets:

@@ -50,7 +50,6 @@ def notes(line: Sequence[str], controller: str, hosts: Hosts | None = None) -> d
         Plain data for ``launch.json``. ``commit`` is that of the sources the package lies in, None for an installed
         one; ``reached`` is what each link carried.
     """
-
     here = Path(__file__).resolve()
 
     def git(*words: str) -> str | None:

@@ -51,7 +51,8 @@ class End(NamedTuple):
 
 class RingSum(NamedTuple):
     """``total``: the sum over ranks [n] float32, equal on all ranks. ``payload``: bytes of all segments. ``sent``:
-    bytes that this rank has sent."""
+    bytes that this rank has sent.
+    """
 
     total: Array
     payload: int
@@ -167,7 +168,7 @@ class Projection(Linear):
         return matrices.shrinkage(4 * self.grain, self.world)
 
     def num_values(self, start: int, stop: int) -> int:
-        """d of each slice, and what fills none."""
+        """D of each slice, and what fills none."""
         slices, rest = divmod(stop - start, self.grain)
         return slices * len(self.basis) + rest
 

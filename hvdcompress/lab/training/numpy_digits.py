@@ -23,7 +23,8 @@ def load() -> tuple[np.ndarray[Any, Any], ...]:
 
 def loss_and_gradient(w: Weights, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, Weights]:
     """Cross-entropy of the net with weights ``fc1.weight`` [64, hidden], ``fc1.bias``, ``fc2.weight`` [hidden, 10] and
-    ``fc2.bias``, and its gradient."""
+    ``fc2.bias``, and its gradient.
+    """
     hidden = np.maximum(x @ w["fc1.weight"] + w["fc1.bias"], 0)
     logits = hidden @ w["fc2.weight"] + w["fc2.bias"]
     p = np.exp(logits - logits.max(axis=1, keepdims=True))

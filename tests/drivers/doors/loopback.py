@@ -74,7 +74,7 @@ class LoopbackHandle(Handle):
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         buckets = self.compressor.plan.buckets(self.door.specs(self.shapes))
-        self.compressor.ranks[self.door.rank].load_state_dict(saved, buckets, np.concatenate)
+        self.compressor.ranks[self.door.rank].load_state_dict(saved, np.concatenate, buckets)
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self.state(), folder)

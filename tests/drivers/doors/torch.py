@@ -55,11 +55,10 @@ class TorchHandle(Handle):
         return out
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe beside each gradient, a status in each step, plans once."""
+        """A probe beside each gradient, and a status in each step."""
         return {
             **{name: steps * TorchDoor.probe for name in self.shapes},
             "status": 56 * steps,
-            "plan": self.sent().get("plan", 0),
         }
 
 

@@ -47,7 +47,9 @@ class Watcher:
 
     def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
         if rank == self.rank:
-            self.payloads[name].append(np.asarray(payload).tobytes())
+            # of a broadcast by another rank there is nothing to see but how much it is
+            seen = bytes(num_bytes) if payload is None else np.asarray(payload).tobytes()
+            self.payloads[name].append(seen)
             self.num_bytes += num_bytes
 
     def __getattr__(self, event: str) -> Any:

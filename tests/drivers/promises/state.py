@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine import checkpoint
-from hvdcompress.engine.reshard import reshard
+from hvdcompress.engine.snapshot import reshard
 from promises.numbers import assert_same_state, repeats
 from promises.registry import promise
 from promises.results import assert_close
