@@ -31,7 +31,7 @@ class Terms:
         return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
 
     def fingerprint(self, steps: Sequence[tuple[str, int]]) -> float:
-        """A hash of both and of the steps done by each bucket; for :class:`Status`."""
+        """A hash of both and of the steps done by each tensor; for :class:`Status`."""
         return fingerprint(self.digest, steps)
 
 

@@ -296,6 +296,12 @@ class Rank:
         """The names of all tensors that have gone through."""
         return [member.name for bucket in self.buckets() for member in bucket.members]
 
+    def steps(self) -> dict[str, int]:
+        """Steps done, by tensor, where there are any; of loaded tensors that have not gone through, too."""
+        done = {member.name: state.step for state in self.states.values() for member in state.bucket.members}
+        loaded = self._loaded["steps"] if self._loaded else {}
+        return {name: step for name, step in {**loaded, **done}.items() if step}
+
     def find(self, name: str) -> tuple[State, int]:
         """The state that a tensor belongs to, and its place among the members.
 

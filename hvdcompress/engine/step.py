@@ -140,7 +140,7 @@ class Step:
     def status(self) -> Status:
         """How the step stands on this rank. A request for a trigger goes out with it."""
         self._asked |= self.rank.take_request()
-        steps = sorted((name, state.step) for name, state in self.rank.states.items() if state.step)
+        steps = sorted(self.rank.steps().items())
         scale = self.loss_scale if self.error is None else 1.0
         return Status(self.error is not None, not self.finite, self._asked, self.terms.fingerprint(steps), scale)
 

@@ -11,10 +11,15 @@ from doors.loopback import in_threads
 from harness import Skip
 from launching import MORE, check
 from promises import DOORS, EXCEPTIONS, PROMISES, keep
-from promises.table import OWN_LAUNCH, SUBSETS, names_in
+from promises.table import OWN_LAUNCH, SLOW, SUBSETS, names_in
 
 LAUNCHES = [(door, launch) for door, entry in DOORS.items() if door != "loopback" for launch in entry.launches]
 SLOWEST = max(SECONDS.values()) + MORE
+PROMISED = [
+    pytest.param(*where, name, marks=[pytest.mark.slow] if name in SLOW.get(where, ()) else [])
+    for where in LAUNCHES
+    for name in names_in(*where)
+]
 
 
 @pytest.mark.parametrize("launch", DOORS["loopback"].launches)
@@ -28,7 +33,7 @@ def test_in_process(launch: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(SLOWEST)
-@pytest.mark.parametrize("door,launch,name", [(*where, name) for where in LAUNCHES for name in names_in(*where)])
+@pytest.mark.parametrize("door,launch,name", PROMISED)
 def test_promise(door: str, launch: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     check(f"{door} {launch}", name, outcome(door, launch, name, tmp_path_factory))
 
@@ -64,5 +69,8 @@ def test_the_table_speaks_of_what_there_is() -> None:
     for (door, launch), names in SUBSETS.items():
         assert launch in DOORS[door].launches and set(names) <= set(PROMISES), (door, launch)
         assert any((door, other) not in SUBSETS for other in DOORS[door].launches), "some launch tries all"
+    for (door, launch), names in SLOW.items():
+        assert launch in DOORS[door].launches and set(names) <= set(PROMISES), (door, launch)
+        assert any((door, other) not in {*SLOW, *SUBSETS} for other in DOORS[door].launches), "some launch tries all"
     assert all(entry.reason for entry in EXCEPTIONS.values())
     assert all(one.text.endswith(".") for one in PROMISES.values()), "a promise is a sentence"

@@ -143,6 +143,11 @@ class Door(ABC):
         loose = 1.0 if hvdcompress.get(str(method)).exact else 100.0  # matrix products and feedback make more of it
         return 2e-6 * loose, 4e-7 * loose
 
+    def again(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:
+        """How far two runs of the same may be from each other: Horovod adds three numbers or more in an order that
+        depends on which tensors go together."""
+        return (0.0, 0.0) if self.sums_in_order else self.tolerance(method, settings)
+
     def yardstick(self, method: str | Plan, settings: Settings, world: int | None = None) -> Trial:
         """The loopback with the same plan; all its collectives are noted."""
         return Trial(plan_of(method, **settings), world or self.world)

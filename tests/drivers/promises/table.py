@@ -36,6 +36,29 @@ SUBSETS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
 }
 
+_OF_ONE_RANK = (  # nothing in them depends on how many ranks there are
+    "float16_and_float64_go_through",
+    "bfloat16_goes_through",
+    "odd_shapes_go_through",
+    "large_float64_stays_or_is_an_overflow",
+    "denormal_numbers_are_kept",
+    "residuals_can_be_read",
+    "state_is_restored_to_the_bit",
+    "states_that_do_not_fit_are_refused",
+    "states_of_other_tensors_are_refused",
+    "the_ledger_counts_what_is_given",
+    "bad_settings_are_refused",
+)
+
+#: (door, launch) -> promises that are tried there only with --slow, in a launch of their own: another launch of the
+#: door tries them, and they depend on no number of ranks. Making a TensorFlow Compressor takes most of a second
+SLOW: dict[tuple[str, str], tuple[str, ...]] = {
+    ("torch", "mpi-4"): _OF_ONE_RANK,
+    ("torch", "gloo-2"): _OF_ONE_RANK,
+    ("tensorflow", "mpi-3"): _OF_ONE_RANK,
+    ("mpi", "mpirun-4"): _OF_ONE_RANK,
+}
+
 #: these are tried in launches of their own, as a rank that hangs would take the others with it
 OWN_LAUNCH = {
     ("mpi", "a_wrong_input_at_a_later_step"),
@@ -97,9 +120,10 @@ def names_in(door: str, launch: str) -> list[str]:
     return list(SUBSETS.get((door, launch), PROMISES))
 
 
-def together(door: str, launch: str) -> list[str]:
-    """Those of them that share one launch."""
-    return [name for name in names_in(door, launch) if (door, name) not in OWN_LAUNCH]
+def together(door: str, launch: str, slow: bool = False) -> list[str]:
+    """Those of them that share one launch, or, if ``slow``, the one that only --slow makes."""
+    names = [name for name in names_in(door, launch) if (door, name) not in OWN_LAUNCH]
+    return [name for name in names if (name in SLOW.get((door, launch), ())) == slow]
 
 
 def keep(promise: Promise, door: Any) -> None:
