@@ -28,8 +28,9 @@ __all__ = ["Gradients", "Outcome", "load", "measure", "save", "table"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method's results: relative errors (None where undefined), bytes a step, dense bytes ÷ bytes sent, and the
-    formula of its bytes.
+    """One method's results.
+
+    Relative errors (None where undefined), bytes a step, dense bytes ÷ bytes sent, and the formula of its bytes.
     """
 
     label: str

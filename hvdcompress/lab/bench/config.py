@@ -215,8 +215,10 @@ class Bench(ConfigFile):
         return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay)
 
     def turns(self, rates: Sequence[str]) -> list[Turn]:
-        """Every turn, in the order in which they are taken: all contenders once, then again, so that what disturbs
-        the machine for a while disturbs them alike. Each round begins with another one.
+        """Every turn, in the order in which they are taken.
+
+        All contenders have one, then all have the next, so that what disturbs the machine for a while disturbs them
+        alike. Each round begins with another contender.
         """
         found = []
         for rate in rates:

@@ -1,4 +1,4 @@
-"""One rank of ``hvdcompress bench``, which starts it and gives it commands over a socket:
+"""One rank of ``hvdcompress bench``, which starts it and gives it commands over a socket.
 
     python -m hvdcompress.lab.bench.rank SOCKET ring|mpi|gloo|ddp|mpi4py
 

@@ -193,7 +193,7 @@ _numbers = iter(range(1, sys.maxsize))
 
 @contextlib.contextmanager
 def _uninterrupted() -> Any:
-    """Ctrl-C waits: half a network taken down is nobody's wish. (Threads other than the first get no signals.)"""
+    """Ctrl-C waits: half a network taken down is nobody's wish; threads other than the first get no signals."""
     try:
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:

@@ -41,6 +41,7 @@ class Follower:
         self.file, self.offset = file, 0
 
     def __call__(self) -> Iterator[dict[str, Any]]:
+        """Return what has been appended since the last call."""
         return self.records(whole_lines=True)
 
     def records(self, whole_lines: bool) -> Iterator[dict[str, Any]]:

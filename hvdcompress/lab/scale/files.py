@@ -13,8 +13,7 @@ __all__ = ["write"]
 
 
 def write(prediction: Prediction, folder: Path) -> list[Path]:
-    """Write ``scale.json``, ``table.md`` and, if the extra "report" is installed, ``report.html`` and its plots of
-    seconds, each in a file of its own.
+    """Write ``scale.json`` and ``table.md``; with the extra "report", also ``report.html`` and its plots of seconds.
 
     Returns:
         The files that were written.

@@ -1,4 +1,4 @@
-"""Time MPI's bare all-reduce, all-gather and all-to-all over emulated hosts, for `hvdcompress scale --fit`:
+"""Time MPI's bare all-reduce, all-gather and all-to-all over emulated hosts, for `hvdcompress scale --fit`.
 
     python -m hvdcompress.lab.scale.links runs/links.jsonl [--hosts 2] [--rates 100mbit,1gbit] [--seconds 1]
 

@@ -50,8 +50,10 @@ class End(NamedTuple):
 
 
 class RingSum(NamedTuple):
-    """``total``: the sum over ranks [n] float32, equal on all ranks. ``payload``: bytes of all segments. ``sent``:
-    bytes that this rank has sent.
+    """What a ring gives.
+
+    ``total``: the sum over ranks [n] float32, equal on all ranks. ``payload``: bytes of all segments. ``sent``: bytes
+    that this rank has sent.
     """
 
     total: Array

@@ -22,8 +22,9 @@ def load() -> tuple[np.ndarray[Any, Any], ...]:
 
 
 def loss_and_gradient(w: Weights, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, Weights]:
-    """Cross-entropy of the net with weights ``fc1.weight`` [64, hidden], ``fc1.bias``, ``fc2.weight`` [hidden, 10] and
-    ``fc2.bias``, and its gradient.
+    """Return the net's cross-entropy and its gradient.
+
+    Weights: ``fc1.weight`` [64, hidden], ``fc1.bias``, ``fc2.weight`` [hidden, 10] and ``fc2.bias``.
     """
     hidden = np.maximum(x @ w["fc1.weight"] + w["fc1.bias"], 0)
     logits = hidden @ w["fc2.weight"] + w["fc2.bias"]

@@ -1,4 +1,4 @@
-"""Train every run of an experiment that has no result yet. Every rank runs this module:
+"""Train every run of an experiment that has no result yet. Every rank runs this module.
 
     horovodrun -np 2 --mpi python -m hvdcompress.lab.training.train_torch runs/quickstart
 
