@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from pathlib import Path
@@ -54,17 +55,19 @@ def methods_page() -> str:
 
 def main() -> None:
     """Write the parts, or check them."""
-    arguments = [a for a in sys.argv[1:] if a != "--check"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":", 1)[0] + ".")
+    parser.add_argument("run", nargs="?", type=Path, help="folder of a finished training, whose table is copied")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something is out of date")
+    given = parser.parse_args()
     readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
     text = replaced(readme.read_text(), "methods", methods())
     for kind in ("torch", "tensorflow", "keras"):
         text = replaced(text, f"{kind} diff", diff(kind))
-    if "--check" in sys.argv:
+    if given.check:
         stale = [p.name for p, new in ((readme, text), (page, methods_page())) if p.read_text() != new]
         sys.exit(f"out of date: {', '.join(stale)}; run: python tools/update_readme.py" if stale else 0)
-    if arguments:
-        table = (Path(arguments[0]) / "table.md").read_text()
-        text = replaced(text, "quickstart", table)
+    if given.run:
+        text = replaced(text, "quickstart", (given.run / "table.md").read_text())
     readme.write_text(text)
     page.write_text(methods_page())
     print(f"wrote README.md and docs/methods.md ({len(hvdcompress.available())} methods)")
