@@ -2,7 +2,8 @@
 
     python tools/write_house.py [--check]
 
-An arrow says that files of one room import files of another; one that others imply is left out. ``--check`` writes
+The lab is drawn as one room. An arrow says that files of one room import files of another; one that others imply is
+left out. ``--check`` writes
 nothing and fails if the picture is out of date.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "house")]
 
-from test_imports import FLOORS, GRAPH, PACKAGE, room_of  # noqa: E402
+from test_imports import FLOORS, GRAPH, room_of  # noqa: E402
 
 OUT = ROOT / "docs" / "house.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 1000, 40, 34, 16
@@ -34,26 +35,21 @@ SAYS = {
     "mpi": "mpi4py, numpy",
     "keras": "Keras 3",
     "testing": "check_method()",
-    "lab/cluster": "hosts, launching ranks",
-    "lab/output": "tables, pages, plots",
-    "lab/training": "experiments",
-    "lab/bench": "time of an exchange",
-    "lab/scale": "many workers",
+    "lab": "experiments, benchmarks, predictions, pages",
     "cli": "the command",
 }
 
 
-def lines_of(room: str) -> int:
-    """Lines of code in a room."""
-    paths = [PACKAGE / f"{name}.py" for name in GRAPH if room_of(name) == room]
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths if path.is_file())
+def outer(name: str) -> str:
+    """The room of a file, the lab's taken as one."""
+    return room_of(name).split("/")[0] if name.startswith("lab") else room_of(name)
 
 
 def arrows() -> dict[str, set[str]]:
     """Room -> rooms that it imports, without those that other arrows imply."""
     direct: dict[str, set[str]] = defaultdict(set)
     for name, targets in GRAPH.items():
-        direct[room_of(name)] |= {room_of(target) for target in targets} - {room_of(name)}
+        direct[outer(name)] |= {outer(target) for target in targets} - {outer(name)}
 
     def below(room: str) -> set[str]:
         found = set(direct[room])
@@ -66,7 +62,7 @@ def arrows() -> dict[str, set[str]]:
 
 def picture() -> str:
     """The SVG."""
-    rooms = {room_of(name) for name in GRAPH} - {"__main__", "lab"}
+    rooms = {outer(name) for name in GRAPH} - {"__main__"}
     floors = [sorted(floor & rooms) for floor in reversed(FLOORS)]
     floors = [floor for floor in floors if floor]
     places: dict[str, tuple[float, float, float]] = {}
@@ -82,8 +78,7 @@ def picture() -> str:
             says = SAYS.get(room, "")
             parts.append(
                 f'<g><rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{HEIGHT}" rx="5" class="room"/>'
-                f'<text x="{x + width / 2:.0f}" y="{y + 17}" class="name">{title}'
-                f'<tspan class="count"> {lines_of(room)} lines</tspan></text>'
+                f'<text x="{x + width / 2:.0f}" y="{y + 17}" class="name">{title}</text>'
                 f'<text x="{x + width / 2:.0f}" y="{y + 32}" class="says">{says}</text></g>'
             )
     lines = []
@@ -100,8 +95,7 @@ def picture() -> str:
     height = 2 * MARGIN + len(floors) * (HEIGHT + GAP) - GAP
     style = (
         "svg{font-family:system-ui,sans-serif;background:#fff}.room{fill:#eef3f8;stroke:#7b93ab}"
-        ".name{font-size:13px;font-weight:600;text-anchor:middle;fill:#1c2b3a}.count{font-weight:400;fill:#6b7c8d;"
-        "font-size:10px}.says{font-size:11px;text-anchor:middle;fill:#43566a}.arrow{fill:none;stroke:#9aa9b8;"
+        ".name{font-size:13px;font-weight:600;text-anchor:middle;fill:#1c2b3a}.says{font-size:11px;text-anchor:middle;fill:#43566a}.arrow{fill:none;stroke:#9aa9b8;"
         "stroke-width:1.2}"
     )
     return (

@@ -104,8 +104,8 @@ class Step:
         exchange = self.rank.start(bucket, members, outs, ops, self.loss_scale)
         self.exchanges[exchange.name] = exchange
         self.finite &= exchange.finite
-        if self._first and self.agree is Agree.FIRST_AND_LAST:
-            self._hear()  # it was on its way while the first bucket was encoded
+        if self.agree is Agree.FIRST_AND_LAST:
+            self.hear()  # it was on its way while the first bucket was encoded
         if exchange.verb is None:
             self._done.append(exchange)
         elif not piggyback:
@@ -154,14 +154,15 @@ class Step:
         self.collectives.flush()
         return pending
 
-    def _hear(self) -> None:
-        """Wait for the ranks' status, and obey it.
+    def hear(self) -> None:
+        """Wait for the ranks' status and obey it, once after each :meth:`say`.
 
         Raises:
             PeerError: a rank failed, or ranks disagree; the same message on every rank.
         """
         pending, self._first = self._first, None
-        assert pending is not None
+        if pending is None:
+            return
         self.collectives.advance(pending)
         status = Status.of(self.collectives.result(pending).tolist())
         if status.failed:
@@ -187,14 +188,10 @@ class Step:
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank.
         """
-        if self.agree is Agree.BEFORE_WAITING:
-            said = self._first
-            assert said is not None, "say() comes before finish()"
-            while not self.collectives.ready(said):
-                with self.errors_wait():
-                    self._go_on()
-        if self._first:
-            self._hear()
+        while self.agree is Agree.BEFORE_WAITING and self._first and not self.collectives.ready(self._first):
+            with self.errors_wait():
+                self._go_on()
+        self.hear()
         self.drain()
         if self.agree is Agree.FIRST_AND_LAST:
             last = self._tell(1, [float(not self.finite)])

@@ -272,6 +272,8 @@ class Compressor(compressor.Compressor):
             for name in sorted(arrivals.gradients.keys() - step.exchanges.keys()):
                 self._launch(arrivals, self.buckets[name])
         step.say()
+        if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
+            step.hear()
 
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""

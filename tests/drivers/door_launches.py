@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import Outcomes, case_names, outcomes
-from promises import PROMISES
-from promises.table import OWN_LAUNCH, SLOW, together
+from promises.table import SLOW, together
 from run_door import CASE_SUBSETS, CASES
 
 HERE = Path(__file__).parent
@@ -26,9 +25,7 @@ def outcome(door: str, launch: str, name: str, factory: pytest.TempPathFactory) 
     """What the ranks of the launch wrote in which a promise or a case is tried."""
     for module in MODULES[door]:
         pytest.importorskip(module)
-    own = (door, name) in OWN_LAUNCH
     slow = name in SLOW.get((door, launch), ())
     names = [*together(door, launch, slow), *(() if slow else cases(door, launch))]
-    names = [name] if own else names
-    seconds = PROMISES[name].seconds + 20 if own else SECONDS[door]
-    return outcomes(launch, SCRIPT, factory.mktemp(f"{door}-{launch}"), *names, seconds=seconds, DOOR=door)
+    folder = factory.mktemp(f"{door}-{launch}")
+    return outcomes(launch, SCRIPT, folder, *names, seconds=SECONDS[door], DOOR=door)

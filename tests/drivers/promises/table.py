@@ -59,13 +59,6 @@ SLOW: dict[tuple[str, str], tuple[str, ...]] = {
     ("mpi", "mpirun-4"): _OF_ONE_RANK,
 }
 
-#: these are tried in launches of their own, as a rank that hangs would take the others with it
-OWN_LAUNCH = {
-    ("mpi", "a_wrong_input_at_a_later_step"),
-    ("mpi", "a_bad_loss_scale_at_a_later_step"),
-    ("torch", "a_failure_in_a_later_round_is_every_ranks"),
-}
-
 
 @dataclass(frozen=True)
 class Exempt:
@@ -94,6 +87,9 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
         "tensors become known as they come: what is loaded of others waits for them"
     ),
     ("torch", "a_wrong_input_at_a_later_step"): Exempt(_LIKE_PARAMETERS),
+    ("torch", "a_failure_in_a_later_round_is_every_ranks"): Exempt(
+        "ranks agree once in a step, before they wait: one that fails later raises alone, and Horovod ends the others"
+    ),
     ("torch", "different_operations_are_one_message"): Exempt(
         "Horovod compares the ranks' operations itself", refused=("Mismatched",)
     ),
@@ -121,9 +117,8 @@ def names_in(door: str, launch: str) -> list[str]:
 
 
 def together(door: str, launch: str, slow: bool = False) -> list[str]:
-    """Those of them that share one launch, or, if ``slow``, the one that only --slow makes."""
-    names = [name for name in names_in(door, launch) if (door, name) not in OWN_LAUNCH]
-    return [name for name in names if (name in SLOW.get((door, launch), ())) == slow]
+    """Those of them that share one launch: the slow ones, or the others."""
+    return [name for name in names_in(door, launch) if (name in SLOW.get((door, launch), ())) == slow]
 
 
 def keep(promise: Promise, door: Any) -> None:
