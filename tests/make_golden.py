@@ -112,14 +112,14 @@ def config_text(id: str) -> str:
     cls, comments = registry.classes()[id], field_comments(registry.classes()[id])
     lines = [
         f"# {id}: {cls.paper}",
-        *textwrap.wrap(f"Sends {cls.sends}.", 100, initial_indent="# ", subsequent_indent="# "),
+        *textwrap.wrap(f"Sends {cls.sends}.", 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False),
     ]
     lines += ["", f"method: {id}"]
     settings = hvdcompress.get(id).hyperparameters()
     for name in sorted(settings, key=lambda name: name in ("feedback", "beta", "momentum")):  # its own first
         value = settings[name]
         text = comments.get(name, "")
-        lines += ["", *textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ")]
+        lines += ["", *textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)]
         lines.append(yaml.safe_dump({name: value}).strip())
     return "\n".join(lines) + "\n"
 

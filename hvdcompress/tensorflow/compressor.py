@@ -8,8 +8,9 @@ and again in each retrace. So this driver
 
 * knows a tensor by its ordinal in the outermost graph (or by ``names=``);
 * lays out each exchange as a chain: a segment of Python, a Horovod collective, a segment, …, one chain for each
-  choreography that the tensor's plan has (``choreography.py``), joined by a ``tf.switch_case`` if there are several;
-* runs the segments (``_tensorflow_segments.py``) in the numpy core, which is handed the tensors' memory as it lies:
+  sequence of collectives that the tensor's plan has (``engine/rehearsal.py``), joined by a ``tf.switch_case`` if
+  there are several;
+* runs the segments (``segments.py``) in the numpy core, which is handed the tensors' memory as it lies:
   a codec is one graph node, so that tracing stays cheap, and was faster than TensorFlow's own operations
   (``docs/tensorflow.md`` has the figures); and
 * lets a probe travel with each tensor through the stock all-reduce, which tells Average from Sum, and carries the

@@ -123,7 +123,7 @@ def test_lists_and_scalars_go_through() -> None:
     assert net.allreduce([np.float32(1), np.float32(3)], "s")[0] == 2
 
 
-# -- choreographies that ranks do not agree on ------------------------------------------------------------
+# -- collectives that ranks do not agree on ---------------------------------------------------------------
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, verbs: list[Any]) -> Loopback:

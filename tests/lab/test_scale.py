@@ -270,7 +270,7 @@ def test_bare_collectives_among_more_ranks_than_processors_are_left_out(tmp_path
     file.write_text("\n".join(json.dumps(point.to_dict()) for point in [*points(), *mpi]))
     model = fitted_model.model_from([file])
     assert len(model.points) == 31 and model.constants.message == pytest.approx(TRUTH.message, rel=0.01)
-    assert model.held_out["a quarter, in turn"].points == 30, "nor is it they that are to be foretold"
+    assert model.held_out["a quarter, in turn"].points == 30, "nor is it they that are to be predicted"
 
 
 def test_a_model_survives_its_file(tmp_path):
@@ -377,7 +377,7 @@ def fitted(tmp_path):
     return file
 
 
-def test_the_command_fits_foretells_and_writes(fitted, tmp_path):
+def test_the_command_fits_predicts_and_writes(fitted, tmp_path):
     words = ("--set", "resnet32", "--methods", "topk 0.5 %,scalecom 100x", "--constants", tmp_path / "fit.json")
     done = invoke(*words, "--fit", fitted, "--rate", "10mbit,1gbit", "--out", tmp_path / "out")
     assert done.exit_code == 0, done.output
