@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import Outcomes, case_names, outcomes
-from promises.table import SLOW, together
+from promises.table import is_slow, names_in
 from run_door import CASE_SUBSETS, CASES
 
 HERE = Path(__file__).parent
@@ -25,7 +25,8 @@ def outcome(door: str, launch: str, name: str, factory: pytest.TempPathFactory) 
     """What the ranks of the launch wrote in which a promise or a case is tried."""
     for module in MODULES[door]:
         pytest.importorskip(module)
-    slow = name in SLOW.get((door, launch), ())
-    names = [*together(door, launch, slow), *(() if slow else cases(door, launch))]
+    slow = is_slow(door, launch, name)
+    every = [*names_in(door, launch), *cases(door, launch)]
+    names = [each for each in every if is_slow(door, launch, each) == slow]
     folder = factory.mktemp(f"{door}-{launch}")
     return outcomes(launch, SCRIPT, folder, *names, seconds=SECONDS[door], DOOR=door)
