@@ -103,6 +103,7 @@ def test_method_converges_as_dense(id: str) -> None:
     gate(id, **settings_of(id))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "id,settings",
     [
