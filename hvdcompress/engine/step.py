@@ -165,11 +165,12 @@ class Step:
             return
         self.collectives.advance(pending)
         status = Status.of(self.collectives.result(pending).tolist())
+        if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
+            mine = json.dumps([self.terms.plan, self.terms.tensors])
+            compare_terms([json.loads(text) for text in self.collectives.gather_text("terms", mine)])
         if status.failed:
             raise failure(self.collectives.gather_text("error", self._told)) from self.error
         if not status.agreed:
-            mine = json.dumps([self.terms.plan, self.terms.tensors])
-            compare_terms([json.loads(text) for text in self.collectives.gather_text("terms", mine)])
             status.explain()
         if self.error:
             raise self.error

@@ -16,18 +16,26 @@ import numpy as np
 
 from hvdcompress.method import Context
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.shared import mix
+from hvdcompress.ops.shared import MIX_FACTORS, mix
 
+_MASK = 0xFFFFFFFF
 _ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
 
 
 def _key(*words: int) -> np.ndarray:
     """Hash integers, in order, to 32 bits."""
-    key = np.zeros(1, np.uint32)
+    key = 0
     for word in words:
-        for half in (word & 0xFFFFFFFF, word >> 32 & 0xFFFFFFFF):
-            key = mix(key * np.uint32(31) + np.uint32(half) + np.uint32(0x9E3779B9))
-    return key
+        for half in (word & _MASK, word >> 32 & _MASK):
+            key = _mix(key * 31 + half + 0x9E3779B9 & _MASK)
+    return np.array([key], np.uint32)
+
+
+def _mix(x: int) -> int:
+    """``mix`` of one number: numpy takes microseconds for each of its operations."""
+    x = (x ^ x >> 16) * MIX_FACTORS[0] & _MASK
+    x = (x ^ x >> 13) * MIX_FACTORS[1] & _MASK
+    return x ^ x >> 16
 
 
 def shared_key(ctx: Context) -> np.ndarray:

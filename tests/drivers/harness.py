@@ -45,6 +45,32 @@ def heavy_tailed(shapes: Mapping[str, tuple[int, ...]], step: int, rank: int) ->
     return out
 
 
+EXACT = (0.0, 0.0)  #: a tolerance of :func:`assert_close`
+REORDERED = (2e-6, 4e-7)  #: ranks are summed in another order than loopback's
+
+
+def summed(world: int) -> tuple[float, float]:
+    """How close sums over so many ranks are to loopback's: one or two numbers have the same sum in any order."""
+    return EXACT if world <= 2 else REORDERED
+
+
+def assert_close(got: dict, want: dict, tolerance: tuple[float, float], what: str) -> None:
+    """Equal in names, shapes, dtypes and numbers; ``tolerance``: relative, and absolute of the greatest number."""
+    assert got.keys() == want.keys(), what
+    rtol, atol = tolerance
+    for name in want:
+        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, (what, name)
+        greatest = float(np.abs(want[name]).max(initial=0)) if np.isfinite(want[name]).all() else 1.0
+        np.testing.assert_allclose(got[name], want[name], rtol, atol * greatest, err_msg=f"{what}, {name}")
+
+
+def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], gather: Callable[[Any], list[Any]], what: str) -> None:
+    """All ranks have these arrays alike, to the bit; ``gather`` brings every rank's object."""
+    everyone = gather({name: array.tobytes() for name, array in arrays.items()})
+    for name in arrays:
+        assert len({one[name] for one in everyone}) == 1, f"{what}: ranks differ in {name}"
+
+
 def must_raise(
     kind: Any, words: list[str], run: Callable[[], object], gather: Callable[[str], list[str]], same: bool = True
 ) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 import harness
 import numpy as np
 from doors.mpi import MPI
-from harness import OUT, Skip, case
+from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
 from promises.numbers import assert_same_state
-from promises.results import assert_close as compare
 
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError
@@ -18,7 +17,7 @@ from hvdcompress.mpi import Compressor, PeerError
 COMM = MPI.COMM_WORLD
 RANK, WORLD = COMM.rank, COMM.size
 SHAPES = {"b": (37, 41), "a": (16, 7, 3, 5), "e": (5,), "d": (1,), "c": (8, 131)}
-ROUNDING = 0.0 if WORLD <= 2 else 1e-6  # MPI adds more than two in an order of its own
+ROUNDING = summed(WORLD)  # MPI adds more than two in an order of its own
 
 
 def needs(world: int) -> None:
@@ -34,10 +33,6 @@ def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
 
 def everyone(step: int) -> list[dict[str, np.ndarray]]:
     return [gradients(step, rank) for rank in range(WORLD)]
-
-
-def assert_close(got: dict, want: dict, rtol: float, what: str) -> None:
-    compare(got, want, (rtol, rtol), what)
 
 
 def must_raise(kind: Any, words: list[str], run: Callable[[], object], same: bool = True) -> None:
@@ -77,7 +72,7 @@ def communicators_of_some_ranks() -> None:
     for step in range(3):
         given = [gradients(step, rank) for rank in range(half.size)]
         whole.allreduce_many(gradients(step, RANK))
-        assert_close(comp.allreduce_many(given[half.rank]), net.allreduce_many(given)[half.rank], 1e-6, f"{step}")
+        assert_close(comp.allreduce_many(given[half.rank]), net.allreduce_many(given)[half.rank], REORDERED, f"{step}")
     comp.close()
 
 
@@ -93,7 +88,7 @@ def a_state_comes_back_tensor_by_tensor() -> None:
     given = gradients(3, RANK)
     for name in sorted(given):
         got = again.allreduce(given[name], name)
-        assert_close({name: got}, {name: comp.allreduce(given[name], name)}, 0.0, name)
+        assert_close({name: got}, {name: comp.allreduce(given[name], name)}, EXACT, name)
     assert_same_state(again.state_dict(), comp.state_dict(), "tensor by tensor")
 
 
@@ -123,7 +118,7 @@ def a_rank_whose_input_is_wrong() -> None:
             expected = kind if RANK in ranks else PeerError
             must_raise(expected, words, lambda g=given, h=how: comp.allreduce_many(g, op=h), same=False)
     control = Compressor("topk", density=0.05)
-    assert_close(comp.allreduce_many(good), control.allreduce_many(good), 0.0, "after errors")
+    assert_close(comp.allreduce_many(good), control.allreduce_many(good), EXACT, "after errors")
 
 
 @case
@@ -145,7 +140,7 @@ def a_step_after_ranks_differed_is_as_good_as_any() -> None:
             given, how = (arrays, op) if RANK == 1 else (good, "average")
             must_raise(PeerError, ["ranks disagree", *words], lambda g=given, h=how: comp.allreduce_many(g, op=h))
         got, want = comp.allreduce_many(gradients(step, RANK)), control.allreduce_many(gradients(step, RANK))
-        assert_close(got, want, 0.0, "after the disagreement")
+        assert_close(got, want, EXACT, "after the disagreement")
 
 
 @case

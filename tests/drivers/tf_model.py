@@ -8,6 +8,7 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 from collections.abc import Callable
 
+import harness
 import horovod.tensorflow as hvd
 import numpy as np
 from doors.tensorflow import TensorFlowDoor, TensorFlowHandle, yardstick
@@ -42,19 +43,8 @@ def reference(method: str, world: int = 0, **settings):
     return yardstick(method, world or hvd.size(), **settings)
 
 
-def assert_close(got: dict, want: dict, exact: bool, what: str) -> None:
-    for name in want:
-        if exact:
-            np.testing.assert_array_equal(got[name], want[name], err_msg=f"{what}, {name}")
-        else:  # ranks are summed in another order than loopback's
-            scale = np.abs(want[name]).max() + 1e-30
-            np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=4e-7 * scale, err_msg=f"{what}, {name}")
-
-
 def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:
-    found = hvd.allgather_object({name: array.tobytes() for name, array in arrays.items()})
-    for name in arrays:
-        assert len({one[name] for one in found}) == 1, f"{what}: ranks differ in {name}"
+    harness.assert_same_on_all_ranks(arrays, hvd.allgather_object, what)
 
 
 def refused(kind: type[BaseException] | tuple, words: list[str], run: Callable[[], object]) -> None:

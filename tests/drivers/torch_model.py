@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import harness
 import horovod.torch as hvd
 import numpy as np
 import torch
 from doors.torch import backward
-from harness import heavy_tailed
+from harness import REORDERED, assert_close, heavy_tailed
 
 from hvdcompress.loopback import Loopback
 from hvdcompress.torch import Compressor
@@ -37,19 +38,8 @@ def reduce_once(opt, params, grads, names=None) -> dict[str, np.ndarray]:
     return {name: p.grad.detach().float().contiguous().numpy().copy() for name, p in params.items()}
 
 
-def assert_close(got: dict, want: dict, exact: bool, what: str) -> None:
-    for name in want:
-        if exact:
-            np.testing.assert_array_equal(got[name], want[name], err_msg=f"{what}, {name}")
-        else:  # ranks are summed in another order than loopback's
-            scale = np.abs(want[name]).max() + 1e-30
-            np.testing.assert_allclose(got[name], want[name], rtol=2e-6, atol=4e-7 * scale, err_msg=f"{what}, {name}")
-
-
 def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:
-    everyone = hvd.allgather_object({name: array.tobytes() for name, array in arrays.items()})
-    for name in arrays:
-        assert len({one[name] for one in everyone}) == 1, f"{what}: ranks differ in {name}"
+    harness.assert_same_on_all_ranks(arrays, hvd.allgather_object, what)
 
 
 def against_loopback(prefix: str, method: str, steps: int, **options) -> None:
@@ -60,5 +50,5 @@ def against_loopback(prefix: str, method: str, steps: int, **options) -> None:
     for step in range(steps):
         everyone = [gradients(params, step, rank) for rank in range(hvd.size())]
         got = reduce_once(opt, params, everyone[hvd.rank()])
-        assert_close(got, net.allreduce_many(everyone)[0], False, f"{method} step {step}")
+        assert_close(got, net.allreduce_many(everyone)[0], REORDERED, f"{method} step {step}")
         assert_same_on_all_ranks(got, f"{method} step {step}")

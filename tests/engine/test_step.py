@@ -134,7 +134,9 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
             if "step" in changes:
                 door.reduce(gradients(0, transport.rank))
                 door.local.states["c"].step += odd
-            return door.reduce(gradients(1, transport.rank), terms, scale=2.0 if odd and "scale" in changes else 1.0)
+            error = ValueError("a payload of another plan") if odd and "error" in changes else None
+            scale = 2.0 if odd and "scale" in changes else 1.0
+            return door.reduce(gradients(1, transport.rank), terms, error, scale)
 
         found, _ = run(WORLD, ordered, program)
         assert all(isinstance(one, PeerError) for one in found), found
@@ -144,6 +146,7 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
         "ranks disagree: tensor 'a' is 'float32' on rank 0 and 'float16' on rank 2; give every rank the same plan and "
         "the same model"
     }
+    assert told(dtype=True, error=True) == told(dtype=True), "what explains the failure comes first"
     assert told(scale=True) == {"ranks disagree on the loss scale: it is 1.0 on one and 2.0 on another"}
     (words,) = told(step=True)
     assert "ranks disagree on the step" in words

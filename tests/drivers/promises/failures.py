@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from harness import assert_close
 
 from hvdcompress.plan import plan_of
 from promises.numbers import assert_same_state
 from promises.registry import promise
-from promises.results import assert_close
 from promises.variants import Settings
 
 SUBJECT = "Failures"

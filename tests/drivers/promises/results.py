@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from harness import assert_close
 
 import hvdcompress
 from promises.registry import promise
@@ -82,16 +83,6 @@ def with_overhead(sent: dict[str, int], handle: Any, steps: int) -> dict[str, in
     """The loopback's bytes of each tensor, and what the driver sends beside them."""
     total = Counter(sent) + Counter(handle.overhead(steps))
     return {name: num_bytes for name, num_bytes in total.items() if num_bytes}
-
-
-def assert_close(got: dict, want: dict, tolerance: tuple[float, float], what: str) -> None:
-    """Equal in names, shapes, dtypes and numbers; ``tolerance``: relative, and absolute of the greatest number."""
-    assert got.keys() == want.keys(), what
-    rtol, atol = tolerance
-    for name in want:
-        assert got[name].dtype == want[name].dtype and got[name].shape == want[name].shape, (what, name)
-        greatest = float(np.abs(want[name]).max(initial=0)) if np.isfinite(want[name]).all() else 1.0
-        np.testing.assert_allclose(got[name], want[name], rtol, atol * greatest, err_msg=f"{what}, {name}")
 
 
 def assert_results(door: Any, found: Compared) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from harness import assert_close
 
 from hvdcompress.engine import checkpoint
 from hvdcompress.engine.snapshot import reshard
 from promises.numbers import assert_same_state
 from promises.registry import promise
-from promises.results import assert_close
 from promises.variants import METHODS
 
 SUBJECT = "State"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from harness import assert_close
 
 from promises.registry import promise
-from promises.results import assert_close, with_overhead
+from promises.results import with_overhead
 
 SUBJECT = "Triggers"
 SETTINGS = {"dense_steps": 2, "compressed_steps": 4, "min_elements": 1}
