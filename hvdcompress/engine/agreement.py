@@ -39,18 +39,20 @@ def compare_terms(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]
     """Make sure that all ranks have the same plan and the same tensors.
 
     Args:
-        everyone: of each rank, :class:`Terms`' plan and tensors.
+        everyone: of each rank, :class:`Terms`' plan and tensors; both empty where the rank had an error before it
+            knew them.
 
     Raises:
-        PeerError: they differ; it names the first key that does, and the rank.
+        PeerError: they differ; it names the first key that does, and two ranks.
     """
-    first_plan, first_tensors = everyone[0]
-    for rank, (other_plan, other_tensors) in enumerate(everyone[1:], 1):
-        for what, a, b in (("plan key", first_plan, other_plan), ("tensor", first_tensors, other_tensors)):
+    known = [(rank, plan, tensors) for rank, (plan, tensors) in enumerate(everyone) if plan or tensors]
+    for rank, plan, tensors in known[1:]:
+        first, first_plan, first_tensors = known[0]
+        for what, a, b in (("plan key", first_plan, plan), ("tensor", first_tensors, tensors)):
             for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "method", key)):
                 if a.get(key) != b.get(key):
                     raise PeerError(
-                        f"ranks disagree: {what} {key!r} is {a.get(key)!r} on rank 0 and {b.get(key)!r} on rank "
+                        f"ranks disagree: {what} {key!r} is {a.get(key)!r} on rank {first} and {b.get(key)!r} on rank "
                         f"{rank}; give every rank the same plan and the same model"
                     )
 

@@ -136,6 +136,7 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
                 door.local.states["c"].step += odd
             error = ValueError("a payload of another plan") if odd and "error" in changes else None
             scale = 2.0 if odd and "scale" in changes else 1.0
+            terms = Terms({}, {}) if odd and "unknown" in changes else terms
             return door.reduce(gradients(1, transport.rank), terms, error, scale)
 
         found, _ = run(WORLD, ordered, program)
@@ -147,6 +148,8 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
         "the same model"
     }
     assert told(dtype=True, error=True) == told(dtype=True), "what explains the failure comes first"
+    (words,) = told(unknown=True, error=True)
+    assert "rank 2: a payload of another plan" in words, "a rank that does not know its terms yet is not compared"
     assert told(scale=True) == {"ranks disagree on the loss scale: it is 1.0 on one and 2.0 on another"}
     (words,) = told(step=True)
     assert "ranks disagree on the step" in words
