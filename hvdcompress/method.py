@@ -17,7 +17,7 @@ Most methods define only ``encode`` and ``decode``. Error feedback is not their 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -44,6 +44,8 @@ class TensorSpec:
     """The gradient's dtype, by numpy's name."""
     layout: Literal["oihw", "hwio"] = "oihw"
     """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
+    joined: tuple[int, ...] = ()
+    """Of a bucket: the sizes of the tensors that it joins, in their order."""
 
     @property
     def size(self) -> int:
@@ -52,6 +54,11 @@ class TensorSpec:
         for extent in self.shape:
             count *= extent
         return count
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Sizes of the tensors that the vector consists of: several for a bucket, otherwise (n,)."""
+        return self.joined or (self.size,)
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,8 @@ class Context:
     """Number of triggers so far."""
     needs_own: bool = True
     """Whether ``Reduced.own`` is used. It is False without feedback."""
-    scanned: Any = None
-    """What :meth:`Method.scan` returned, or None if it was not called."""
+    scanned: Sequence[Any] | None = None
+    """What :meth:`Method.scan` found in each part of the vector, or None without feedback: it is not called then."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
 
@@ -255,6 +262,11 @@ class Method:
     """Whether the method sends some elements and leaves out the others. What it sends is exact up to rounding."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
+    passes: ClassVar[bool] = False
+    """Whether what is sent, without feedback, is the gradient itself, summed: the stock optimizer may do that."""
+    joins: ClassVar[bool] = False
+    """Whether tensors may be joined into buckets unasked: what a tensor gets does not depend, to the bit, on what it is
+    joined with. A method that selects in each tensor goes by ``ctx.spec.parts``."""
     uneven: ClassVar[bool] = False
     """Whether some ranks send fewer bytes than :meth:`num_bytes` says."""
     linear: ClassVar[bool] = True
@@ -349,31 +361,50 @@ class Method:
         """
         return None
 
-    # The exchange, in the order of the calls: clip, scan, exchange (which calls encode and decode).
+    # The exchange, in the order of the calls: clip and scan for each tensor as it comes, then exchange, which calls
+    # encode and decode.
 
     def clip(self, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
-        """Return the factor that the local gradient is multiplied by before the residual is added.
+        """Return the factor that a tensor's local gradient is multiplied by before the residual is added.
 
         Override it to clip gradients.
 
         Args:
-            gradient: this rank's gradient [n], still multiplied by the loss scale; read only.
+            gradient: this rank's gradient of one tensor [n], still multiplied by the loss scale; read only.
             scale: 1 / loss scale, or 1 for a method that keeps no state.
             ctx: rank, world, step and tensor.
             ops: the array backend.
         """
         return scale
 
-    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Ops) -> Any:
-        """Write ``scale · gradient + residual`` to ``out``, all of them float32 [n].
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Any]:
+        """Write ``scale · gradient + residual`` of one tensor to ``out``, all of them float32 [n].
 
-        Override it to compute statistics of the result, such as its moments, in the same pass over memory.
+        This is the pass over memory that every gradient makes, while it is in the processor's cache. Override it to
+        find what the exchange needs, such as the moments of the result, in the same pass.
+
+        Args:
+            gradient: this rank's gradient.
+            residual: the tensor's residual; read only.
+            scale: factor of the gradient.
+            out: receives the sum.
+            ctx: rank, world, step and the tensor, or the bucket that it is part of.
+            ops: the array backend.
+            clear: set ``gradient`` to 0 in passing.
 
         Returns:
-            Anything; ``exchange`` finds it in ``ctx.scanned``.
+            Whether ``out`` is finite; and anything, which ``exchange`` finds in ``ctx.scanned``.
         """
-        ops.accumulate(gradient, residual, scale, out)
-        return None
+        return ops.accumulate(gradient, residual, scale, out, clear), None
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         """Compress one rank's gradient into a payload for an all-gather.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -19,9 +19,9 @@ from hvdcompress.engine import snapshot
 from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
-from hvdcompress.engine.state import State, declared_slots, itemsize, spans
+from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Ops, Sparse
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -36,14 +36,16 @@ class Exchange:
 
     Attributes:
         rank, state, method, ctx: whose it is.
-        communication: the method's generator.
-        gradient: the bucket's gradient [n] in the working dtype; after :meth:`Rank.deliver` its memory is free.
-        outs: the members' flat arrays that receive the reduced gradient.
-        ops: the array verbs of their library.
-        scale: what the gradient is multiplied by on its way in.
-        finite: whether it had neither Inf nor NaN.
+        ops: the array verbs of the gradients' library.
+        scale: what gradients are multiplied by on their way in.
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
+        x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
+        finite: whether all gradients that came had neither Inf nor NaN.
+        found: what the method's scan found in each member.
+        outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
+        cleared: of each, whether it is 0 everywhere.
+        communication: the method's generator; None before all gradients are there.
         verb: what the method waits for; None when it has returned.
         reduced: what it returned.
         round: the number of the collective that it waits for.
@@ -54,14 +56,16 @@ class Exchange:
     state: State
     method: Method
     ctx: Context
-    communication: Communication
-    gradient: Array
-    outs: Sequence[Array]
     ops: Ops
     scale: float
-    finite: bool
     spare: dict[str, Array]
     restart: tuple[int, int]
+    x: Array | None = None
+    finite: bool = True
+    found: list[Any] = field(default_factory=list)
+    outs: list[Array | None] = field(default_factory=list)
+    cleared: list[bool] = field(default_factory=list)
+    communication: Communication | None = None
     verb: Verb | None = None
     reduced: Reduced | None = None
     round: int = -1
@@ -83,6 +87,7 @@ class Exchange:
         Raises:
             ExchangeError: the method failed.
         """
+        assert self.communication is not None
         began = time.perf_counter()
         try:
             self.verb = self.communication.send(result) if self.round >= 0 else next(self.communication)
@@ -146,15 +151,17 @@ class Rank:
         phase, _ = self.phase_now(bucket)
         return self.method_now(bucket).piggyback(bucket.spec, phase, state.slots if state else {})
 
+    def passes(self, bucket: Bucket) -> bool:
+        """Whether a stock float32 all-reduce of the gradient itself is the bucket's next exchange."""
+        method, is_float32 = self.method_now(bucket), bucket.spec.dtype == "float32"
+        return method.passes and method.feedback == "none" and is_float32 and self.piggyback(bucket) is not None
+
     # -- one exchange ---------------------------------------------------------------------------------------
 
     def start(
         self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Ops, loss_scale: float = 1.0
     ) -> Exchange:
-        """Begin a bucket's exchange and run it to its first verb.
-
-        A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
-        the step is to be abandoned.
+        """Begin a bucket's exchange and run it to its first verb: :meth:`open`, :meth:`receive` each, :meth:`begin`.
 
         Args:
             bucket: what is exchanged.
@@ -167,30 +174,104 @@ class Rank:
             ExchangeError: the method failed.
             ValueError: the bucket had another shape before.
         """
-        state = self._state(bucket, members[0], ops)
-        gradient = self._joined(state, members, ops)
+        exchange = self.open(bucket, members[0], ops, loss_scale)
+        for place, (member, out) in enumerate(zip(members, outs, strict=True)):
+            self.receive(exchange, place, member, out)
+        self.begin(exchange)
+        return exchange
+
+    def open(self, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0) -> Exchange:
+        """Make ready for a bucket's gradients; ``like``: an array on their device.
+
+        Raises:
+            ValueError: the bucket had another shape before.
+        """
+        state = self._state(bucket, like, ops)
         spec, method, (phase, restart) = bucket.spec, bucket.program.at(state.step), self.phase_now(bucket)
-        if len(gradient) != spec.size:
-            raise ValueError(f"tensor {spec.name!r} has {spec.size} elements, {len(gradient)} came")
         for observer in self.observers:
             observer.begun(self.rank, spec.name, spec.size * itemsize(spec.dtype))
-        began = time.perf_counter()
-        finite = ops.all_finite(gradient)
-        if not finite:
-            gradient = ops.zeros(spec.size, self.work_dtype(bucket), like=gradient)
         # what is kept between steps is kept unscaled; a method that keeps nothing need not unscale
         scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, spec) else 1.0
         spare, state.spare = state.spare, {}
         for slot in feedback.names(method):
             if slot not in spare:
-                spare[slot] = ops.zeros(spec.size, "float32", like=gradient)
-        ctx = Context(self.rank, self.world, state.step, spec, self.plan.seed, phase, state.triggers)
-        communication = feedback.exchange(method, gradient, scale, state.slots, spare, ctx, ops)
-        acted = (state.triggers, restart)
-        self.worked(spec.name, time.perf_counter() - began, last=False)
-        exchange = Exchange(self, state, method, ctx, communication, gradient, outs, ops, scale, finite, spare, acted)
-        exchange.advance()
+                spare[slot] = ops.zeros(spec.size, "float32", like=like)
+        with_feedback, count = method.feedback != "none", len(bucket.members)
+        found: list[Any] = [None] * count
+        ctx = Context(
+            self.rank,
+            self.world,
+            state.step,
+            spec,
+            self.plan.seed,
+            phase,
+            state.triggers,
+            needs_own=with_feedback,
+            scanned=found if with_feedback else None,
+        )
+        exchange = Exchange(self, state, method, ctx, ops, scale, spare, (state.triggers, restart), found=found)
+        exchange.outs, exchange.cleared = [None] * count, [False] * count
+        if with_feedback:
+            exchange.x = spare[feedback.RESIDUAL]
+        elif count > 1:
+            exchange.x = self._joined(state, like, ops)
         return exchange
+
+    def receive(
+        self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False, check: bool = True
+    ) -> None:
+        """Take the gradient of a bucket's member, in any order: the one pass over memory that it makes.
+
+        A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
+        the step is to be abandoned.
+
+        Args:
+            exchange: the bucket's.
+            place: which member.
+            gradient: its flat gradient in the working dtype; read only, until :meth:`deliver`.
+            out: the flat array that receives the reduced gradient; may be ``gradient`` itself.
+            clear: ``out`` is ``gradient`` itself, and may be set to 0 in passing, which is faster than later.
+            check: whether to look for an Inf or a NaN where no feedback does so anyway.
+
+        Raises:
+            ValueError: it has not as many elements as the member.
+        """
+        began, bucket, ops, method = time.perf_counter(), exchange.bucket, exchange.ops, exchange.method
+        start, stop = bucket.spans[place]
+        if len(gradient) != stop - start:
+            raise ValueError(f"tensor {exchange.name!r} has {stop - start} elements, {len(gradient)} came")
+        exchange.outs[place] = out
+        if method.feedback != "none":
+            span, spare, ctx = slice(start, stop), exchange.spare, exchange.ctx
+            clear &= method.sparse
+            finite, exchange.found[place] = feedback.receive(
+                method, gradient, exchange.scale, span, exchange.state.slots, spare, ctx, ops, clear
+            )
+            exchange.cleared[place] = clear
+        else:
+            finite = not check or ops.all_finite(gradient)
+            if not finite:
+                gradient = ops.zeros(stop - start, self.work_dtype(bucket), like=gradient)
+            if exchange.scale != 1.0:
+                gradient = gradient * np.float32(exchange.scale)
+            if len(bucket.members) == 1:
+                exchange.x = gradient
+            else:
+                assert exchange.x is not None
+                ops.write(exchange.x[start:stop], gradient, 1.0)
+        exchange.finite &= finite
+        self.worked(exchange.name, time.perf_counter() - began, last=False)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Run the exchange to its first verb; all gradients are there.
+
+        Raises:
+            ExchangeError: the method failed.
+        """
+        assert exchange.x is not None
+        state, spare, ctx = exchange.state, exchange.spare, exchange.ctx
+        exchange.communication = feedback.exchange(exchange.method, exchange.x, state.slots, spare, ctx, exchange.ops)
+        exchange.advance()
 
     def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> float:
         """Go on with what a stock all-reduce brought, ``factor`` times the sum; the factor that is left to apply."""
@@ -203,14 +284,17 @@ class Rank:
     def deliver(self, exchange: Exchange, factor: float) -> None:
         """Write ``factor`` times the total into the exchange's ``outs``."""
         assert exchange.reduced is not None
-        began, ops, outs = time.perf_counter(), exchange.ops, exchange.outs
-        total, factor = exchange.reduced.total, factor / exchange.scale
-        if len(outs) == 1:
-            ops.write(outs[0], total, factor)
+        began, ops = time.perf_counter(), exchange.ops
+        total, factor, spans = exchange.reduced.total, factor / exchange.scale, exchange.bucket.spans
+        if len(spans) == 1:
+            pieces = [total]
+        elif isinstance(total, Sparse):
+            pieces = ops.split(total, [stop - start for start, stop in spans])
         else:
-            ops.write(exchange.gradient, total, factor)  # nobody needs the gradient any more
-            for out, (start, stop) in zip(outs, spans(exchange.bucket), strict=True):
-                ops.write(out, exchange.gradient[start:stop], 1.0)
+            pieces = [total[start:stop] for start, stop in spans]
+        for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
+            if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it
+                ops.write(out, piece, factor, cleared)
         self.worked(exchange.name, time.perf_counter() - began, last=True)
 
     def commit(self, exchange: Exchange) -> None:
@@ -228,10 +312,12 @@ class Rank:
 
     def abandon(self, exchange: Exchange, fill: bool = True) -> None:
         """Leave the state as it was before the step; ``fill`` the results with NaN."""
-        exchange.communication.close()
+        if exchange.communication:
+            exchange.communication.close()
         exchange.state.spare = exchange.spare
         for out in exchange.outs if fill else ():
-            exchange.ops.fill(out, float("nan"))
+            if out is not None:
+                exchange.ops.fill(out, float("nan"))
 
     def worked(self, name: str, seconds: float, last: bool) -> None:
         """Tell observers of codec work: before the exchange's last collective, or after it."""
@@ -252,17 +338,12 @@ class Rank:
         declared = declared_slots(bucket).items()
         return State(bucket, {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared})
 
-    def _joined(self, state: State, members: Sequence[Array], ops: Ops) -> Array:
-        """The members' gradients one after another, in a buffer that is kept: fresh memory costs more than copying."""
-        if len(members) == 1:
-            return members[0]
-        joined = state.joined
-        if joined is None or joined.dtype != members[0].dtype or len(joined) != sum(map(len, members)):
-            state.joined = joined = ops.concat(list(members))
-        else:
-            for member, (start, stop) in zip(members, spans(state.bucket), strict=True):
-                ops.write(joined[start:stop], member, 1.0)
-        return joined
+    def _joined(self, state: State, like: Array, ops: Ops) -> Array:
+        """A buffer for the members' gradients, which is kept: fresh memory costs more than copying."""
+        size, dtype = state.bucket.spec.size, self.work_dtype(state.bucket)
+        if state.joined is None or itemsize(dtype) * size != state.joined.nbytes:
+            state.joined = ops.zeros(size, dtype, like)
+        return state.joined
 
     # -- triggers -------------------------------------------------------------------------------------------
 
@@ -321,7 +402,7 @@ class Rank:
             KeyError: no tensor of that name has gone through.
         """
         state, place = self.find(name)
-        start, stop = spans(state.bucket)[place]
+        start, stop = state.bucket.spans[place]
         residual = state.slots.get(feedback.RESIDUAL)
         return None if residual is None else residual[start:stop]
 

@@ -8,6 +8,7 @@ on zeros, in a small shape that the method suits.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
 
 def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
     """The collectives of ``method`` in ``phase`` for tensors like ``spec``, in their order."""
-    return tuple(round for round, _ in _rehearse(method, phase, world, small_shape(method, spec), *_kind(method, spec)))
+    return tuple(round for round, _ in _rehearse(method, phase, world, _plain(method, spec, small_shape(method, spec))))
 
 
 def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[i
 
     This is slow: it is a rehearsal in full size.
     """
-    return tuple(length for _, length in _rehearse(method, phase, world, spec.shape, *_kind(method, spec)))
+    return tuple(length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.joined)))
 
 
 def begin(
@@ -64,8 +65,15 @@ def begin(
     """
     # full() and not zeros(): memory that is there, as in any step but the first
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
-    ctx = Context(rank, world, 0, spec, phase=phase)
-    return feedback.exchange(method, x, 1.0, blank_state(method, spec, whole), spare, ctx, fast)
+    ctx = Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none")
+    state = blank_state(method, spec, whole)
+    if method.feedback != "none":
+        found, start = [], 0
+        for size in spec.parts:
+            span = slice(start, start := start + size)
+            found.append(feedback.receive(method, x[span], 1.0, span, state, spare, ctx, fast)[1])
+        x, ctx = spare[feedback.RESIDUAL], replace(ctx, scanned=found)
+    return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
 
 
 def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, Array]:
@@ -76,16 +84,15 @@ def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, A
     return state
 
 
-def _kind(method: Method, spec: TensorSpec) -> tuple[str, str]:
-    return spec.layout, "float64" if method.wide and spec.dtype == "float64" else "float32"
+def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], joined: tuple[int, ...] = ()) -> TensorSpec:
+    """What collectives depend on: not the tensor's name."""
+    dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
+    return TensorSpec("rehearsal", shape, dtype, spec.layout, joined)
 
 
 @cache
-def _rehearse(
-    method: Method, phase: int, world: int, shape: tuple[int, ...], layout: str, dtype: str
-) -> tuple[tuple[Round, int], ...]:
-    spec = TensorSpec("rehearsal", shape, dtype, layout)  # type: ignore[arg-type]
-    x = np.zeros(spec.size, dtype)
+def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[tuple[Round, int], ...]:
+    x = np.zeros(spec.size, spec.dtype)
     ranks = [begin(method, phase, rank, world, spec, x) for rank in range(world)]
     rounds: list[tuple[Round, int]] = []
     try:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.state import State, declared_slots, spans
+from hvdcompress.engine.state import State, declared_slots
 from hvdcompress.method import Array
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
@@ -47,7 +47,7 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     """A slot's array by tensor: a slot of the gradient's own shape is cut, another belongs to the whole bucket."""
     if slot not in feedback.BUFFERED:
         return [(bucket.spec.name, array)]
-    places = zip(bucket.members, spans(bucket), strict=True)
+    places = zip(bucket.members, bucket.spans, strict=True)
     return [(member.name, array[start:stop]) for member, (start, stop) in places]
 
 

@@ -49,12 +49,6 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
     return declared
 
 
-def spans(bucket: Bucket) -> list[tuple[int, int]]:
-    """(start, stop) of each member in the bucket's joined vector."""
-    stops = np.cumsum([member.size for member in bucket.members]).tolist()
-    return [(stop - member.size, stop) for stop, member in zip(stops, bucket.members, strict=True)]
-
-
 def itemsize(dtype: str) -> int:
     """Bytes of an element."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -101,9 +101,36 @@ class Step:
             ValueError: the bucket had another shape before.
             PeerError: the ranks disagree, or another one failed before.
         """
-        exchange = self.rank.start(bucket, members, outs, ops, self.loss_scale)
-        self.exchanges[exchange.name] = exchange
+        for place, (member, out) in enumerate(zip(members, outs, strict=True)):
+            exchange = self.receive(bucket, place, member, out, ops)
+        return self.begin(exchange, piggyback)
+
+    def receive(
+        self,
+        bucket: Bucket,
+        place: int,
+        gradient: Array,
+        out: Array,
+        ops: Ops,
+        clear: bool = False,
+        check: bool = True,
+    ) -> Exchange:
+        """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`.
+
+        Raises:
+            ValueError: the bucket had another shape before.
+        """
+        exchange = self.exchanges.get(bucket.spec.name)
+        if exchange is None:
+            exchange = self.rank.open(bucket, gradient, ops, self.loss_scale)
+            self.exchanges[exchange.name] = exchange
+        self.rank.receive(exchange, place, gradient, out, clear, check)
         self.finite &= exchange.finite
+        return exchange
+
+    def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
+        """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
+        self.rank.begin(exchange)
         if self.agree is Agree.FIRST_AND_LAST:
             self.hear()  # it was on its way while the first bucket was encoded
         if exchange.verb is None:
@@ -244,8 +271,8 @@ class Step:
 
     def _submit(self, exchange: Exchange) -> None:
         assert exchange.verb is not None
-        name, gradient = exchange.name, exchange.gradient
-        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, gradient)
+        name, like = exchange.name, exchange.x
+        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, like)
         self._under_way.append(exchange)
 
     def _advance(self, exchange: Exchange) -> None:

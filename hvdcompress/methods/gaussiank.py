@@ -37,6 +37,7 @@ one element is sent (in the authors' code its standard deviation is undefined, a
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -69,12 +70,23 @@ class GaussianK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(select.capacity(self.density, spec.size), spec.size, self.values, distinct=False)
 
-    def scan(self, gradient: Array, residual: Array, scale: float, out: Array, ops: Ops) -> Any:
-        return ops.accumulate_moments(gradient, residual, scale, out)
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Any]:
+        moments = ops.accumulate_moments(gradient, residual, scale, out, clear)
+        return math.isfinite(moments[1]), moments
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         n = ctx.spec.size
-        index = self.choose(x, ctx.scanned or ops.moments(x), ops)  # [c] int32, ascending
+        moments = ctx.scanned[0] if ctx.scanned and len(ctx.scanned) == 1 else ops.moments(x)
+        index = self.choose(x, moments, ops)  # [c] int32, ascending
         ctx.counters["kept"] = len(index)
         chosen = select.pad(Sparse(index, ops.take(x, index)), select.capacity(self.density, n), ops)
         return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=False)

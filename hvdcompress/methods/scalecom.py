@@ -37,7 +37,8 @@ array([ 0., -5.,  3.,  0.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Literal
+import itertools
+from typing import Any, Literal
 
 from hvdcompress.method import (
     Array,
@@ -77,13 +78,19 @@ class ScaleCom(Method):
     beta: Fraction = 0.1
     """Low-pass factor of the residual: 0.1 as in the paper for scaled-up learning rates; 1 is plain feedback."""
 
-    def num_kept(self, n: int) -> int:
-        """Return k for n elements: one per chunk, or ⌊n·density⌋ with exact selection."""
-        return -(-n // select.chunk_size(self.density)) if self.select == "chunk" else select.num_kept(self.density, n)
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.values in codecs.ALONE
 
-    def num_index_bytes(self, n: int) -> int:
-        """Return the bytes of the leader's indices for n elements, a multiple of 4."""
-        k = self.num_kept(n)
+    def counts(self, spec: TensorSpec) -> list[int]:
+        """Return k of each tensor that the vector consists of: one per chunk, or ⌊n·density⌋ with exact selection."""
+        if self.select == "exact":
+            return [select.num_kept(self.density, size) for size in spec.parts]
+        return [-(-size // select.chunk_size(self.density)) for size in spec.parts]
+
+    def num_index_bytes(self, spec: TensorSpec) -> int:
+        """Return the bytes of the leader's indices, a multiple of 4."""
+        k, n = sum(self.counts(spec)), spec.size
         if self.select == "exact":
             return pack.index_num_bytes(pack.best_coding(k, n), k, n)
         return 4 * -(-k * self.index_width() // 32)
@@ -93,29 +100,52 @@ class ScaleCom(Method):
         return (select.chunk_size(self.density) - 1).bit_length()
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        k = self.num_kept(spec.size)
-        return self.num_index_bytes(spec.size) + codecs.reduced_num_bytes(k, self.values, world)
+        return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world)
+
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Any]:
+        if self.select == "exact" or ctx.rank != self.leader(ctx):
+            return ops.accumulate(gradient, residual, scale, out, clear), None
+        return ops.accumulate_argmax(gradient, residual, scale, out, select.chunk_size(self.density), clear)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        n = ctx.spec.size
-        leader = ctx.step % ctx.world  # cyclic, so that every rank's large elements are selected at times
-        packed = yield Broadcast(lambda: self.pick(x, n, ops), leader, self.num_index_bytes(n))
-        index = self.unpack(packed, n, ops)  # [k] int32, ascending
+        packed = yield Broadcast(lambda: self.pick(x, ctx, ops), self.leader(ctx), self.num_index_bytes(ctx.spec))
+        index = self.unpack(packed, ctx.spec, ops)  # [k] int32, ascending
         total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, ops)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
-    def pick(self, x: Array, n: int, ops: Ops) -> Array:
-        """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(n)]."""
+    def leader(self, ctx: Context) -> int:
+        """Return the rank that selects: cyclic, so that every rank's large elements are selected at times."""
+        return ctx.step % ctx.world
+
+    def pick(self, x: Array, ctx: Context, ops: Ops) -> Array:
+        """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(spec)]."""
         if self.select == "exact":
-            k = self.num_kept(n)
-            return pack.encode_index(ops.top_k(x, k), pack.best_coding(k, n), n, ops)
-        offsets = ops.chunk_argmax(x, select.chunk_size(self.density))  # [k] int32 < C
+            counts, n = self.counts(ctx.spec), ctx.spec.size
+            index = ops.top_k_parts(x, counts, ctx.spec.parts)
+            return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
+        found = ctx.scanned if ctx.scanned and ctx.scanned[0] is not None else self.offsets(x, ctx.spec, ops)
+        offsets = ops.concat(list(found))  # [k] int32 < C
         return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
 
-    def unpack(self, packed: Array, n: int, ops: Ops) -> Array:
+    def offsets(self, x: Array, spec: TensorSpec, ops: Ops) -> list[Array]:
+        """Find the largest |x| of each chunk, in each tensor that the vector consists of."""
+        stops = itertools.accumulate(spec.parts)
+        parts = [x[stop - size : stop] for stop, size in zip(stops, spec.parts, strict=True)]
+        return [ops.chunk_argmax(part, select.chunk_size(self.density)) for part in parts]
+
+    def unpack(self, packed: Array, spec: TensorSpec, ops: Ops) -> Array:
         """Unpack the leader's selection into positions [k], ascending."""
-        k = self.num_kept(n)
+        k, n = sum(self.counts(spec)), spec.size
         if self.select == "exact":
             return pack.decode_index(packed, pack.best_coding(k, n), k, n, ops)
         offsets = ops.unpack_bits(packed, self.index_width(), k)
-        return ops.chunk_positions(offsets, select.chunk_size(self.density), n)
+        return ops.chunk_positions(offsets, select.chunk_size(self.density), spec.parts)

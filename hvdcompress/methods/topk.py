@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import pack, select
+from hvdcompress.parts import codecs, pack, select
 
 
 @method
@@ -50,13 +50,20 @@ class TopK(Method):
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.values in codecs.ALONE
+
+    def counts(self, spec: TensorSpec) -> list[int]:
+        """Return k of each tensor that the vector consists of."""
+        return [select.num_kept(self.density, size) for size in spec.parts]
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(select.num_kept(self.density, spec.size), spec.size, self.values)
+        return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        index = ops.top_k(x, select.num_kept(self.density, ctx.spec.size))  # [k] int32, ascending
+        index = ops.top_k_parts(x, self.counts(ctx.spec), ctx.spec.parts)  # [k] int32, ascending
         return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        n = ctx.spec.size
-        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, sum(self.counts(ctx.spec)), ctx.spec.size, self.values, self.id, ops)

@@ -12,6 +12,7 @@ the verbs that say "in place" or have an argument ``out``. |x| is the elementwis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -82,15 +83,36 @@ class Ops(Protocol):
 
     # -- arithmetic: add, subtract and write dense and sparse vectors -----------------------------------------------
 
-    def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array) -> None:
-        """Set out = scale·gradient + residual, in place.
+    def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+        """Set out = scale·gradient + residual, in place, and return whether ``out`` is finite.
 
         All three have one length. The product is rounded to float32 before the sum is, on every device (no fused
         multiply-add).
+
+        Args:
+            gradient: [n].
+            residual: [n].
+            scale: Rounded to float32 first.
+            out: [n]. It is neither of the two others.
+            clear: Whether to set ``gradient`` to 0, while it is in the processor's cache.
         """
 
-    def accumulate_moments(self, gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
-        """Do :meth:`accumulate` and return :meth:`moments` of ``out``, in one pass over memory where possible."""
+    def accumulate_moments(
+        self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
+    ) -> tuple[float, float]:
+        """Do :meth:`accumulate` and return :meth:`moments` of ``out``, in one pass over memory where possible.
+
+        The moments are finite if and only if ``out`` is.
+        """
+
+    def accumulate_argmax(
+        self, gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
+    ) -> tuple[bool, Array]:
+        """Do :meth:`accumulate` and return :meth:`chunk_argmax` of ``out`` too, in one pass where possible.
+
+        Returns:
+            Whether ``out`` is finite, and the offsets.
+        """
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
@@ -108,7 +130,7 @@ class Ops(Protocol):
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse, factor: float) -> None:
+    def write(self, out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
@@ -116,6 +138,18 @@ class Ops(Protocol):
             total: Dense [n] or sparse, with indices in [0, n). Values of equal indices are added in the order in which
                 they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
+            cleared: ``out`` is 0 everywhere already.
+        """
+
+    def split(self, total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
+        """Cut a sparse vector into those of consecutive pieces, with indices that begin at 0 in each.
+
+        Args:
+            total: A sparse vector of Σ sizes elements: ascending runs of indices, one after another.
+            sizes: The pieces' numbers of elements.
+
+        Returns:
+            A sparse vector a piece. Entries of equal indices stay in their order.
         """
 
     def add_all(self, arrays: list[Array]) -> Array:
@@ -191,6 +225,9 @@ class Ops(Protocol):
     def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
 
+    def top_k_parts(self, x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+        """Return :meth:`top_k` of consecutive pieces of ``x``: ``counts[i]`` of piece i, as ascending indices of x."""
+
     def chunk_argmax(self, x: Array, chunk: int) -> Array:
         """Return where the largest |x| of each chunk of ``chunk`` consecutive elements is.
 
@@ -199,10 +236,17 @@ class Ops(Protocol):
             may be shorter.
         """
 
-    def chunk_positions(self, offset: Array, chunk: int, n: int) -> Array:
-        """Convert offsets within chunks [k], as of :meth:`chunk_argmax`, to indices below n [k].
+    def chunk_positions(self, offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
+        """Convert offsets within chunks [k], as of :meth:`chunk_argmax` of consecutive pieces of a vector, to indices.
 
-        Indices beyond the end of the tensor, which only a damaged payload has, become n−1.
+        Args:
+            offset: The pieces' offsets, one after another [k], k = Σ ⌈sizes[i]/chunk⌉.
+            chunk: The number of elements of a chunk. Chunks begin anew with each piece.
+            sizes: The pieces' numbers of elements.
+
+        Returns:
+            Indices of the whole vector [k]. Those beyond the end of their piece, which only a damaged payload has,
+            become its last.
         """
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------

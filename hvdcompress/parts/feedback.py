@@ -17,6 +17,7 @@ This is plain feedback on gradients that momentum was applied to on each rank. I
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -43,26 +44,68 @@ def beta(method: Method) -> float:
     return method.beta if method.feedback == "lowpass" else 1.0
 
 
-def exchange(
+def receive(
     method: Method,
     gradient: Array,
     scale: float,
+    span: slice,
     state: dict[str, Array],
     spare: dict[str, Array],
     ctx: Context,
     ops: Ops,
-) -> Communication:
-    """Run ``method.exchange`` with error feedback.
+    clear: bool = False,
+) -> tuple[bool, Any]:
+    """Add a tensor's gradient and residual: the one pass over memory that each gradient makes.
 
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
+    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one.
+
     Args:
-        method: the method.
-        gradient: this rank's gradient [n], float32 (float64 for a ``wide`` method); read only.
+        method: the method; its feedback is not "none".
+        gradient: this rank's gradient of the tensor, float32.
         scale: factor of the gradient, 1 / loss scale.
+        span: where the tensor is in the vectors of state and spare.
         state: current values of all slots; read only.
         spare: second buffers [n] of the feedback's slots, which receive their new values.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+        clear: set the gradient to 0 once it has been read.
+
+    Returns:
+        Whether x is finite with this gradient, and what ``method.scan`` found.
+    """
+    x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
+    factor = method.clip(gradient, scale, ctx, ops)
+    if method.feedback == "momentum":
+        velocity = spare[VELOCITY][span]
+        scaled = gradient if factor == 1.0 else gradient * np.float32(factor)
+        ops.accumulate(state[VELOCITY][span], scaled, method.momentum, velocity)
+        if clear:
+            ops.fill(gradient, 0.0)
+        finite, found = method.scan(velocity, residual, 1.0, x, ctx, ops)
+    else:
+        finite, found = method.scan(gradient, residual, factor, x, ctx, ops, clear)
+    if not finite:
+        zeros = ops.zeros(len(x), "float32", like=x)
+        if method.feedback == "momentum":
+            ops.accumulate(state[VELOCITY][span], zeros, method.momentum, velocity)
+            zeros = velocity
+        _, found = method.scan(zeros, residual, 1.0, x, ctx, ops)
+    return finite, found
+
+
+def exchange(
+    method: Method, x: Array, state: dict[str, Array], spare: dict[str, Array], ctx: Context, ops: Ops
+) -> Communication:
+    """Run ``method.exchange`` with error feedback, once all parts of x are there.
+
+    Args:
+        method: the method.
+        x: what is exchanged: ``spare["residual"]`` after :func:`receive`; without feedback the gradient.
+        state: current values of all slots; read only.
+        spare: second buffers [n] of the feedback's slots.
         ctx: rank, world, step and tensor.
         ops: the array backend.
 
@@ -75,18 +118,9 @@ def exchange(
     Raises:
         TypeError: the method returned no share of its own, which its feedback needs.
     """
-    scale = method.clip(gradient, scale, ctx, ops)
+    reduced = yield from method.exchange(x, state, ctx, ops)
     if method.feedback == "none":
-        x = gradient if scale == 1.0 else gradient * np.float32(scale)
-        return (yield from method.exchange(x, state, replace(ctx, needs_own=False), ops))
-    x, residual = spare[RESIDUAL], state[RESIDUAL]
-    if method.feedback == "momentum":
-        gradient = gradient if scale == 1.0 else gradient * np.float32(scale)
-        ops.accumulate(state[VELOCITY], gradient, method.momentum, spare[VELOCITY])
-        scanned = method.scan(spare[VELOCITY], residual, 1.0, x, ops)
-    else:
-        scanned = method.scan(gradient, residual, scale, x, ops)
-    reduced = yield from method.exchange(x, state, replace(ctx, scanned=scanned), ops)
+        return reduced
     if reduced.own is None:
         raise TypeError(
             f"method {method.id!r} returned Reduced(own=None); feedback {method.feedback!r} needs this rank's share"
@@ -95,5 +129,5 @@ def exchange(
         ops.zero_where(spare[VELOCITY], reduced.own)
     ops.subtract(x, reduced.own, 1.0)  # last, because a dense own share may be x itself
     if beta(method) != 1.0:
-        ops.blend(x, residual, beta(method))
+        ops.blend(x, state[RESIDUAL], beta(method))
     return replace(reduced, state={**spare, **reduced.state})

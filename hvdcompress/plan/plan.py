@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -89,8 +91,20 @@ class Bucket:
     members: tuple[TensorSpec, ...]  #: the tensors, in name order
     program: Program
 
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of each member in the joined vector."""
+        stops = itertools.accumulate(member.size for member in self.members)
+        return [(stop - member.size, stop) for stop, member in zip(stops, self.members, strict=True)]
+
 
 DENSE = Program(((0, get("none")),))
+JOINED = 1_000_000  #: elements below which tensors are joined, where a plan does not say
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A sort key of a name in which numbers count as such: "layer.9" comes before "layer.10", as in the model."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", name)] + [(-2, name)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,7 @@ class Plan:
     program: Program  #: of tensors that no rule matches
     rules: tuple[Rule, ...] = ()  #: the first that matches applies
     min_elements: int = 1024  #: smaller tensors are sent dense
-    bucket_elements: int = 0  #: smaller tensors are joined into buckets; 0: no buckets
+    bucket_elements: int | None = None  #: smaller tensors are joined into buckets; 0: none
     seed: int = 0  #: of the methods' random numbers
     source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
 
@@ -117,7 +131,16 @@ class Plan:
         """Return the program of the first rule that matches, or the default. ``min_elements`` is not considered."""
         return next((rule.program for rule in self.rules if rule.match.holds(spec)), self.program)
 
-    def buckets(self, specs: Iterable[TensorSpec]) -> list[Bucket]:
+    @cached_property
+    def stateless(self) -> bool:
+        """Whether no tensor has anything that is kept from step to step."""
+        programs = [self.program, *(rule.program for rule in self.rules)]
+        stages = [stage for program in programs for stage in program.stages]
+        spec = TensorSpec("any", (8, 8, 3, 3))
+        alone = len(stages) == len(programs)
+        return alone and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
+
+    def buckets(self, specs: Iterable[TensorSpec], known: bool = False) -> list[Bucket]:
         """Group tensors into buckets that are exchanged together.
 
         Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
@@ -125,8 +148,13 @@ class Plan:
         are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket. Buckets of
         fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
 
+        Where the plan does not say ``bucket_elements`` and all tensors are known, those of fewer than :data:`JOINED`
+        elements are joined if their method has ``joins``: what a tensor gets is the same then. Those that are sent
+        dense stay alone.
+
         Args:
             specs: the tensors, in any order.
+            known: these are all there will ever be, in every step.
 
         Returns:
             The buckets, sorted by name.
@@ -137,28 +165,33 @@ class Plan:
         def close(key: tuple[Program, str]) -> None:
             buckets.append(self._bucket(open_buckets.pop(key), key[0]))
 
-        for spec in sorted(specs, key=lambda s: s.name):
+        unasked = self.bucket_elements is None
+        most = (JOINED if known else 0) if self.bucket_elements is None else self.bucket_elements
+        for spec in sorted(specs, key=lambda s: natural(s.name)):
             key = (self.program_of(spec), spec.dtype)
             main = key[0].main
             everything = getattr(main, "scope", "tensor") == "global"
             joins = main.id != "none"
-            if joins and not everything and not main.suits(TensorSpec("bucket", (self.bucket_elements,))):
+            if joins and unasked:
+                joins = all(method.joins for _, method in key[0].stages) and not self._goes_dense(spec, main)
+            elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
                 joins = self._goes_dense(spec, main)
                 key = (DENSE if joins else key[0], spec.dtype)
-            if everything or (spec.size < self.bucket_elements and joins):
+            if everything or (spec.size < most and joins):
                 open_buckets.setdefault(key, []).append(spec)
-                if not everything and sum(s.size for s in open_buckets[key]) >= self.bucket_elements:
+                if not everything and sum(s.size for s in open_buckets[key]) >= most:
                     close(key)
             else:
                 buckets.append(self._bucket([spec], key[0]))
         for key in list(open_buckets):
             close(key)
-        return sorted(buckets, key=lambda bucket: bucket.spec.name)
+        return sorted(buckets, key=lambda bucket: natural(bucket.spec.name))
 
     def _bucket(self, members: list[TensorSpec], program: Program) -> Bucket:
         spec = members[0]
         if len(members) > 1:
-            spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(s.size for s in members),), spec.dtype)
+            sizes = tuple(member.size for member in members)
+            spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(sizes),), spec.dtype, joined=sizes)
         return Bucket(spec, tuple(members), DENSE if self._goes_dense(spec, program.main) else program)
 
     def _goes_dense(self, spec: TensorSpec, method: Method) -> bool:

@@ -15,7 +15,7 @@ from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed")
-WHOLE = {"min_elements": 1024, "bucket_elements": 0, "seed": 0}  # integer keys and their defaults
+WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0}  # integer keys and their defaults
 RULE_KEYS = ("method", "warmup", "schedule")
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
@@ -33,7 +33,8 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
           density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
         steps_per_epoch: 391        # required if anything is given in epochs
         min_elements: 1024          # smaller tensors are sent dense
-        bucket_elements: 0          # smaller tensors are joined into buckets; 0: no buckets
+        bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
+                                    # that knows all tensors joins them where results stay the same
         seed: 0
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob

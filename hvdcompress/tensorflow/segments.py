@@ -183,7 +183,7 @@ class Segments:
                 out = np.full(bucket.spec.size, np.nan, _work(bucket))
             else:
                 assert exchange is not None
-                out = exchange.outs[0]
+                (out,) = exchange.outs  # type: ignore[assignment]
                 if exchange.reduced is None:
                     factor = self.local.receive_piggyback(exchange, payload, factor)
                 if non_finite > 0.5:

@@ -25,7 +25,6 @@ from hvdcompress.engine.rank import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
-from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
@@ -34,10 +33,21 @@ _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class Ticket:
-    """What ``compress`` hands to ``decompress``: whose gradient it was, and whether its payload went along."""
+    """What ``compress`` hands to ``decompress``.
+
+    Attributes:
+        gradient: whose ticket it is.
+        name: its parameter.
+        piggyback: the exchange whose payload went along in the stock all-reduce.
+        passed: the payload was the gradient itself.
+    """
+
+    __slots__ = ("gradient", "name", "passed", "piggyback")
 
     def __init__(self, gradient: torch.Tensor):
-        self.gradient, self.name, self.piggyback = gradient, "", False
+        self.gradient, self.name = gradient, ""
+        self.piggyback: Exchange | None = None
+        self.passed = False
 
 
 class Arrivals:
@@ -45,7 +55,8 @@ class Arrivals:
 
     Attributes:
         step: the engine's step.
-        gradients: by bucket and tensor name.
+        came: names of the tensors whose gradients are there, by bucket.
+        copies: by bucket, gradients whose results arrive elsewhere, since they have another dtype or layout.
         order: tensor names as their gradients came.
         left: names of gradients that have not been handed back.
         sealed: the first ``decompress`` has been called: every exchange is under way.
@@ -53,7 +64,8 @@ class Arrivals:
 
     def __init__(self, step: Step):
         self.step = step
-        self.gradients: dict[str, dict[str, torch.Tensor]] = {}
+        self.came: dict[str, set[str]] = {}
+        self.copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
         self.order: list[str] = []
         self.left: set[str] = set()
         self.sealed = False
@@ -106,8 +118,8 @@ class Compressor(compressor.Compressor):
         set_id = process_set.process_set_id
         self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
         specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs)}
-        self.bucket_of = {member.name: bucket for bucket in self.buckets.values() for member in bucket.members}
+        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, known=True)}
+        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         world = self.local.world
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
@@ -130,7 +142,7 @@ class Compressor(compressor.Compressor):
         step = arrivals.step
         try:
             ticket.name = self._identify(tensor, len(arrivals.order))
-            ticket.piggyback = self._receive_gradient(arrivals, ticket.name, tensor)
+            self._receive_gradient(arrivals, ticket)
             step.poll()
         except HorovodInternalError:
             self._drop()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
@@ -235,33 +247,49 @@ class Compressor(compressor.Compressor):
             self._arrivals.step.abandon()
             self._arrivals = None
 
-    def _receive_gradient(self, arrivals: Arrivals, name: str, gradient: torch.Tensor) -> bool:
-        """Note a gradient, and launch its bucket once it is whole; whether it travels by piggyback."""
-        bucket = self.bucket_of[name]
-        members = arrivals.gradients.setdefault(bucket.spec.name, {})
-        if name in members:
+    def _receive_gradient(self, arrivals: Arrivals, ticket: Ticket) -> None:
+        """Take a gradient in, and start its bucket's exchange once it is whole."""
+        bucket, place = self._place[ticket.name]
+        came = arrivals.came.setdefault(bucket.spec.name, set())
+        if ticket.name in came:
             raise RuntimeError(
-                f"a second gradient of {name!r} came before the first was used: call optimizer.step() "
+                f"a second gradient of {ticket.name!r} came before the first was used: call optimizer.step() "
                 "(or synchronize()) after every backward_passes_per_step backward passes"
             )
-        members[name] = gradient
-        arrivals.order.append(name)
-        arrivals.left.add(name)
-        return len(members) == len(bucket.members) and self._launch(arrivals, bucket)
+        came.add(ticket.name)
+        arrivals.order.append(ticket.name)
+        arrivals.left.add(ticket.name)
+        self._take(arrivals, bucket, place, ticket.gradient)
+        if len(came) == len(bucket.members):
+            exchange = arrivals.step.exchanges[bucket.spec.name]
+            # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
+            piggyback = self._agreed and self.local.piggyback(bucket) is not None
+            arrivals.step.begin(exchange, piggyback)
+            if piggyback:
+                ticket.piggyback, ticket.passed = exchange, self.local.passes(bucket)
 
-    def _launch(self, arrivals: Arrivals, bucket: Bucket) -> bool:
-        """Start a bucket's exchange. A member that has no gradient on this rank takes part as zeros."""
-        members = arrivals.gradients[bucket.spec.name]
-        for member in bucket.members:
-            if member.name not in members:
-                members[member.name] = torch.zeros_like(self.parameters[member.name])
-        ops, dtype = self._ops(next(iter(members.values()))), getattr(torch, self.local.work_dtype(bucket))
-        flats = [_flat(members[member.name], dtype, ops) for member in bucket.members]
-        # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
-        piggyback = self._agreed and self.local.piggyback(bucket) is not None
-        arrivals.step.loss_scale = self.current_loss_scale()
-        arrivals.step.launch(bucket, flats, flats, ops, piggyback)
-        return piggyback
+    def _take(self, arrivals: Arrivals, bucket: Bucket, place: int, gradient: torch.Tensor) -> None:
+        """Hand a gradient to the engine, which adds its residual while it is in the cache."""
+        ops, step = self._ops(gradient), arrivals.step
+        dtype = getattr(torch, self.local.work_dtype(bucket))
+        same = gradient.dtype == dtype and gradient.is_contiguous()
+        flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
+        flat = flat.numpy() if ops is fast else flat
+        if not same:
+            arrivals.copies.setdefault(bucket.spec.name, []).append((gradient, flat))
+        if bucket.spec.name not in step.exchanges:
+            step.loss_scale = self.current_loss_scale()
+        # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
+        check = not (self.plan.stateless and self._agreed and self.local.passes(bucket))
+        step.receive(bucket, place, flat, flat, ops, clear=True, check=check)
+
+    def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
+        """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
+        came = arrivals.came[bucket.spec.name]
+        for place, member in enumerate(bucket.members):
+            if member.name not in came:
+                self._take(arrivals, bucket, place, torch.zeros_like(self.parameters[member.name]))
+        arrivals.step.begin(arrivals.step.exchanges[bucket.spec.name])
 
     def _seal(self, arrivals: Arrivals) -> None:
         """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
@@ -269,8 +297,9 @@ class Compressor(compressor.Compressor):
             return
         arrivals.sealed, step = True, arrivals.step
         with step.errors_wait():
-            for name in sorted(arrivals.gradients.keys() - step.exchanges.keys()):
-                self._launch(arrivals, self.buckets[name])
+            for name in sorted(arrivals.came):
+                if len(arrivals.came[name]) < len(self.buckets[name].members):
+                    self._complete(arrivals, self.buckets[name])
         step.say()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
             step.hear()
@@ -278,23 +307,22 @@ class Compressor(compressor.Compressor):
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
         arrivals.left.discard(ticket.name)
-        step = arrivals.step
-        step.factor = self._factor(output[-2:])
+        step, exchange = arrivals.step, ticket.piggyback
+        if not ticket.passed:
+            step.factor = self._factor(output[-2:])
         with step.errors_wait():
-            if ticket.piggyback:
-                exchange = step.exchanges[self.bucket_of[ticket.name].spec.name]
-                payload = output[:-2]
-                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
+            if exchange and ticket.passed:  # Horovod has reduced it in its place, average or sum
+                step.receive_piggyback(exchange, exchange.outs[0], 1.0)
+            elif exchange:
+                payload, factor = output[:-2], step.factor or 1.0
+                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, factor)
             step.poll()
 
     def _store(self, exchange: Exchange) -> None:
         """Bring an exchange's results into the gradients' memory, where they are not there already."""
         assert self._arrivals is not None
-        members = self._arrivals.gradients[exchange.name]
-        for member, out in zip(exchange.bucket.members, exchange.outs, strict=True):
-            gradient, result = members[member.name], torch.as_tensor(out)
-            if result.data_ptr() != gradient.data_ptr() or result.dtype != gradient.dtype:
-                gradient.detach().copy_(result.view(gradient.shape))
+        for gradient, flat in self._arrivals.copies.get(exchange.name, ()):
+            gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -307,15 +335,26 @@ class Compressor(compressor.Compressor):
         return torch_ops
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
-        """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along."""
-        probe = self._probe.clone()  # Horovod reduces it in place
-        payload, bucket = None, self.bucket_of.get(ticket.name)
-        if bucket and ticket.piggyback:
-            payload = torch.as_tensor(step.exchanges[bucket.spec.name].verb.x)  # type: ignore[union-attr]
-        elif bucket and step.error and self._agreed:  # the others' payloads may go along: match their length
+        """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.
+
+        A payload that is the gradient itself goes without a probe: it needs none.
+        """
+        exchange, payload = ticket.piggyback, None
+        if exchange is None and step.error and self._agreed and ticket.name:
+            # the others' payloads may go along: match their length
+            bucket, _ = self._place[ticket.name]
             length = self.local.piggyback(bucket)
+            ticket.passed = self.local.passes(bucket)
             payload = None if length is None else torch.zeros(length)
-        stock = probe if payload is None else torch.cat([payload, probe.to(payload.device)])
+        elif exchange:
+            payload = torch.as_tensor(exchange.verb.x)  # type: ignore[union-attr]
+        if ticket.passed:
+            stock = torch.as_tensor(exchange.outs[0]) if exchange else payload
+        elif payload is None:
+            stock = self._probe.clone()  # Horovod reduces it in place
+        else:
+            stock = torch.cat([payload, self._probe.to(payload.device)])
+        assert stock is not None
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock
@@ -359,9 +398,3 @@ class Compressor(compressor.Compressor):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
-
-
-def _flat(tensor: torch.Tensor, dtype: torch.dtype, ops: Ops) -> Any:
-    """The gradient as a flat array of the working dtype: a view of its memory where that can be."""
-    flat = tensor.detach().to(dtype).contiguous().view(-1)
-    return flat.numpy() if ops is fast else flat

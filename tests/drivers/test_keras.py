@@ -22,6 +22,7 @@ def test_keras(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -
     check(kind, name, outcomes(kind, KERAS, tmp_path_factory.mktemp(kind), seconds=SECONDS))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + MORE)
 @pytest.mark.parametrize("name", case_names(KERAS_2))
 def test_keras_2(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

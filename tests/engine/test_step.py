@@ -75,8 +75,8 @@ def test_any_transport_gives_loopbacks_results_and_bytes(method: str, ordered: b
         for step in range(3):
             for name in SHAPES:
                 np.testing.assert_array_equal(outs[step][name], want[step][rank][name], err_msg=f"{name}, {step}")
-        for name in SHAPES:
-            assert local.ledger.tensors()[name] == net.ledger.tensors(rank)[name]
+        for name, entry in net.ledger.tensors(rank).items():
+            assert local.ledger.tensors()[name] == entry
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -133,7 +133,7 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
             door = Door(transport, "topk", min_elements=100)
             if "step" in changes:
                 door.reduce(gradients(0, transport.rank))
-                door.local.states["c"].step += odd
+                door.local.find("c")[0].step += odd
             error = ValueError("a payload of another plan") if odd and "error" in changes else None
             scale = 2.0 if odd and "scale" in changes else 1.0
             terms = Terms({}, {}) if odd and "unknown" in changes else terms

@@ -61,7 +61,9 @@ def test_the_torch_examples_train() -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["tensorflow_plain", "tensorflow_compressed", "keras_compressed"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tensorflow_plain", marks=pytest.mark.slow), "tensorflow_compressed", "keras_compressed"]
+)
 def test_the_tensorflow_examples_train(name: str) -> None:
     pytest.importorskip("horovod.tensorflow")
     sys.path.insert(0, str(ROOT / "tests" / "drivers"))

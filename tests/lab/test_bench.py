@@ -356,6 +356,7 @@ def test_a_benchmark_on_hosts(possible, tmp_path):
     assert (tmp_path / "out" / "table.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 @pytest.mark.parallel
 @pytest.mark.timeout(200)

@@ -429,7 +429,7 @@ def test_the_rate_limits(truth):
 @pytest.mark.hosts
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_run_on_hosts(nothing_left, config, controller):
     for module in ("horovod", "torch", "sklearn", "psutil"):
         pytest.importorskip(module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from hvdcompress import registry, testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
+from hvdcompress.plan import Plan
 from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
+from hvdcompress.testing.trial import plan_for
 
 BACKENDS = backends()
 METHODS = hvdcompress.available()
@@ -147,6 +149,14 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
             assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
 
 
+@dataclass(frozen=True)
+class Knowing(Plan):
+    """A plan that knows all tensors, and so joins those that it may."""
+
+    def buckets(self, specs: Any) -> Any:
+        return super().buckets(specs, known=True)
+
+
 @pytest.mark.parametrize("id", METHODS)
 @settings(max_examples=15)
 @given(data=st.data())
@@ -159,13 +169,16 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
     shapes = data.draw(
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
     )
-    together, alone = Trial(method, world, seed=5), Trial(method, world, seed=5)
+    plan = plan_for(method, seed=5)
+    joined = Knowing(**{each.name: getattr(plan, each.name) for each in fields(plan)})
+    together, alone = Trial(joined, world), Trial(plan, world)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world)]
         outs = together.allreduce_many(gradients)
         for n in shapes:
             expected = alone.allreduce([one[n] for one in gradients], n)
             assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))
+            assert all(np.array_equal(together.residual(n, r), alone.residual(n, r)) for r in range(world))
 
 
 # -- the files that belong to a method --------------------------------------------------------------------

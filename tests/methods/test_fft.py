@@ -357,6 +357,7 @@ def test_recovered_density_survives_a_resume() -> None:
 # -- large tensors -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [4096, 0])
 def test_more_than_2_to_the_24_elements(block: int) -> None:
     """Waves at the end of the tensor and at the highest frequencies, with indices beyond float32's integers."""

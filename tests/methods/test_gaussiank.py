@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import select
 from hvdcompress.testing import Trial, numbers
@@ -275,7 +276,9 @@ def test_scope_tensor_selects_in_each() -> None:
 def test_moments_are_taken_in_the_pass_that_adds_the_residual() -> None:
     g, r = numbers((1001,), 1), numbers((1001,), 2)
     out = np.empty_like(g)
-    mean, std = hvdcompress.get("gaussiank").scan(g, r, 0.5, out, reference)
+    ctx = Context(0, 1, 0, TensorSpec("w", (1001,)))
+    finite, (mean, std) = hvdcompress.get("gaussiank").scan(g, r, 0.5, out, ctx, reference)
+    assert finite
     np.testing.assert_array_equal(out, g * np.float32(0.5) + r)
     np.testing.assert_allclose([mean, std], [out.mean(dtype=np.float64), out.std(ddof=1, dtype=np.float64)], rtol=1e-9)
 

@@ -47,18 +47,35 @@ def holds(id: str, *checks: Check, worlds: tuple[int, ...] = (3,), **options: An
 # -- the mutations ----------------------------------------------------------------------------------------
 
 
+def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, Any], None]) -> None:
+    """All verbs that add gradient and residual do it like this."""
+
+    def finite(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> bool:
+        accumulate(gradient, residual, scale, out)
+        return bool(np.isfinite(out).all())
+
+    def argmax(gradient: Any, residual: Any, scale: float, out: Any, chunk: int, clear: bool = False) -> Any:
+        return finite(gradient, residual, scale, out), reference.chunk_argmax(out, chunk)
+
+    def moments(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> Any:
+        return reference.moments(out) if finite(gradient, residual, scale, out) else (np.nan, np.nan)
+
+    for name, verb in (("", finite), ("_argmax", argmax), ("_moments", moments)):
+        patch.setattr(reference, f"accumulate{name}", verb)
+
+
 def feedback_is_switched_off(patch: Patch) -> None:
     def forget(gradient: Any, residual: Any, scale: float, out: Any) -> None:
         np.multiply(gradient, np.float32(scale), out=out)
 
-    patch.setattr(reference, "accumulate", forget)
+    accumulate_otherwise(patch, forget)
 
 
 def residual_is_never_updated(patch: Patch) -> None:
     exchange = feedback.exchange
 
-    def same(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(method, g, scale, state, spare, ctx, ops)
+    def same(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        reduced = yield from exchange(method, x, state, spare, ctx, ops)
         return replace(reduced, state={name: state[name] for name in reduced.state})
 
     patch.setattr(feedback, "exchange", same)
@@ -68,7 +85,7 @@ def residual_sign_is_flipped(patch: Patch) -> None:
     def flipped(gradient: Any, residual: Any, scale: float, out: Any) -> None:
         out[...] = np.float32(scale) * gradient - residual
 
-    patch.setattr(reference, "accumulate", flipped)
+    accumulate_otherwise(patch, flipped)
 
 
 def own_share_is_added_to_the_residual(patch: Patch) -> None:
@@ -80,8 +97,8 @@ def sent_places_are_zeroed_under_low_pass(patch: Patch) -> None:
     """m' = 0 at sent places, where it must be (1 − β)m."""
     exchange = feedback.exchange
 
-    def zeroing(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(method, g, scale, state, spare, ctx, ops)
+    def zeroing(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
+        reduced = yield from exchange(method, x, state, spare, ctx, ops)
         reduced.state[feedback.RESIDUAL][reduced.own.index] = 0
         return reduced
 
@@ -93,7 +110,7 @@ def beta_is_ignored(patch: Patch) -> None:
 
 
 def duplicates_are_dropped(patch: Patch) -> None:
-    def write(out: Any, total: Any, factor: float) -> None:
+    def write(out: Any, total: Any, factor: float, cleared: bool = False) -> None:
         if isinstance(total, tuple):
             out[...] = 0
             out[total.index] += (total.values * np.float32(factor)).astype(out.dtype)
@@ -156,13 +173,24 @@ def last_value_is_lost(patch: Patch) -> None:
     patch.setattr(pack, "encode", lost)
 
 
+def top_k_otherwise(patch: Patch, top_k: Callable[[Any, int], Any]) -> None:
+    """All verbs that select the largest do it like this."""
+
+    def parts(x: Any, counts: Any, sizes: Any) -> Any:
+        (k,) = counts
+        return top_k(x, k)
+
+    patch.setattr(reference, "top_k", top_k)
+    patch.setattr(reference, "top_k_parts", parts)
+
+
 def top_k_takes_the_smallest(patch: Patch) -> None:
-    patch.setattr(reference, "top_k", lambda x, k: np.sort(np.argsort(np.abs(x), kind="stable")[:k]).astype("int32"))
+    top_k_otherwise(patch, lambda x, k: np.sort(np.argsort(np.abs(x), kind="stable")[:k]).astype("int32"))
 
 
 def ties_go_to_the_highest_index(patch: Patch) -> None:
     top_k = reference.top_k
-    patch.setattr(reference, "top_k", lambda x, k: np.sort(len(x) - 1 - top_k(x[::-1], k)).astype("int32"))
+    top_k_otherwise(patch, lambda x, k: np.sort(len(x) - 1 - top_k(x[::-1], k)).astype("int32"))
 
 
 def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
@@ -194,20 +222,20 @@ def bad_step_is_not_rolled_back(patch: Patch) -> None:
 
 
 def nan_is_not_noticed(patch: Patch) -> None:
+    receive = feedback.receive
     patch.setattr(reference, "all_finite", lambda x: True)
+    patch.setattr(feedback, "receive", lambda *given: (True, receive(*given)[1]))
 
 
 def residual_is_written_in_place(patch: Patch) -> None:
     """Accumulating into the residual itself: a step that is abandoned cannot be undone then."""
-    exchange = feedback.exchange
+    receive = feedback.receive
 
-    def in_place(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        if feedback.RESIDUAL in state:
-            state[feedback.RESIDUAL] += g
-            g = np.zeros_like(g)
-        return exchange(method, g, scale, state, spare, ctx, ops)
+    def in_place(method: Method, gradient: Any, scale: float, span: slice, state: Any, *rest: Any) -> Any:
+        state[feedback.RESIDUAL][span] += gradient
+        return receive(method, np.zeros_like(gradient), scale, span, state, *rest)
 
-    patch.setattr(feedback, "exchange", in_place)
+    patch.setattr(feedback, "receive", in_place)
 
 
 def input_is_written(patch: Patch) -> None:
@@ -215,7 +243,7 @@ def input_is_written(patch: Patch) -> None:
         gradient += residual
         out[...] = gradient
 
-    patch.setattr(reference, "accumulate", scribble)
+    accumulate_otherwise(patch, scribble)
 
 
 def steps_are_not_restored(patch: Patch) -> None:
@@ -250,12 +278,8 @@ def _view(self: Rank) -> dict[str, Any]:
 
 
 def residual_is_kept_scaled(patch: Patch) -> None:
-    start = Rank.start
-
-    def scaled(self: Rank, bucket: Any, members: Any, outs: Any, ops: Any, loss_scale: float = 1.0) -> Any:
-        return start(self, bucket, members, outs, ops, 1.0)
-
-    patch.setattr(Rank, "start", scaled)
+    begin = Rank.open
+    patch.setattr(Rank, "open", lambda self, bucket, like, ops, loss_scale=1.0: begin(self, bucket, like, ops, 1.0))
 
 
 def ranks_draw_different_places(patch: Patch) -> None:
@@ -448,10 +472,11 @@ def test_results_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm taken in float32 overflows at 1e37."""
     accumulate = reference.accumulate
 
-    def by_norm(gradient: Any, residual: Any, scale: float, out: Any) -> None:
+    def by_norm(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> bool:
         accumulate(gradient, residual, scale, out)
         norm = np.float32(np.sqrt((out * out).sum()))
         out *= norm / (norm + np.float32(0))
+        return True
 
     guard = holds("topk", testing.check_finite)
     guard()

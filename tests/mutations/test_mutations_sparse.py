@@ -95,12 +95,11 @@ def velocity_is_masked_everywhere(patch: Patch) -> None:
 
 
 def _method_before_feedback(patch: Patch, change: Callable[[Method], Method]) -> None:
-    exchange = feedback.exchange
+    def changed(step: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda method, *rest: step(change(method), *rest)
 
-    def changed(method: Method, *rest: Any) -> Any:
-        return exchange(change(method), *rest)
-
-    patch.setattr(feedback, "exchange", changed)
+    patch.setattr(feedback, "receive", changed(feedback.receive))
+    patch.setattr(feedback, "exchange", changed(feedback.exchange))
 
 
 def momentum_is_ignored(patch: Patch) -> None:
@@ -110,13 +109,18 @@ def momentum_is_ignored(patch: Patch) -> None:
 def momentum_comes_after_the_residual(patch: Patch) -> None:
     """v = m·v + g, as if an optimizer's momentum worked on the residual: what momentum correction corrects."""
 
-    def exchange(method: Method, g: Any, scale: float, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        x = spare[feedback.RESIDUAL]
-        np.add(np.float32(method.momentum) * state[feedback.RESIDUAL], g, out=x)
+    def receive(
+        method: Method, g: Any, scale: float, span: slice, state: Any, spare: Any, ctx: Any, ops: Any, clear: bool
+    ) -> Any:
+        residual = state[feedback.RESIDUAL][span]
+        return method.scan(g, np.float32(method.momentum) * residual, 1.0, spare[feedback.RESIDUAL][span], ctx, ops)
+
+    def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
         reduced = yield from method.exchange(x, state, ctx, ops)
         ops.subtract(x, reduced.own, 1.0)
         return replace(reduced, state={**spare, **reduced.state})
 
+    patch.setattr(feedback, "receive", receive)
     patch.setattr(feedback, "exchange", exchange)
 
 

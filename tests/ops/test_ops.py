@@ -113,7 +113,7 @@ def test_indices_above_2_to_the_24(backend: Any) -> None:
     assert backend.max_abs(there) == 0.0
     backend.write(there, Sparse(index, put(x[places])), 1.0)
     offset = backend.chunk_argmax(there, 1 << 20)
-    assert np.asarray(backend.chunk_positions(offset, 1 << 20, n))[[0, -2, -1]].tolist() == [5, 2**24 - 1, 2**24 + 2]
+    assert np.asarray(backend.chunk_positions(offset, 1 << 20, (n,)))[[0, -2, -1]].tolist() == [5, 2**24 - 1, 2**24 + 2]
 
 
 # -- backends -----------------------------------------------------------------------------------------------------

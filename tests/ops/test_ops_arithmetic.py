@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,39 @@ from hvdcompress.ops.spec import Sparse
 INDEX = ("int32", "int64")
 
 
+def cut(n: int) -> list[int]:
+    """Sizes that add up to n, some of them 0."""
+    return [0, n // 3, 0, n // 2 - n // 3, n - n // 2]
+
+
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
 
+def runs(x: np.ndarray) -> np.ndarray:
+    """Three ascending runs of indices, as three ranks send them; the second is empty for few elements."""
+    return np.concatenate([chosen(x), chosen(x, 7)[1:], chosen(x, 2)])
+
+
+call("split")(lambda o, put, x, r: tuple(map(tuple, o.split(Sparse(put(runs(x)), put(r[runs(x)])), cut(x.size)))))
+
+
+def fused(verb: str, more: tuple, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """What a verb that adds gradient and residual returns, writes, and leaves of a gradient that it may clear."""
+    gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
+    found = getattr(o, verb)(gradient, put(r), scale, out, *more, clear=clear)
+    return (None if verb == "accumulate_moments" else found), out, gradient
+
+
 for scale in (1.0, 0.3, 2.0**-16):
-    call("accumulate")(
-        lambda o, put, x, r, s=scale: changed(o, put, 0 * r, lambda out: o.accumulate(put(x), put(r), s, out))
-    )
-    call("accumulate_moments")(
-        lambda o, put, x, r, s=scale: changed(o, put, 0 * r, lambda out: o.accumulate_moments(put(x), put(r), s, out))
-    )
+    for clear in (False, True):
+        for verb, more in (
+            ("accumulate", ()),
+            ("accumulate_moments", ()),
+            ("accumulate_argmax", (1,)),
+            ("accumulate_argmax", (7,)),
+            ("accumulate_argmax", (10**6,)),
+        ):
+            call(verb)(partial(fused, verb, more, scale, clear))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
     call("subtract")(
         lambda o, put, x, r, s=scale: changed(
@@ -34,6 +58,11 @@ for scale in (1.0, 0.3, 2.0**-16):
         )
     )
     call("write")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.write(out, put(r), s)))
+    call("write")(
+        lambda o, put, x, r, s=scale: changed(
+            o, put, 0 * r, lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True)
+        )
+    )
     call("write")(
         lambda o, put, x, r, s=scale: changed(
             o, put, np.ones(x.size, np.float64), lambda out: o.write(out, put(r.astype(np.float64)), s)

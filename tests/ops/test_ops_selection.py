@@ -10,6 +10,20 @@ from comparing import MAX, TINY, Put, call, get, vector
 
 from hvdcompress.ops import numpy as reference
 
+
+def thirds(n: int) -> list[int]:
+    """Sizes that add up to n, of which some may be 0."""
+    return [n // 3, n // 2 - n // 3, n - n // 2]
+
+
+def offsets(x: np.ndarray, chunk: int) -> np.ndarray:
+    """Offsets of the greatest in each chunk, in each of three parts; the last one beyond its part's end."""
+    parts = np.split(x, np.cumsum(thirds(x.size))[:-1])
+    found = np.concatenate([reference.chunk_argmax(part, chunk) for part in parts])
+    found[-1:] = chunk - 1
+    return found
+
+
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
 
@@ -18,7 +32,11 @@ for share in (1, 2, 10, 100):
     call("kth_magnitude")(lambda o, put, x, r, d=share: o.kth_magnitude(put(x), -(-x.size // d)))
     call("chunk_argmax")(lambda o, put, x, r, c=share: o.chunk_argmax(put(x), c))
     call("chunk_positions")(
-        lambda o, put, x, r, c=share: o.chunk_positions(put(reference.chunk_argmax(x, c)), c, x.size)
+        lambda o, put, x, r, c=share: o.chunk_positions(put(reference.chunk_argmax(x, c)), c, (x.size,))
+    )
+    call("chunk_positions")(lambda o, put, x, r, c=share: o.chunk_positions(put(offsets(x, c)), c, thirds(x.size)))
+    call("top_k_parts")(
+        lambda o, put, x, r, d=share: o.top_k_parts(put(x), [-(-n // d) for n in thirds(x.size)], thirds(x.size))
     )
 for level in (0.0, TINY, 0.1, 1.0, MAX, np.inf):
     t = np.float32(level)

@@ -84,7 +84,7 @@ def cases(n: int) -> list[Case]:
         Case("count_above", "", 4 * n, lambda o: o.count_above(x, threshold)),
         Case("first_above", "", 4 * n + 4 * k, lambda o: o.first_above(x, threshold, 2 * k)),
         Case("first_equal", "", 4 * n, lambda o: o.first_equal(x, threshold, k)),
-        Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, n)),
+        Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, (n,))),
         Case("to_fp16", "", 6 * n, lambda o: o.to_fp16(x, 0.5)),
         Case("from_fp16", "", 6 * n, lambda o: o.from_fp16(half, 0.5)),
         Case("to_bf16", "", 6 * n, lambda o: o.to_bf16(x)),

@@ -139,14 +139,14 @@ def work(
         partners = max(1, *(one.pieces for one in each)) if uneven else None
         together.setdefault((number, kind, each[0].dtype, partners), []).append(max(one.num_bytes for one in each))
 
-    for bucket in plan.buckets(TensorSpec(name, shape) for name, shape in tensors.items()):
+    for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=driver):
         method, asked, rides = _asked(bucket, world)
         for number, each in enumerate(asked):
             add(number, each)
         rounds = max(rounds, len(asked))
         if codec:
             seconds += codec(method).seconds(bucket.spec.size, *gathered(asked, world))
-        if driver:
+        if driver and not (rides and method.passes and method.feedback == "none"):
             for _ in bucket.members:
                 add(0, [Asked("AllReduce", "sum", "float32", PROBE)])
             calls -= rides  # it is one with the placeholder's

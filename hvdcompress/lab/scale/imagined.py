@@ -61,7 +61,7 @@ def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
         spec: the tensor.
     """
     dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
-    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout)
+    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout, spec.joined)
     if world > max(TRIED):
         few = [_imagine(method, phase, p, plain) for p in TRIED]
         totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world)}

@@ -8,24 +8,40 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba.arrays import int64, plain, plain_sparse
+from hvdcompress.ops.numba.arrays import INF_BITS, int64, plain, plain_sparse
 from hvdcompress.ops.shared import moments_of
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Sparse
 
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array) -> None:
-    if scale == 1.0 or not plain(gradient, residual, out):  # numpy adds as fast as memory goes
-        return reference.accumulate(gradient, residual, scale, out)
-    return kernels.accumulate(gradient, residual, np.float32(scale), out)
-
-
-def accumulate_moments(gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
     if not plain(gradient, residual, out):
-        return reference.accumulate_moments(gradient, residual, scale, out)
+        return reference.accumulate(gradient, residual, scale, out, clear)
+    return kernels.accumulate(gradient, residual, np.float32(scale), out, out.view(np.int32), clear) < INF_BITS
+
+
+def accumulate_moments(
+    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
+) -> tuple[float, float]:
+    if not plain(gradient, residual, out):
+        return reference.accumulate_moments(gradient, residual, scale, out, clear)
     total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
-    kernels.accumulate_moments(gradient, residual, np.float32(scale), out, total, squares)
+    kernels.accumulate_moments(gradient, residual, np.float32(scale), out, total, squares, clear)
+    if not np.isfinite(squares).all():
+        return np.nan, np.nan
     return moments_of(total.sum(), squares.sum(), out.size)
+
+
+def accumulate_argmax(
+    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
+) -> tuple[bool, Array]:
+    if not plain(gradient, residual, out):
+        return reference.accumulate_argmax(gradient, residual, scale, out, chunk, clear)
+    offset = np.empty(-(-out.size // chunk), np.int32)
+    bits = out.view(np.int32)
+    return kernels.accumulate_argmax(
+        gradient, residual, np.float32(scale), out, bits, chunk, offset, clear
+    ) < INF_BITS, offset
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:
@@ -43,9 +59,10 @@ def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
         reference.subtract(x, own, factor)
 
 
-def write(out: Array, total: Array | Sparse, factor: float) -> None:
+def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
     if plain_sparse(total, out):
-        ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
+        if not cleared:
+            ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
         kernels.add_at(out, int64(total.index), total.values, np.float32(factor))
     else:
-        reference.write(out, total, factor)
+        reference.write(out, total, factor, cleared)

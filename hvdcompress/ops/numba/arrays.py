@@ -9,6 +9,8 @@ import numpy as np
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Sparse
 
+INF_BITS = 0x7F800000  #: of a float32; those of NaNs lie above
+
 
 def plain(*arrays: Array, dtype: Any = np.float32) -> bool:
     """Return whether all arrays are of this dtype and one length, contiguous, aligned and writable.

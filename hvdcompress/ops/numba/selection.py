@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
@@ -38,6 +40,16 @@ def top_k(x: Array, k: int) -> Array:
     return candidates[reference.top_k(x[candidates], k)]
 
 
+def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    parts, start = [], 0
+    for k, size in zip(counts, sizes, strict=True):
+        index = top_k(x[start : start + size], k)
+        index += start
+        parts.append(index)
+        start += size
+    return np.concatenate(parts).astype(index_dtype(x.size), copy=False)
+
+
 def count_above(x: Array, threshold: Scalar) -> int:
     if not plain(x) or threshold < 0:
         return reference.count_above(x, threshold)
@@ -64,7 +76,7 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
     return offset
 
 
-def chunk_positions(offset: Array, chunk: int, n: int) -> Array:
-    positions = np.empty(offset.size, index_dtype(n))
-    kernels.chunk_positions(int64(offset), chunk, n - 1, positions)
+def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
+    positions = np.empty(offset.size, index_dtype(sum(sizes)))
+    kernels.chunk_positions(int64(offset), chunk, np.array(sizes, np.int64), positions)
     return positions

@@ -6,13 +6,11 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import statistics as kernels
-from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.numba.arrays import INF_BITS, plain
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, moments_of
 from hvdcompress.ops.spec import Norm
 from hvdcompress.ops.spec import NumpyArray as Array
-
-_INF_BITS = 0x7F800000  # NaNs lie above
 
 
 def moments(x: Array) -> tuple[float, float]:
@@ -41,4 +39,4 @@ def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
 
 
 def all_finite(x: Array) -> bool:
-    return int(kernels.largest(x.view(np.int32))) < _INF_BITS if plain(x) else reference.all_finite(x)
+    return int(kernels.largest(x.view(np.int32))) < INF_BITS if plain(x) else reference.all_finite(x)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from hvdcompress.ops.numpy.statistics import moments
+from hvdcompress.ops.numpy.selection import chunk_argmax
+from hvdcompress.ops.numpy.statistics import all_finite, moments
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import FP32_MAX, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array) -> None:
-    if scale == 1.0:
-        np.add(gradient, residual, out=out)
-    else:
-        np.multiply(gradient, np.float32(scale), out=out)
-        out += residual
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
+        if scale == 1.0:
+            np.add(gradient, residual, out=out)
+        else:
+            np.multiply(gradient, np.float32(scale), out=out)
+            out += residual
+    if clear:
+        gradient[...] = 0
+    return all_finite(out)
 
 
-def accumulate_moments(gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
-    accumulate(gradient, residual, scale, out)
-    return moments(out)
+def accumulate_moments(
+    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
+) -> tuple[float, float]:
+    finite = accumulate(gradient, residual, scale, out, clear)
+    return moments(out) if finite else (np.nan, np.nan)
+
+
+def accumulate_argmax(
+    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
+) -> tuple[bool, Array]:
+    return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:
@@ -43,14 +58,31 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse, factor: float) -> None:
+def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Sparse):
-        out[...] = 0
+        if not cleared:
+            out[...] = 0
         np.add.at(out, total.index, (total.values * np.float32(factor)).astype(out.dtype, copy=False))
     elif factor == 1.0:
         out[...] = total
     else:
         np.multiply(total, total.dtype.type(factor), out=out, casting="same_kind")
+
+
+def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
+    stops = np.cumsum(sizes, dtype=np.int64)
+    starts = stops - sizes
+    runs = np.concatenate([[0], np.flatnonzero(total.index[1:] < total.index[:-1]) + 1, [total.index.size]])
+    cuts = [
+        begin + np.searchsorted(total.index[begin:end], [*starts, stops[-1]])
+        for begin, end in zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)
+    ]
+    pieces = []
+    for number, start in enumerate(starts):
+        spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
+        index = np.concatenate([total.index[span] for span in spans]) - start.astype(total.index.dtype)
+        pieces.append(Sparse(index, np.concatenate([total.values[span] for span in spans])))
+    return pieces
 
 
 def add_all(arrays: list[Array]) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdcompress.ops.numpy.memory import index_range
@@ -18,6 +20,14 @@ def top_k(x: Array, k: int) -> Array:
     above = np.flatnonzero(magnitude > threshold)
     ties = np.flatnonzero(magnitude == threshold)[: k - above.size]
     return np.sort(np.concatenate([above, ties])).astype(index_dtype(x.size))
+
+
+def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    starts = np.cumsum([0, *sizes])
+    parts = [
+        top_k(x[start : start + size], k) + start for start, size, k in zip(starts[:-1], sizes, counts, strict=True)
+    ]
+    return np.concatenate(parts).astype(index_dtype(x.size))
 
 
 def kth_magnitude(x: Array, k: int) -> float:
@@ -46,6 +56,9 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
     return offset.astype(np.int32)
 
 
-def chunk_positions(offset: Array, chunk: int, n: int) -> Array:
-    start = np.arange(offset.size, dtype=np.int64) * chunk
-    return np.minimum(start + offset, n - 1).astype(index_dtype(n))
+def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
+    start, last = [], []
+    for end, size in zip(np.cumsum(sizes, dtype=np.int64).tolist(), sizes, strict=True):
+        start.append(np.arange(end - size, end, chunk, dtype=np.int64))
+        last.append(np.full(start[-1].size, end - 1))
+    return np.minimum(np.concatenate(start) + offset, np.concatenate(last)).astype(index_dtype(sum(sizes)))

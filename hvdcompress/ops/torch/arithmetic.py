@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import FP32_MAX, Array, Sparse
 from hvdcompress.ops.torch.memory import zeros
-from hvdcompress.ops.torch.statistics import moments
+from hvdcompress.ops.torch.selection import chunk_argmax
+from hvdcompress.ops.torch.statistics import all_finite, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array) -> None:
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
     else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
         torch.mul(gradient, f32(scale), out=out).add_(residual)
+    if clear:
+        gradient.zero_()
+    return all_finite(out)
 
 
-def accumulate_moments(gradient: Array, residual: Array, scale: float, out: Array) -> tuple[float, float]:
-    accumulate(gradient, residual, scale, out)
-    return moments(out)
+def accumulate_moments(
+    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
+) -> tuple[float, float]:
+    finite = accumulate(gradient, residual, scale, out, clear)
+    return moments(out) if finite else (float("nan"), float("nan"))
+
+
+def accumulate_argmax(
+    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
+) -> tuple[bool, Array]:
+    return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:
@@ -42,9 +56,10 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse, factor: float) -> None:
+def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Sparse):
-        out.zero_()
+        if not cleared:
+            out.zero_()
         _add_in_order(out, total.index, (total.values * f32(factor)).to(out.dtype))
     else:
         out.copy_(total if factor == 1.0 else total * (factor if total.dtype == torch.float64 else f32(factor)))
@@ -72,6 +87,15 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
         now = order[start : start + size]
         out.index_add_(0, index[now], values[now])
         start += size
+
+
+def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
+    stops = torch.tensor(sizes, device=total.index.device).cumsum(0)
+    piece = torch.searchsorted(stops, total.index, right=True)
+    order = torch.argsort(piece, stable=True)
+    counts = host(torch.bincount(piece, minlength=len(sizes)))
+    index = (total.index - (stops - torch.tensor(sizes, device=stops.device))[piece]).to(total.index.dtype)[order]
+    return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
 
 
 def add_all(arrays: list[Array]) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hvdcompress.ops.shared import index_dtype
@@ -18,6 +20,14 @@ def top_k(x: Array, k: int) -> Array:
     above = where(magnitude > threshold)
     ties = where(magnitude == threshold)[: k - len(above)]
     return sort(torch.cat([above, ties]))
+
+
+def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    parts, start = [], 0
+    for k, size in zip(counts, sizes, strict=True):
+        parts.append(top_k(x[start : start + size], k) + start)
+        start += size
+    return torch.cat(parts).to(dtype_of(index_dtype(len(x))))
 
 
 def kth_magnitude(x: Array, k: int) -> float:
@@ -44,6 +54,11 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
     return offset.to(torch.int32)
 
 
-def chunk_positions(offset: Array, chunk: int, n: int) -> Array:
-    start = torch.arange(len(offset), dtype=torch.int64, device=offset.device) * chunk
-    return (start + offset).clamp_(max=n - 1).to(dtype_of(index_dtype(n)))
+def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
+    positions, place, start = [], 0, 0
+    for size in sizes:
+        first = torch.arange(start, start + size, chunk, dtype=torch.int64, device=offset.device)
+        start += size
+        positions.append((first + offset[place : place + len(first)]).clamp_(max=start - 1))
+        place += len(first)
+    return torch.cat(positions).to(dtype_of(index_dtype(start)))

@@ -103,6 +103,7 @@ class Door(ABC):
     shared = False  #: ranks live in one object
     sums_in_order = False  #: float16 sums do not depend on what else is sent
     probe = 0  #: bytes that travel with each tensor
+    passes_on: tuple[str, ...] = ()  #: methods under which a NaN stays where it is, as with the stock optimizer
 
     @abstractmethod
     def make(

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from horovod.torch import optimizer as stock
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
+from hvdcompress.plan import Plan, plan_of
+from hvdcompress.testing import Trial
 from hvdcompress.torch import Compressor, PeerError
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
@@ -26,6 +29,14 @@ def backward(params: dict, grads: Arrays, names: list[str] | None = None) -> Non
     for name in names or list(params):
         loss = loss + (params[name].double() * torch.from_numpy(grads[name]).double()).sum()
     loss.backward()
+
+
+@dataclass(frozen=True)
+class TorchPlan(Plan):
+    """A plan that knows all tensors."""
+
+    def buckets(self, specs: Any) -> Any:
+        return super().buckets(specs, known=True)
 
 
 class TorchHandle(Handle):
@@ -55,17 +66,21 @@ class TorchHandle(Handle):
         return out
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe beside each gradient, and a status in each step."""
-        return {
-            **{name: steps * TorchDoor.probe for name in self.shapes},
-            "status": 56 * steps,
-        }
+        """A probe beside each gradient that Horovod does not reduce itself, and a status in each step."""
+        probes = {}
+        for bucket in self.compressor.buckets.values():
+            passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
+            methods = [bucket.program.at(step) for step in range(1, steps)]
+            passed = sum(passing and method.passes and method.feedback == "none" for method in methods)
+            probes |= {member.name: (steps - passed) * TorchDoor.probe for member in bucket.members}
+        return {**probes, "status": 56 * steps}
 
 
 class TorchDoor(Door):
     name = "torch"
     error = PeerError
     probe = 8
+    passes_on = ("none",)
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)
@@ -75,6 +90,10 @@ class TorchDoor(Door):
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
         return TorchHandle(method, settings, shapes, dtype, op, loss_scale)
+
+    def yardstick(self, method, settings, world=None) -> Trial:
+        plan = plan_of(method, **settings)
+        return Trial(TorchPlan(**{each.name: getattr(plan, each.name) for each in fields(plan)}), world or self.world)
 
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value)

@@ -31,7 +31,8 @@ class Faulty:
     """A plan whose method can be made to fail for tensor "c": on some ranks, after so many collectives."""
 
     def __init__(self, method: str, settings: Settings):
-        self.plan, self.ranks, self.rounds = plan_of(method, **settings), (), 0
+        # no buckets: it is one tensor that fails
+        self.plan, self.ranks, self.rounds = plan_of(method, **{"bucket_elements": 0, **settings}), (), 0
         original = self.plan.program.main.exchange
 
         def exchange(x: Any, state: Any, ctx: Any, ops: Any) -> Any:

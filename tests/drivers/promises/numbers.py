@@ -111,7 +111,7 @@ def a_nan_on_one_rank_undoes_the_whole_step(door: Any) -> None:
 
 def _with_bad_steps(door: Any, method: str, names: list[str]) -> None:
     tolerance = door.again(method, METHODS[method])
-    if tolerance is None:
+    if tolerance is None or method in door.passes_on:
         return
     handle, control = (door.make(method, METHODS[method], door.shapes) for _ in range(2))
     for step in range(4):

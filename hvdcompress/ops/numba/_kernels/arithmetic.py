@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.compiling import LANES, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, compiled
 
 
 @compiled
-def accumulate(gradient, residual, scale, out):
-    for i in range(out.size):
-        out[i] = scale * gradient[i] + residual[i]
+def accumulate(gradient, residual, scale, out, bits, clear):
+    """Returns the greatest magnitude's bits."""
+    most = np.int32(0)
+    for start in range(0, out.size, BLOCK):
+        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        b = bits[start : start + BLOCK]
+        for i in range(o.size):
+            o[i] = scale * g[i] + r[i]
+        for i in range(o.size):
+            most = max(most, b[i] & MAGNITUDE)
+        if clear:
+            g[:] = np.float32(0)
+    return most
 
 
 @compiled
-def accumulate_moments(gradient, residual, scale, out, total, squares):
+def accumulate_moments(gradient, residual, scale, out, total, squares, clear):
     for start in range(0, out.size, LANES):
         g, r, o = gradient[start : start + LANES], residual[start : start + LANES], out[start : start + LANES]
         for i in range(o.size):
@@ -26,6 +36,30 @@ def accumulate_moments(gradient, residual, scale, out, total, squares):
             wide = np.float64(value)
             total[i] += wide
             squares[i] += wide * wide
+        if clear:
+            g[:] = np.float32(0)
+
+
+@compiled
+def accumulate_argmax(gradient, residual, scale, out, bits, chunk, offset, clear):
+    """Returns the greatest magnitude's bits."""
+    greatest = np.int32(0)
+    for j in range(offset.size):
+        start, stop = j * chunk, min((j + 1) * chunk, out.size)
+        g, r, o, b = gradient[start:stop], residual[start:stop], out[start:stop], bits[start:stop]
+        for i in range(o.size):
+            o[i] = scale * g[i] + r[i]
+        most = np.int32(0)
+        for i in range(b.size):
+            most = max(most, b[i] & MAGNITUDE)
+        for i in range(b.size):  # a search beside a maximum of 32 bits is faster than a maximum of value and place
+            if (b[i] & MAGNITUDE) == most:
+                offset[j] = i
+                break
+        greatest = max(greatest, most)
+        if clear:
+            g[:] = np.float32(0)
+    return greatest
 
 
 @compiled

@@ -65,6 +65,10 @@ def chunk_argmax(bits, chunk, out):
 
 
 @compiled
-def chunk_positions(offset, chunk, last, out):
-    for j in range(out.size):
-        out[j] = min(j * chunk + offset[j], last)
+def chunk_positions(offset, chunk, sizes, out):
+    j, start = 0, 0
+    for size in sizes:
+        for first in range(start, start + size, chunk):
+            out[j] = min(first + offset[j], start + size - 1)
+            j += 1
+        start += size
