@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.ops.spec import Array, Ops, Sparse
+from hvdcompress.ops.spec import Array, Half, Ops, Sparse
 
 # -- what a method and its driver hand each other ------------------------------------------------
 
@@ -98,8 +98,8 @@ def add_shares(shares: list[Any], ops: Ops) -> Array | Sparse:
 class Reduced:
     """The result of an exchange."""
 
-    total: Array | Sparse
-    """Sum over ranks of what was sent, dense [n] or :class:`Sparse`; equal on all ranks."""
+    total: Array | Sparse | Half
+    """Sum over ranks of what was sent, dense [n], :class:`Sparse` or :class:`Half`; equal on all ranks."""
     own: Array | Sparse | None = None
     """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
     state: dict[str, Array] = field(default_factory=dict)
@@ -133,10 +133,30 @@ class Context:
     """Number of triggers so far."""
     needs_own: bool = True
     """Whether ``Reduced.own`` is used. It is False without feedback."""
+    scratch: dict[str, Array] = field(default_factory=dict)
+    """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
     scanned: Sequence[Any] | None = None
     """What :meth:`Method.scan` found in each part of the vector, or None without feedback: it is not called then."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
+
+    def buffer(self, name: str, n: int, dtype: str, ops: Ops, like: Array) -> Array:
+        """Return an array [n] for the step's large intermediate results: the same in every step.
+
+        Fresh memory costs more than to write to it. Its contents are undefined; nothing of it may be returned but in
+        ``Reduced.total``.
+
+        Args:
+            name: tells the tensor's buffers apart.
+            n: number of elements.
+            dtype: their dtype, by numpy's name.
+            ops: the array backend.
+            like: an array on the device.
+        """
+        found = self.scratch.get(name)
+        if found is None or len(found) != n:
+            found = self.scratch[name] = ops.zeros(n, dtype, like)
+        return found
 
 
 # -- the verbs: everything a method may ask of a network ----------------------------------------
@@ -153,6 +173,8 @@ class AllReduce:
     """This rank's array: same length and dtype on all ranks."""
     op: Literal["sum", "max"] = "sum"
     """The reduction."""
+    spent: bool = False
+    """Whether nobody reads ``x`` afterwards, so that the result may be written over it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,6 +405,7 @@ class Method:
         residual: Array,
         scale: float,
         out: Array,
+        place: int,
         ctx: Context,
         ops: Ops,
         clear: bool = False,
@@ -397,6 +420,7 @@ class Method:
             residual: the tensor's residual; read only.
             scale: factor of the gradient.
             out: receives the sum.
+            place: which part of a bucket's vector the tensor is, from 0.
             ctx: rank, world, step and the tensor, or the bucket that it is part of.
             ops: the array backend.
             clear: set ``gradient`` to 0 in passing.

@@ -53,7 +53,7 @@ def lower(verb: Verb, rank: int, world: int, ops: Ops, like: Array, broadcasts: 
         broadcasts: send a broadcast as it is, not as a sum.
     """
     if isinstance(verb, AllReduce):
-        return Request("all_reduce", verb.x, verb.op)
+        return Request("all_reduce", verb.x, verb.op, spent=verb.spent)
     if isinstance(verb, AllGather):
         return Request("all_gather", verb.x)
     if isinstance(verb, AllToAll):
@@ -64,7 +64,7 @@ def lower(verb: Verb, rank: int, world: int, ops: Ops, like: Array, broadcasts: 
     if broadcasts:
         return Request("broadcast", made, gives=(verb.num_bytes,), root=root)
     zeros_or_made = ops.zeros(verb.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
-    return Request("all_reduce", zeros_or_made)
+    return Request("all_reduce", zeros_or_made, spent=made is None)
 
 
 def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Ops) -> Any:

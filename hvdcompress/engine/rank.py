@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Ops, Sparse
+from hvdcompress.ops.spec import Half, Ops, Sparse
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -37,6 +37,7 @@ class Exchange:
     Attributes:
         rank, state, method, ctx: whose it is.
         ops: the array verbs of the gradients' library.
+        dtype: what it is computed in.
         scale: what gradients are multiplied by on their way in.
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
@@ -57,6 +58,7 @@ class Exchange:
     method: Method
     ctx: Context
     ops: Ops
+    dtype: str
     scale: float
     spare: dict[str, Array]
     restart: tuple[int, int]
@@ -145,16 +147,43 @@ class Rank:
 
     def piggyback(self, bucket: Bucket) -> int | None:
         """The length of the bucket's next payload if a stock float32 all-reduce can carry it; None if not."""
-        if len(bucket.members) > 1 or self.work_dtype(bucket) != "float32":
+        method = self.method_now(bucket)
+        never = type(method).piggyback is Method.piggyback
+        if never or len(bucket.members) > 1 or self.work_dtype(bucket) != "float32":
             return None
         state = self.states.get(bucket.spec.name)
         phase, _ = self.phase_now(bucket)
-        return self.method_now(bucket).piggyback(bucket.spec, phase, state.slots if state else {})
+        return method.piggyback(bucket.spec, phase, state.slots if state else {})
+
+    # -- a gradient that is exchanged as it is --------------------------------------------------------------
 
     def passes(self, bucket: Bucket) -> bool:
         """Whether a stock float32 all-reduce of the gradient itself is the bucket's next exchange."""
-        method, is_float32 = self.method_now(bucket), bucket.spec.dtype == "float32"
-        return method.passes and method.feedback == "none" and is_float32 and self.piggyback(bucket) is not None
+        method = self.method_now(bucket)
+        alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
+        return method.passes and method.feedback == "none" and alone
+
+    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops, check: bool = True) -> tuple[State, bool]:
+        """Note that the driver's framework reduces a gradient; returns its state, and whether it is finite.
+
+        Args:
+            bucket: one that :meth:`passes`.
+            gradient: its flat gradient.
+            ops: the array verbs of its library.
+            check: whether to look for an Inf or a NaN; without, it counts as finite.
+        """
+        state = self._state(bucket, gradient, ops)
+        for observer in self.observers:
+            observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
+        return state, not check or ops.all_finite(gradient)
+
+    def passed(self, state: State) -> None:
+        """A gradient that was passed on has been reduced, and the step is good."""
+        if state.restart[0] < state.triggers:
+            state.restart = state.triggers, state.step
+        state.step += 1
+        for observer in self.observers:
+            observer.committed(self.rank, state.bucket.spec.name, {})
 
     # -- one exchange ---------------------------------------------------------------------------------------
 
@@ -207,9 +236,11 @@ class Rank:
             phase,
             state.triggers,
             needs_own=with_feedback,
+            scratch=state.scratch,
             scanned=found if with_feedback else None,
         )
-        exchange = Exchange(self, state, method, ctx, ops, scale, spare, (state.triggers, restart), found=found)
+        dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
+        exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted, found=found)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
@@ -217,9 +248,7 @@ class Rank:
             exchange.x = self._joined(state, like, ops)
         return exchange
 
-    def receive(
-        self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False, check: bool = True
-    ) -> None:
+    def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
         """Take the gradient of a bucket's member, in any order: the one pass over memory that it makes.
 
         A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
@@ -231,7 +260,6 @@ class Rank:
             gradient: its flat gradient in the working dtype; read only, until :meth:`deliver`.
             out: the flat array that receives the reduced gradient; may be ``gradient`` itself.
             clear: ``out`` is ``gradient`` itself, and may be set to 0 in passing, which is faster than later.
-            check: whether to look for an Inf or a NaN where no feedback does so anyway.
 
         Raises:
             ValueError: it has not as many elements as the member.
@@ -245,13 +273,13 @@ class Rank:
             span, spare, ctx = slice(start, stop), exchange.spare, exchange.ctx
             clear &= method.sparse
             finite, exchange.found[place] = feedback.receive(
-                method, gradient, exchange.scale, span, exchange.state.slots, spare, ctx, ops, clear
+                method, gradient, exchange.scale, place, span, exchange.state.slots, spare, ctx, ops, clear
             )
             exchange.cleared[place] = clear
         else:
-            finite = not check or ops.all_finite(gradient)
+            finite = ops.all_finite(gradient)
             if not finite:
-                gradient = ops.zeros(stop - start, self.work_dtype(bucket), like=gradient)
+                gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
             if exchange.scale != 1.0:
                 gradient = gradient * np.float32(exchange.scale)
             if len(bucket.members) == 1:
@@ -287,9 +315,11 @@ class Rank:
         began, ops = time.perf_counter(), exchange.ops
         total, factor, spans = exchange.reduced.total, factor / exchange.scale, exchange.bucket.spans
         if len(spans) == 1:
-            pieces = [total]
+            pieces: Sequence[Any] = [total]
         elif isinstance(total, Sparse):
             pieces = ops.split(total, [stop - start for start, stop in spans])
+        elif isinstance(total, Half):
+            pieces = [Half(total.values[start:stop], total.scale) for start, stop in spans]
         else:
             pieces = [total[start:stop] for start, stop in spans]
         for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):

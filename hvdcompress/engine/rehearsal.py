@@ -69,9 +69,9 @@ def begin(
     state = blank_state(method, spec, whole)
     if method.feedback != "none":
         found, start = [], 0
-        for size in spec.parts:
+        for place, size in enumerate(spec.parts):
             span = slice(start, start := start + size)
-            found.append(feedback.receive(method, x[span], 1.0, span, state, spare, ctx, fast)[1])
+            found.append(feedback.receive(method, x[span], 1.0, place, span, state, spare, ctx, fast)[1])
         x, ctx = spare[feedback.RESIDUAL], replace(ctx, scanned=found)
     return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
 

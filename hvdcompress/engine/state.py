@@ -22,6 +22,7 @@ class State:
         slots: the current value of each declared slot, flat. Never written: a step makes new values and swaps them in.
         spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
         joined: the members' gradients one after another; None for a bucket of one tensor.
+        scratch: large arrays that methods use in a step, kept since fresh memory is dear; no state.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -31,6 +32,7 @@ class State:
     slots: dict[str, Array]
     spare: dict[str, Array] = field(default_factory=dict)
     joined: Array | None = None
+    scratch: dict[str, Array] = field(default_factory=dict)
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
@@ -38,7 +40,7 @@ class State:
     def arrays(self) -> list[Array]:
         """Every array that it holds."""
         joined = [] if self.joined is None else [self.joined]
-        return [*self.slots.values(), *self.spare.values(), *joined]
+        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *joined]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:

@@ -19,6 +19,7 @@ import numpy as np
 from hvdcompress.engine.agreement import Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.rank import Exchange, Rank
+from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 from hvdcompress.plan import Bucket
@@ -82,6 +83,7 @@ class Step:
         self.triggered = False  # the ranks agreed to restart their schedules
         self._under_way: deque[Exchange] = deque()  # those with a collective under way, oldest first
         self._done: list[Exchange] = []  # those at their end, whose results have not been written
+        self._passing: list[tuple[State, Callable[[], object]]] = []  # gradients that the framework reduces
         self._first: Pending | None = None  # the first status, until it is heard
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
@@ -101,32 +103,42 @@ class Step:
             ValueError: the bucket had another shape before.
             PeerError: the ranks disagree, or another one failed before.
         """
+        exchange = self.open(bucket, members[0], ops)
         for place, (member, out) in enumerate(zip(members, outs, strict=True)):
-            exchange = self.receive(bucket, place, member, out, ops)
+            self.receive(exchange, place, member, out)
         return self.begin(exchange, piggyback)
 
-    def receive(
-        self,
-        bucket: Bucket,
-        place: int,
-        gradient: Array,
-        out: Array,
-        ops: Ops,
-        clear: bool = False,
-        check: bool = True,
-    ) -> Exchange:
-        """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`.
+    def open(self, bucket: Bucket, like: Array, ops: Ops) -> Exchange:
+        """Return the bucket's exchange, which waits for gradients; see :meth:`Rank.open`.
 
         Raises:
             ValueError: the bucket had another shape before.
         """
         exchange = self.exchanges.get(bucket.spec.name)
         if exchange is None:
-            exchange = self.rank.open(bucket, gradient, ops, self.loss_scale)
-            self.exchanges[exchange.name] = exchange
-        self.rank.receive(exchange, place, gradient, out, clear, check)
-        self.finite &= exchange.finite
+            exchange = self.exchanges[bucket.spec.name] = self.rank.open(bucket, like, ops, self.loss_scale)
         return exchange
+
+    def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
+        """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`."""
+        self.rank.receive(exchange, place, gradient, out, clear)
+        self.finite &= exchange.finite
+
+    def pass_on(
+        self, bucket: Bucket, gradient: Array, ops: Ops, spoil: Callable[[], object], check: bool = True
+    ) -> None:
+        """Note that the driver's framework reduces a gradient itself; see :meth:`Rank.pass_on`.
+
+        Args:
+            bucket: one that passes.
+            gradient: its flat gradient.
+            ops: the array verbs of its library.
+            spoil: fills the result with NaN, if another tensor of the step is not finite.
+            check: whether to look for an Inf or a NaN.
+        """
+        state, finite = self.rank.pass_on(bucket, gradient, ops, check)
+        self.finite &= finite
+        self._passing.append((state, spoil))
 
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
         """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
@@ -253,6 +265,11 @@ class Step:
             else:
                 self.rank.abandon(exchange)
                 self.written(exchange)
+        for state, spoil in self._passing:
+            if self.finite:
+                self.rank.passed(state)
+            else:
+                spoil()
         if self.triggered and self.finite:
             self.rank.trigger()
         elif self.triggered:  # as if the step had not been: the request waits for the next one
@@ -263,8 +280,10 @@ class Step:
         self.collectives.forget()
         for exchange in self.exchanges.values():
             self.rank.abandon(exchange, fill=False)
+            exchange.state.scratch.clear()  # a collective that was left alone may still write there
         # ranks then know the same tensors: only some may have come as far as one that is new
-        self.rank.forget([exchange.name for exchange in self.exchanges.values() if exchange.state.step == 0])
+        states = [*(exchange.state for exchange in self.exchanges.values()), *(state for state, _ in self._passing)]
+        self.rank.forget([state.bucket.spec.name for state in states if state.step == 0])
         self.rank.asks_for_trigger |= self._asked
 
     # -- inside ---------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class Request:
         gets: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
             the transport finds that out.
         root: the rank that broadcasts.
+        spent: nobody reads the payload afterwards: an all-reduce may write its result over it.
     """
 
     kind: Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
@@ -33,6 +34,7 @@ class Request:
     gives: tuple[int, ...] | None = None
     gets: tuple[int, ...] | None = None
     root: int | None = None
+    spent: bool = False
 
 
 class Transport(Protocol):

@@ -42,5 +42,5 @@ class Fp16(Method):
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        total, own = yield from codecs.all_reduce(x, "fp16", ctx, ops)
+        total, own = yield from codecs.sum_of_halves(x, ctx, ops)
         return Reduced(total=total, own=own)

@@ -76,6 +76,7 @@ class GaussianK(Method):
         residual: Array,
         scale: float,
         out: Array,
+        place: int,
         ctx: Context,
         ops: Ops,
         clear: bool = False,

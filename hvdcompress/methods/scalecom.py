@@ -108,12 +108,15 @@ class ScaleCom(Method):
         residual: Array,
         scale: float,
         out: Array,
+        place: int,
         ctx: Context,
         ops: Ops,
         clear: bool = False,
     ) -> tuple[bool, Any]:
-        if self.select == "exact" or ctx.rank != self.leader(ctx):
+        if ctx.rank != self.leader(ctx):
             return ops.accumulate(gradient, residual, scale, out, clear), None
+        if self.select == "exact":
+            return select.scan_candidates(self.density, gradient, residual, scale, out, place, ctx, ops, clear)
         return ops.accumulate_argmax(gradient, residual, scale, out, select.chunk_size(self.density), clear)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
@@ -130,7 +133,7 @@ class ScaleCom(Method):
         """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(spec)]."""
         if self.select == "exact":
             counts, n = self.counts(ctx.spec), ctx.spec.size
-            index = ops.top_k_parts(x, counts, ctx.spec.parts)
+            index = select.largest(x, counts, ctx, ops)
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
         found = ctx.scanned if ctx.scanned and ctx.scanned[0] is not None else self.offsets(x, ctx.spec, ops)
         offsets = ops.concat(list(found))  # [k] int32 < C

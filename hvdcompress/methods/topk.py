@@ -30,6 +30,8 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, pack, select
@@ -61,8 +63,21 @@ class TopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
 
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        place: int,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Any]:
+        return select.scan_candidates(self.density, gradient, residual, scale, out, place, ctx, ops, clear)
+
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        index = ops.top_k_parts(x, self.counts(ctx.spec), ctx.spec.parts)  # [k] int32, ascending
+        index = select.largest(x, self.counts(ctx.spec), ctx, ops)  # [k] int32, ascending
         return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:

@@ -38,6 +38,18 @@ class Sparse(NamedTuple):
     values: Array
 
 
+class Half(NamedTuple):
+    """A dense vector in 16 bits, which is decoded where it is written: scale·values in float32.
+
+    Attributes:
+        values: [n] float16.
+        scale: rounded to float32 first.
+    """
+
+    values: Array
+    scale: float
+
+
 class Ops(Protocol):
     """The array verbs. A backend is a module with these functions."""
 
@@ -114,6 +126,22 @@ class Ops(Protocol):
             Whether ``out`` is finite, and the offsets.
         """
 
+    def accumulate_above(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        threshold: Scalar,
+        capacity: int,
+        clear: bool = False,
+    ) -> tuple[bool, Array]:
+        """Do :meth:`accumulate` and return :meth:`first_above` of ``out`` too, in one pass where possible.
+
+        Returns:
+            Whether ``out`` is finite, and the indices; all of them if they are fewer than ``capacity``.
+        """
+
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 
@@ -130,13 +158,13 @@ class Ops(Protocol):
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
+    def write(self, out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n] or sparse, with indices in [0, n). Values of equal indices are added in the order in which
-                they stand, so that all ranks, and all devices, get the same bits.
+            total: Dense [n], in 16 bits [n], or sparse, with indices in [0, n). Values of equal indices are added in
+                the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
             cleared: ``out`` is 0 everywhere already.
         """
@@ -225,8 +253,8 @@ class Ops(Protocol):
     def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
 
-    def top_k_parts(self, x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-        """Return :meth:`top_k` of consecutive pieces of ``x``: ``counts[i]`` of piece i, as ascending indices of x."""
+    def largest_of(self, x: Array, candidates: Array, k: int) -> Array:
+        """Return :meth:`top_k` of ``x`` among ``candidates`` (ascending indices of x), as indices of x."""
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:
         """Return where the largest |x| of each chunk of ``chunk`` consecutive elements is.
@@ -251,8 +279,14 @@ class Ops(Protocol):
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------
 
-    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
         """Convert scale·x to float16, clipped to ±limit.
+
+        Args:
+            x: [n].
+            scale: Rounded to float32 first.
+            limit: At most the largest finite float16.
+            out: [n] float16 that receives the result; by default a new array.
 
         Returns:
             [n] float16, rounded to nearest even, and the number of elements that were clipped.

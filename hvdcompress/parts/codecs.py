@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from hvdcompress.method import AllReduce, Array, Context, Values
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Half, Ops
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
@@ -128,8 +128,16 @@ def all_reduce(
     if values == "fp32":
         return (yield AllReduce(x)), x
     if values == "fp16":
-        payload, saturated = ops.to_fp16(x, 1.0 / ctx.world, SUMMED_MAX / ctx.world)
-        _count_saturated(ctx, saturated)
-        total = yield AllReduce(payload)
-        return ops.from_fp16(total, ctx.world), ops.from_fp16(payload, ctx.world) if ctx.needs_own else None
+        total, own = yield from sum_of_halves(x, ctx, ops, stream)
+        return ops.from_fp16(*total), own
     return (yield from sums.scatter(x, codec(values), ctx, ops, stream))
+
+
+def sum_of_halves(x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Half, Array | None]]:
+    """Do what :func:`all_reduce` does for fp16, and leave the sum in float16."""
+    payload = ctx.buffer(f"halves.{stream}", len(x), "float16", ops, x)
+    _, saturated = ops.to_fp16(x, 1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
+    _count_saturated(ctx, saturated)
+    own = ops.from_fp16(payload, ctx.world) if ctx.needs_own else None
+    total = yield AllReduce(payload, spent=True)
+    return Half(total, ctx.world), own

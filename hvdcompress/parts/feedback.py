@@ -48,6 +48,7 @@ def receive(
     method: Method,
     gradient: Array,
     scale: float,
+    place: int,
     span: slice,
     state: dict[str, Array],
     spare: dict[str, Array],
@@ -66,7 +67,8 @@ def receive(
         method: the method; its feedback is not "none".
         gradient: this rank's gradient of the tensor, float32.
         scale: factor of the gradient, 1 / loss scale.
-        span: where the tensor is in the vectors of state and spare.
+        place: which part of the vectors of state and spare the tensor is.
+        span: where that is.
         state: current values of all slots; read only.
         spare: second buffers [n] of the feedback's slots, which receive their new values.
         ctx: rank, world, step and tensor.
@@ -84,15 +86,15 @@ def receive(
         ops.accumulate(state[VELOCITY][span], scaled, method.momentum, velocity)
         if clear:
             ops.fill(gradient, 0.0)
-        finite, found = method.scan(velocity, residual, 1.0, x, ctx, ops)
+        finite, found = method.scan(velocity, residual, 1.0, x, place, ctx, ops)
     else:
-        finite, found = method.scan(gradient, residual, factor, x, ctx, ops, clear)
+        finite, found = method.scan(gradient, residual, factor, x, place, ctx, ops, clear)
     if not finite:
         zeros = ops.zeros(len(x), "float32", like=x)
         if method.feedback == "momentum":
             ops.accumulate(state[VELOCITY][span], zeros, method.momentum, velocity)
             zeros = velocity
-        _, found = method.scan(zeros, residual, 1.0, x, ctx, ops)
+        _, found = method.scan(zeros, residual, 1.0, x, place, ctx, ops)
     return finite, found
 
 

@@ -3,23 +3,98 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.method import Array, Sparse
+from hvdcompress.method import Array, Context, Sparse
 from hvdcompress.ops.spec import Ops
 
 #: Refines a threshold: (x, start, k, capacity, ops) -> (threshold, magnitude of elements that may fill up, or None).
 Refine = Callable[[Array, np.float32, int, int, Any], tuple[np.float32, np.float32 | None]]
+
+THRESHOLDS = (
+    "thresholds"  #: in ``ctx.scratch``, float32 [3, parts]: the k-th magnitude of each part in the last step and
+)
+# in the one before, and by how much the next may be less than expected and its elements still be among the candidates
+SLACK, MOST_SLACK, LEAST_SLACK = 0.1, 0.5, 0.005
+MANY = 3  #: candidates are too many if they are so many times k
+ROOM = 6  #: and are not noted if they are so many
 
 
 def num_kept(density: float, n: int) -> int:
     """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
     # the tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point
     return min(n, max(1, math.floor(n * density * (1 + 1e-12))))
+
+
+def scan_candidates(
+    density: float,
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    place: int,
+    ctx: Context,
+    ops: Ops,
+    clear: bool,
+) -> tuple[bool, Array | None]:
+    """Do ``Method.scan`` and note which elements may be among the k largest, by the last steps' thresholds.
+
+    Where the k-th magnitude is not much less than expected, :func:`largest` need not look at the others.
+
+    Returns:
+        Whether ``out`` is finite, and the candidates' indices, or None if they are not known.
+    """
+    thresholds = ctx.scratch.get(THRESHOLDS)
+    if thresholds is None or not thresholds[0, place] > 0:
+        return ops.accumulate(gradient, residual, scale, out, clear), None
+    now, before, slack = thresholds[:, place].tolist()
+    expected = max(2 * now - before, now / 2) if before else now  # as residuals grow, so does it
+    room = ROOM * num_kept(density, len(out)) + 64
+    low = np.float32((1.0 - slack) * expected)
+    finite, index = ops.accumulate_above(gradient, residual, scale, out, low, room, clear)
+    return finite, index if len(index) < room else None
+
+
+def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Array:
+    """Select the largest |x| of each part of the vector, exactly.
+
+    Args:
+        x: [n].
+        counts: how many of each part in ``ctx.spec.parts``.
+        ctx: ``ctx.scanned`` may have candidates, from :func:`scan_candidates`.
+        ops: the array backend.
+
+    Returns:
+        Indices of x [Σ counts], ascending.
+    """
+    found, start = [], 0
+    on_host = isinstance(x, np.ndarray)  # on a device, to ask for a threshold would cost more than it saves
+    known = ctx.scratch.get(THRESHOLDS)
+    thresholds = np.full((3, len(counts)), SLACK, np.float32)
+    thresholds[1] = 0 if known is None else known[0]
+    for place, (k, size) in enumerate(zip(counts, ctx.spec.parts, strict=True)):
+        part = x[start : start + size]
+        candidates = ctx.scanned[place] if ctx.scanned else None
+        enough = candidates is not None and len(candidates) >= k
+        index = ops.largest_of(part, candidates, k) if enough else ops.top_k(part, k)
+        if on_host and k:
+            thresholds[0, place] = ops.kth_magnitude(ops.take(part, index), len(index))
+        if known is not None:
+            slack = known[2, place]
+            if candidates is None or len(candidates) > MANY * k:
+                slack = max(slack / 2, LEAST_SLACK)
+            elif not enough:
+                slack = min(slack * 2, MOST_SLACK)
+            thresholds[2, place] = slack
+        found.append(index + start if start else index)
+        start += size
+    if on_host:
+        ctx.scratch[THRESHOLDS] = thresholds
+    return ops.concat(found) if len(found) > 1 else found[0]
 
 
 def chunk_size(density: float) -> int:

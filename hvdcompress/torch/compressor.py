@@ -8,6 +8,7 @@ Average from Sum. ``docs/architecture.md`` says more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,8 @@ from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
 _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -143,7 +146,8 @@ class Compressor(compressor.Compressor):
         try:
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._receive_gradient(arrivals, ticket)
-            step.poll()
+            if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
+                step.poll()
         except HorovodInternalError:
             self._drop()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
             raise
@@ -259,29 +263,39 @@ class Compressor(compressor.Compressor):
         came.add(ticket.name)
         arrivals.order.append(ticket.name)
         arrivals.left.add(ticket.name)
-        self._take(arrivals, bucket, place, ticket.gradient)
+        # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
+        if self._agreed and self.local.passes(bucket):
+            ticket.passed = True
+            self._pass_on(arrivals.step, bucket, ticket.gradient)
+            return
+        exchange = self._take(arrivals, bucket, place, ticket.gradient)
         if len(came) == len(bucket.members):
-            exchange = arrivals.step.exchanges[bucket.spec.name]
-            # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
             piggyback = self._agreed and self.local.piggyback(bucket) is not None
             arrivals.step.begin(exchange, piggyback)
-            if piggyback:
-                ticket.piggyback, ticket.passed = exchange, self.local.passes(bucket)
+            ticket.piggyback = exchange if piggyback else None
 
-    def _take(self, arrivals: Arrivals, bucket: Bucket, place: int, gradient: torch.Tensor) -> None:
+    def _pass_on(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> None:
+        """Leave a gradient to Horovod."""
+        ops, spoil = self._ops(gradient), functools.partial(gradient.detach().fill_, float("nan"))
+        # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
+        check = not self.plan.stateless
+        flat: Any = gradient.detach().reshape(-1) if check else gradient
+        step.pass_on(bucket, flat.numpy() if check and ops is fast else flat, ops, spoil, check)
+
+    def _take(self, arrivals: Arrivals, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
         """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        ops, step = self._ops(gradient), arrivals.step
-        dtype = getattr(torch, self.local.work_dtype(bucket))
+        exchange, ops = arrivals.step.exchanges.get(bucket.spec.name), fast
+        if exchange is None:
+            ops, arrivals.step.loss_scale = self._ops(gradient), self.current_loss_scale()
+            exchange = arrivals.step.open(bucket, gradient, ops)
+        dtype = DTYPES[exchange.dtype]
         same = gradient.dtype == dtype and gradient.is_contiguous()
         flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
-        flat = flat.numpy() if ops is fast else flat
+        flat = flat.numpy() if exchange.ops is fast else flat
         if not same:
             arrivals.copies.setdefault(bucket.spec.name, []).append((gradient, flat))
-        if bucket.spec.name not in step.exchanges:
-            step.loss_scale = self.current_loss_scale()
-        # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
-        check = not (self.plan.stateless and self._agreed and self.local.passes(bucket))
-        step.receive(bucket, place, flat, flat, ops, clear=True, check=check)
+        arrivals.step.receive(exchange, place, flat, flat, clear=True)
+        return exchange
 
     def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
         """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
@@ -308,14 +322,15 @@ class Compressor(compressor.Compressor):
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
         arrivals.left.discard(ticket.name)
         step, exchange = arrivals.step, ticket.piggyback
-        if not ticket.passed:
+        if ticket.passed:  # Horovod has reduced it in its place, average or sum
+            if output.data_ptr() != ticket.gradient.data_ptr():
+                ticket.gradient.detach().copy_(output)
+        else:
             step.factor = self._factor(output[-2:])
         with step.errors_wait():
-            if exchange and ticket.passed:  # Horovod has reduced it in its place, average or sum
-                step.receive_piggyback(exchange, exchange.outs[0], 1.0)
-            elif exchange:
-                payload, factor = output[:-2], step.factor or 1.0
-                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, factor)
+            if exchange and step.factor:
+                payload = output[:-2]
+                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
             step.poll()
 
     def _store(self, exchange: Exchange) -> None:
@@ -339,22 +354,19 @@ class Compressor(compressor.Compressor):
 
         A payload that is the gradient itself goes without a probe: it needs none.
         """
-        exchange, payload = ticket.piggyback, None
-        if exchange is None and step.error and self._agreed and ticket.name:
-            # the others' payloads may go along: match their length
-            bucket, _ = self._place[ticket.name]
-            length = self.local.piggyback(bucket)
-            ticket.passed = self.local.passes(bucket)
-            payload = None if length is None else torch.zeros(length)
-        elif exchange:
-            payload = torch.as_tensor(exchange.verb.x)  # type: ignore[union-attr]
-        if ticket.passed:
-            stock = torch.as_tensor(exchange.outs[0]) if exchange else payload
-        elif payload is None:
-            stock = self._probe.clone()  # Horovod reduces it in place
+        failed = step.error and self._agreed and ticket.name and not ticket.piggyback
+        if ticket.passed or (failed and self.local.passes(self._place[ticket.name][0])):
+            ticket.passed = True
+            payload, stock = ticket.gradient, ticket.gradient.contiguous()
         else:
-            stock = torch.cat([payload, self._probe.to(payload.device)])
-        assert stock is not None
+            payload = None
+            if ticket.piggyback:
+                payload = torch.as_tensor(ticket.piggyback.verb.x)  # type: ignore[union-attr]
+            elif failed:  # the others' payloads may go along: match their length
+                length = self.local.piggyback(self._place[ticket.name][0])
+                payload = None if length is None else torch.zeros(length)
+            stock = self._probe.clone()  # Horovod reduces it in place
+            stock = stock if payload is None else torch.cat([payload, stock.to(payload.device)])
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock

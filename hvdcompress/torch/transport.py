@@ -45,7 +45,8 @@ class HorovodTransport:
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload
         full: dict[str, Any] = {"name": f"{self.prefix}.{name}", "process_set": self.set}
         if request.kind == "all_reduce":
-            number = hvd.allreduce_async(payload, op=hvd.Sum if request.op == "sum" else hvd.Max, **full)
+            reduce = hvd.allreduce_async_ if request.spent else hvd.allreduce_async
+            number = reduce(payload, op=hvd.Sum if request.op == "sum" else hvd.Max, **full)
         elif request.kind == "all_gather":
             number = hvd.allgather_async(payload, **full)
         else:

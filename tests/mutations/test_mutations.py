@@ -29,7 +29,10 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.rank import Rank
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Broadcast, Method
+from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import selection as numba_selection
+from hvdcompress.ops.spec import Half
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
 
@@ -60,7 +63,12 @@ def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, An
     def moments(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> Any:
         return reference.moments(out) if finite(gradient, residual, scale, out) else (np.nan, np.nan)
 
-    for name, verb in (("", finite), ("_argmax", argmax), ("_moments", moments)):
+    def above(
+        gradient: Any, residual: Any, scale: float, out: Any, threshold: Any, room: int, clear: bool = False
+    ) -> Any:
+        return finite(gradient, residual, scale, out), reference.first_above(out, threshold, room)
+
+    for name, verb in (("", finite), ("_argmax", argmax), ("_moments", moments), ("_above", above)):
         patch.setattr(reference, f"accumulate{name}", verb)
 
 
@@ -175,13 +183,9 @@ def last_value_is_lost(patch: Patch) -> None:
 
 def top_k_otherwise(patch: Patch, top_k: Callable[[Any, int], Any]) -> None:
     """All verbs that select the largest do it like this."""
-
-    def parts(x: Any, counts: Any, sizes: Any) -> Any:
-        (k,) = counts
-        return top_k(x, k)
-
-    patch.setattr(reference, "top_k", top_k)
-    patch.setattr(reference, "top_k_parts", parts)
+    for place in (reference, fast, numba_selection):
+        patch.setattr(place, "top_k", top_k)
+        patch.setattr(place, "largest_of", lambda x, candidates, k: candidates[top_k(x[candidates], k)])
 
 
 def top_k_takes_the_smallest(patch: Patch) -> None:
@@ -194,11 +198,11 @@ def ties_go_to_the_highest_index(patch: Patch) -> None:
 
 
 def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
-    def all_reduce(x: Any, width: Any, ctx: Any, ops: Any) -> Any:
+    def sum_of_halves(x: Any, ctx: Any, ops: Any, stream: int = 0) -> Any:
         payload, _ = ops.to_fp16(x, 1.0)
-        return ops.from_fp16((yield AllReduce(payload)), 1.0), ops.from_fp16(payload, 1.0)
+        return Half((yield AllReduce(payload)), 1.0), ops.from_fp16(payload, 1.0)
 
-    patch.setattr(codecs, "all_reduce", all_reduce)
+    patch.setattr(codecs, "sum_of_halves", sum_of_halves)
 
 
 def saturation_is_not_counted(patch: Patch) -> None:
@@ -231,9 +235,9 @@ def residual_is_written_in_place(patch: Patch) -> None:
     """Accumulating into the residual itself: a step that is abandoned cannot be undone then."""
     receive = feedback.receive
 
-    def in_place(method: Method, gradient: Any, scale: float, span: slice, state: Any, *rest: Any) -> Any:
-        state[feedback.RESIDUAL][span] += gradient
-        return receive(method, np.zeros_like(gradient), scale, span, state, *rest)
+    def in_place(method: Method, g: Any, scale: float, place: int, span: slice, state: Any, *rest: Any) -> Any:
+        state[feedback.RESIDUAL][span] += g
+        return receive(method, np.zeros_like(g), scale, place, span, state, *rest)
 
     patch.setattr(feedback, "receive", in_place)
 

@@ -110,10 +110,19 @@ def momentum_comes_after_the_residual(patch: Patch) -> None:
     """v = m·v + g, as if an optimizer's momentum worked on the residual: what momentum correction corrects."""
 
     def receive(
-        method: Method, g: Any, scale: float, span: slice, state: Any, spare: Any, ctx: Any, ops: Any, clear: bool
+        method: Method,
+        g: Any,
+        scale: float,
+        place: int,
+        span: slice,
+        state: Any,
+        spare: Any,
+        ctx: Any,
+        ops: Any,
+        *_: Any,
     ) -> Any:
-        residual = state[feedback.RESIDUAL][span]
-        return method.scan(g, np.float32(method.momentum) * residual, 1.0, spare[feedback.RESIDUAL][span], ctx, ops)
+        residual, x = state[feedback.RESIDUAL][span], spare[feedback.RESIDUAL][span]
+        return method.scan(g, np.float32(method.momentum) * residual, 1.0, x, place, ctx, ops)
 
     def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
         reduced = yield from method.exchange(x, state, ctx, ops)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Sparse
+from hvdcompress.ops.spec import Half, Sparse
 
 INDEX = ("int32", "int64")
 
@@ -49,6 +49,9 @@ for scale in (1.0, 0.3, 2.0**-16):
             ("accumulate_argmax", (1,)),
             ("accumulate_argmax", (7,)),
             ("accumulate_argmax", (10**6,)),
+            ("accumulate_above", (0.5, 10**6)),
+            ("accumulate_above", (np.float32(0), 3)),
+            ("accumulate_above", (-1.0, 10**6)),
         ):
             call(verb)(partial(fused, verb, more, scale, clear))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
@@ -58,6 +61,11 @@ for scale in (1.0, 0.3, 2.0**-16):
         )
     )
     call("write")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.write(out, put(r), s)))
+    call("write")(
+        lambda o, put, x, r, s=scale: changed(
+            o, put, x, lambda out: o.write(out, Half(put(reference.to_fp16(r, 1.0)[0]), 3.0), s)
+        )
+    )
     call("write")(
         lambda o, put, x, r, s=scale: changed(
             o, put, 0 * r, lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True)

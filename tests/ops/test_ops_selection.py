@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, get, vector
+from comparing import MAX, TINY, Put, call, chosen, get, vector
 
 from hvdcompress.ops import numpy as reference
 
@@ -29,15 +29,13 @@ def offsets(x: np.ndarray, chunk: int) -> np.ndarray:
 
 for share in (1, 2, 10, 100):
     call("top_k")(lambda o, put, x, r, d=share: o.top_k(put(x), -(-x.size // d)))
+    call("largest_of")(lambda o, put, x, r, d=share: o.largest_of(put(x), put(chosen(x)), -(-x.size // (4 * d))))
     call("kth_magnitude")(lambda o, put, x, r, d=share: o.kth_magnitude(put(x), -(-x.size // d)))
     call("chunk_argmax")(lambda o, put, x, r, c=share: o.chunk_argmax(put(x), c))
     call("chunk_positions")(
         lambda o, put, x, r, c=share: o.chunk_positions(put(reference.chunk_argmax(x, c)), c, (x.size,))
     )
     call("chunk_positions")(lambda o, put, x, r, c=share: o.chunk_positions(put(offsets(x, c)), c, thirds(x.size)))
-    call("top_k_parts")(
-        lambda o, put, x, r, d=share: o.top_k_parts(put(x), [-(-n // d) for n in thirds(x.size)], thirds(x.size))
-    )
 for level in (0.0, TINY, 0.1, 1.0, MAX, np.inf):
     t = np.float32(level)
     call("count_above")(lambda o, put, x, r, t=t: o.count_above(put(x), t))

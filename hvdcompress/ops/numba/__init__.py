@@ -4,7 +4,15 @@ Kernels take float32 in plain memory; everything else goes to the reference. Res
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
 """
 
-from hvdcompress.ops.numba.arithmetic import accumulate, accumulate_argmax, accumulate_moments, blend, subtract, write
+from hvdcompress.ops.numba.arithmetic import (
+    accumulate,
+    accumulate_above,
+    accumulate_argmax,
+    accumulate_moments,
+    blend,
+    subtract,
+    write,
+)
 from hvdcompress.ops.numba.bits import find_bits, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import dequantize, quantize
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
@@ -14,8 +22,8 @@ from hvdcompress.ops.numba.selection import (
     count_above,
     first_above,
     first_equal,
+    largest_of,
     top_k,
-    top_k_parts,
 )
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy import (
@@ -60,12 +68,13 @@ from hvdcompress.ops.numpy import (
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_argmax", "accumulate_moments", "add_all", "all_below", "all_finite", "asarray",
-    "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "dequantize",
-    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_fp16",
-    "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "magnitudes", "matmul",
-    "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits", "pack_fields",
-    "pack_signs", "pair_places", "permute", "principal", "quantize", "range_codes", "range_values", "rfft",
-    "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k",
-    "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
+    "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
+    "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
+    "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
+    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
+    "write", "zero_where", "zeros",
 ]  # fmt: skip

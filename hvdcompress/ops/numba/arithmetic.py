@@ -8,10 +8,11 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba.arrays import INF_BITS, int64, plain, plain_sparse
-from hvdcompress.ops.shared import moments_of
+from hvdcompress.ops.numba._kernels import floats
+from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
+from hvdcompress.ops.shared import index_dtype, moments_of
+from hvdcompress.ops.spec import Half, Scalar, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Sparse
 
 
 def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
@@ -44,6 +45,24 @@ def accumulate_argmax(
     ) < INF_BITS, offset
 
 
+def accumulate_above(
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    threshold: Scalar,
+    capacity: int,
+    clear: bool = False,
+) -> tuple[bool, Array]:
+    if not plain(gradient, residual, out) or threshold < 0:
+        return reference.accumulate_above(gradient, residual, scale, out, threshold, capacity, clear)
+    low, index = magnitude_bits(threshold), np.empty(min(capacity, out.size) + 1, index_dtype(out.size))
+    found, most = kernels.accumulate_above(
+        gradient, residual, np.float32(scale), out, out.view(np.int32), low, index, clear
+    )
+    return most < INF_BITS, index[:found]
+
+
 def blend(x: Array, residual: Array, beta: float) -> None:
     if not plain(x, residual):
         return reference.blend(x, residual, beta)
@@ -59,7 +78,16 @@ def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
         reference.subtract(x, own, factor)
 
 
-def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+    if (
+        isinstance(total, Half)
+        and plain(total.values, dtype=np.float16)
+        and plain(out)
+        and out.size == total.values.size
+    ):
+        bits = out.view(np.uint32)
+        floats.from_fp16(total.values.view(np.uint16), np.float32(total.scale), np.float32(factor), out, bits)
+        return
     if plain_sparse(total, out):
         if not cleared:
             ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites

@@ -11,10 +11,10 @@ from hvdcompress.ops.spec import FP16_MAX
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
-def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
-    if not plain(x) or not 0 < limit <= FP16_MAX:
-        return reference.to_fp16(x, scale, limit)
-    out = np.empty(x.size, np.float16)
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
+    out = np.empty(x.size, np.float16) if out is None else out
+    if not plain(x) or not 0 < limit <= FP16_MAX or not plain(out, dtype=np.float16) or out.size != x.size:
+        return reference.to_fp16(x, scale, limit, out)
     return out, int(kernels.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16)))
 
 
@@ -22,7 +22,7 @@ def from_fp16(x: Array, scale: float) -> Array:
     if not plain(x, dtype=np.float16):
         return reference.from_fp16(x, scale)
     out = np.empty(x.size, np.float32)
-    kernels.from_fp16(x.view(np.uint16), np.float32(scale), out, out.view(np.uint32))
+    kernels.from_fp16(x.view(np.uint16), np.float32(scale), np.float32(1.0), out, out.view(np.uint32))
     return out
 
 

@@ -8,14 +8,10 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import selection as kernels
-from hvdcompress.ops.numba.arrays import int64, plain
+from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Scalar
-
-
-def _bits(threshold: Scalar) -> np.int32:
-    return (np.float32(threshold) + np.float32(0.0)).view(np.int32)  # + 0 turns -0 into 0
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
@@ -37,35 +33,35 @@ def top_k(x: Array, k: int) -> Array:
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
             break
-    return candidates[reference.top_k(x[candidates], k)]
+    return largest_of(x, candidates, k)
 
 
-def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-    parts, start = [], 0
-    for k, size in zip(counts, sizes, strict=True):
-        index = top_k(x[start : start + size], k)
-        index += start
-        parts.append(index)
-        start += size
-    return np.concatenate(parts).astype(index_dtype(x.size), copy=False)
+def largest_of(x: Array, candidates: Array, k: int) -> Array:
+    magnitudes = np.abs(x[candidates])
+    if k >= magnitudes.size:
+        return candidates
+    threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
+    out = np.empty(k, candidates.dtype)
+    kernels.choose(magnitudes, candidates, threshold, k - np.count_nonzero(magnitudes > threshold), out)
+    return out
 
 
 def count_above(x: Array, threshold: Scalar) -> int:
     if not plain(x) or threshold < 0:
         return reference.count_above(x, threshold)
-    return int(kernels.count(x.view(np.int32), np.int32(_bits(threshold) + 1)))
+    return int(kernels.count(x.view(np.int32), np.int32(magnitude_bits(threshold) + 1)))
 
 
 def first_above(x: Array, threshold: Scalar, capacity: int) -> Array:
     if not plain(x) or threshold < 0:
         return reference.first_above(x, threshold, capacity)
-    return _indices(x, int(_bits(threshold)) + 1, 0x7FFFFFFF, capacity)
+    return _indices(x, int(magnitude_bits(threshold)) + 1, 0x7FFFFFFF, capacity)
 
 
 def first_equal(x: Array, threshold: Scalar, capacity: int) -> Array:
     if not plain(x) or threshold < 0:
         return reference.first_equal(x, threshold, capacity)
-    return _indices(x, int(_bits(threshold)), int(_bits(threshold)), capacity)
+    return _indices(x, int(magnitude_bits(threshold)), int(magnitude_bits(threshold)), capacity)
 
 
 def chunk_argmax(x: Array, chunk: int) -> Array:

@@ -5,6 +5,7 @@ It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says
 
 from hvdcompress.ops.numpy.arithmetic import (
     accumulate,
+    accumulate_above,
     accumulate_argmax,
     accumulate_moments,
     add_all,
@@ -55,20 +56,21 @@ from hvdcompress.ops.numpy.selection import (
     first_above,
     first_equal,
     kth_magnitude,
+    largest_of,
     top_k,
-    top_k_parts,
 )
 from hvdcompress.ops.numpy.spectra import irfft, magnitudes, pair_places, rfft
 from hvdcompress.ops.numpy.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_argmax", "accumulate_moments", "add_all", "all_below", "all_finite", "asarray",
-    "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "dequantize",
-    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_fp16",
-    "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "magnitudes", "matmul",
-    "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits", "pack_fields",
-    "pack_signs", "pair_places", "permute", "principal", "quantize", "range_codes", "range_values", "rfft",
-    "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k",
-    "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
+    "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
+    "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
+    "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
+    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
+    "write", "zero_where", "zeros",
 ]  # fmt: skip

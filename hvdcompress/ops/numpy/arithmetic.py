@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcompress.ops.numpy.selection import chunk_argmax
+from hvdcompress.ops.numpy.floats import from_fp16
+from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.statistics import all_finite, moments
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Sparse
+from hvdcompress.ops.spec import FP32_MAX, Half, Scalar, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
@@ -38,6 +39,18 @@ def accumulate_argmax(
     return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
 
 
+def accumulate_above(
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    threshold: Scalar,
+    capacity: int,
+    clear: bool = False,
+) -> tuple[bool, Array]:
+    return accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
+
+
 def blend(x: Array, residual: Array, beta: float) -> None:
     x *= np.float32(beta)
     x += np.float32(1.0 - beta) * residual
@@ -58,7 +71,9 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Half):
+        total = from_fp16(total.values, total.scale)
     if isinstance(total, Sparse):
         if not cleared:
             out[...] = 0

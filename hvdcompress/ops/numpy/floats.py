@@ -9,10 +9,12 @@ from hvdcompress.ops.spec import FP16_MAX
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
-def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
     scaled = x * np.float32(scale)
     saturated = np.count_nonzero(np.abs(scaled) > np.float32(limit))
-    return np.clip(scaled, -np.float32(limit), np.float32(limit)).astype(np.float16), int(saturated)
+    out = np.empty(x.size, np.float16) if out is None else out
+    out[...] = np.clip(scaled, -np.float32(limit), np.float32(limit))
+    return out, int(saturated)
 
 
 def from_fp16(x: Array, scale: float) -> Array:

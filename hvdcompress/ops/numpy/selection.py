@@ -22,12 +22,8 @@ def top_k(x: Array, k: int) -> Array:
     return np.sort(np.concatenate([above, ties])).astype(index_dtype(x.size))
 
 
-def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-    starts = np.cumsum([0, *sizes])
-    parts = [
-        top_k(x[start : start + size], k) + start for start, size, k in zip(starts[:-1], sizes, counts, strict=True)
-    ]
-    return np.concatenate(parts).astype(index_dtype(x.size))
+def largest_of(x: Array, candidates: Array, k: int) -> Array:
+    return candidates[top_k(x[candidates], k)]
 
 
 def kth_magnitude(x: Array, k: int) -> float:

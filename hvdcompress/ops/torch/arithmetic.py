@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Array, Sparse
+from hvdcompress.ops.spec import FP32_MAX, Array, Half, Scalar, Sparse
+from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
-from hvdcompress.ops.torch.selection import chunk_argmax
+from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.statistics import all_finite, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
@@ -37,6 +38,18 @@ def accumulate_argmax(
     return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
 
 
+def accumulate_above(
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    threshold: Scalar,
+    capacity: int,
+    clear: bool = False,
+) -> tuple[bool, Array]:
+    return accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
+
+
 def blend(x: Array, residual: Array, beta: float) -> None:
     x.mul_(f32(beta)).add_(residual * f32(1.0 - beta))
 
@@ -56,7 +69,9 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Half):
+        total = from_fp16(total.values, total.scale)
     if isinstance(total, Sparse):
         if not cleared:
             out.zero_()

@@ -9,10 +9,11 @@ from hvdcompress.ops.spec import FP16_MAX, Array
 from hvdcompress.ops.torch.tensors import f32, host
 
 
-def to_fp16(x: Array, scale: float, limit: float = FP16_MAX) -> tuple[Array, int]:
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
     scaled = x * f32(scale)
     saturated = host((scaled.abs() > f32(limit)).sum())
-    return scaled.clamp_(-f32(limit), f32(limit)).to(torch.float16), saturated
+    half = scaled.clamp_(-f32(limit), f32(limit)).to(torch.float16)
+    return (half if out is None else out.copy_(half)), saturated
 
 
 def from_fp16(x: Array, scale: float) -> Array:

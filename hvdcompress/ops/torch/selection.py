@@ -22,12 +22,8 @@ def top_k(x: Array, k: int) -> Array:
     return sort(torch.cat([above, ties]))
 
 
-def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-    parts, start = [], 0
-    for k, size in zip(counts, sizes, strict=True):
-        parts.append(top_k(x[start : start + size], k) + start)
-        start += size
-    return torch.cat(parts).to(dtype_of(index_dtype(len(x))))
+def largest_of(x: Array, candidates: Array, k: int) -> Array:
+    return candidates[top_k(x[candidates.to(torch.int64)], k).to(torch.int64)]
 
 
 def kth_magnitude(x: Array, k: int) -> float:

@@ -110,7 +110,8 @@ class TorchDoor(Door):
             return call
 
         places: list[tuple[Any, str]] = [
-            (hvd, name) for name in ("allreduce_async", "allgather_async", "alltoall_async", "allgather")
+            (hvd, name)
+            for name in ("allreduce_async", "allreduce_async_", "allgather_async", "alltoall_async", "allgather")
         ]
         with replaced([*places, (stock, "allreduce_async_")], counted):
             yield counter

@@ -63,6 +63,37 @@ def accumulate_argmax(gradient, residual, scale, out, bits, chunk, offset, clear
 
 
 @compiled
+def accumulate_above(gradient, residual, scale, out, bits, low, index, clear):
+    """Returns how many magnitudes above ``low`` were noted, as far as ``index`` goes, and the greatest's bits."""
+    found, room, most = 0, index.size - 1, np.int32(0)  # the last place is for what is one too many
+    flag = np.zeros(BLOCK, np.uint8)
+    eight = flag.view(np.uint64)  # most groups of eight hold none
+    for start in range(0, out.size, BLOCK):
+        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        b = bits[start : start + BLOCK]
+        for i in range(o.size):
+            o[i] = scale * g[i] + r[i]
+        here = np.int32(0)
+        for i in range(o.size):
+            here = max(here, b[i] & MAGNITUDE)
+        most = max(most, here)
+        if clear:
+            g[:] = np.float32(0)
+        if here <= low or found == room:
+            continue
+        if o.size < BLOCK:
+            flag[:] = 0
+        for i in range(o.size):
+            flag[i] = (b[i] & MAGNITUDE) > low
+        for group in range(eight.size):
+            if eight[group]:
+                for i in range(8 * group, 8 * group + 8):
+                    index[found] = start + i
+                    found = min(found + np.int64(flag[i]), room)
+    return found, most
+
+
+@compiled
 def blend(x, residual, beta, rest):
     for i in range(x.size):
         x[i] = beta * x[i] + rest * residual[i]

@@ -37,7 +37,7 @@ def to_fp16(x, scale, limit, out):
 
 
 @compiled
-def from_fp16(half, scale, out, out_bits):
+def from_fp16(half, scale, factor, out, out_bits):
     for start in range(0, half.size, BLOCK):
         h, o, bits = half[start : start + BLOCK], out[start : start + BLOCK], out_bits[start : start + BLOCK]
         for i in range(h.size):
@@ -46,7 +46,7 @@ def from_fp16(half, scale, out, out_bits):
             m = np.int32(h[i] & np.uint16(0x7FFF))
             value = np.float32(m) * np.float32(2.0**-24) if m < 0x400 else min(o[i], np.float32(FP16_MAX))
             value = np.float32(np.nan) if m > 0x7C00 else value
-            o[i] = (-value if h[i] >= np.uint16(0x8000) else value) * scale
+            o[i] = (-value if h[i] >= np.uint16(0x8000) else value) * scale * factor
 
 
 @compiled

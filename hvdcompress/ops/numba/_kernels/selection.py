@@ -46,6 +46,18 @@ def find(bits, low, span, out):
 
 
 @compiled
+def choose(magnitudes, index, threshold, ties, out):
+    """The indices of magnitudes above the threshold, and of the first ``ties`` that are equal to it."""
+    found = 0
+    for i in range(magnitudes.size):
+        equal = magnitudes[i] == threshold and ties > 0
+        if magnitudes[i] > threshold or equal:
+            out[found] = index[i]
+            found += 1
+            ties -= equal
+
+
+@compiled
 def histogram(bits, stride):
     """How many of every stride-th |x| share sign-less exponent and first 3 bits of the mantissa [2048]."""
     count = np.zeros(2048, np.int64)
