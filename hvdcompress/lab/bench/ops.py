@@ -29,7 +29,7 @@ import hvdcompress
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
+from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
 from hvdcompress.plan import plan_of
@@ -40,7 +40,6 @@ EARNED = 1.15  # a kernel that is this much faster at neither 1M nor 16M element
 
 #: Written, measured as the others are, and dropped; ratios at 1M and 16M elements, from the run that decided it.
 DROPPED = {
-    "accumulate with scale 1": "1.10, 0.99: numpy's add is bound by memory already",
     "subtract of a dense share with factor 1": "0.95, 0.96: so is its subtract",
 }
 
@@ -62,7 +61,8 @@ def cases(n: int) -> list[Case]:
     k, chunk, width = max(n // 100, 1), 100, 7
     index = reference.top_k(x, k)
     values = x[index]
-    threshold = np.abs(values).min()
+    threshold, zeros = np.abs(values).min(), np.zeros_like(x)
+    candidates = reference.first_above(x, 0.9 * threshold, n)
     half, bits = x.astype(np.float16), reference.to_bf16(x)
     offset = reference.chunk_argmax(x, chunk)
     packed = reference.pack_bits(offset, width)
@@ -71,13 +71,23 @@ def cases(n: int) -> list[Case]:
     places = np.unique(index % (3 * k))
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
+        Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
         Case("accumulate_moments", "", 12 * n, lambda o: o.accumulate_moments(x, residual, 1.0, out)),
+        Case("accumulate_argmax", "chunks of 100", 12 * n, lambda o: o.accumulate_argmax(x, residual, 1.0, out, chunk)),
+        Case(
+            "accumulate_above",
+            "about 2 k",
+            12 * n,
+            lambda o: o.accumulate_above(x, zeros, 1.0, out, 0.9 * threshold, 6 * k),
+        ),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
         Case("subtract", "dense, factor 0.1", 12 * n, lambda o: o.subtract(out, residual, 0.1)),
         Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
+        Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(x, candidates, k)),
+        Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),

@@ -190,6 +190,25 @@ def buckets_join_small_tensors(door: Any) -> None:
 
 
 @promise()
+def joining_unasked_changes_nothing(door: Any) -> None:
+    """Where a driver joins tensors unasked, each gets what it gets alone, and keeps what it keeps alone."""
+    for method, settings in (("topk", {"density": 0.05}), ("scalecom", {"density": 0.05, "values": "bf16"})):
+        settings = {**settings, "min_elements": 1}
+        tolerance = door.tolerance(method, settings)
+        handle, alone = (
+            door.make(method, settings, door.shapes),
+            door.yardstick(method, {**settings, "bucket_elements": 0}),
+        )
+        for step in range(4):
+            everyone = door.everyone(step, door.shapes)
+            got, want = handle.reduce(everyone[door.rank]), alone.allreduce_many(everyone)[door.rank]
+            if tolerance:
+                assert_close(got, want, tolerance, f"{method}, step {step}")
+        for name in door.shapes if door.exact else ():
+            np.testing.assert_array_equal(handle.residual(name), alone.residual(name, door.rank), err_msg=name)
+
+
+@promise()
 def one_threshold_for_all_tensors(door: Any) -> None:
     """``scope: global`` selects among the elements of all tensors together."""
     assert_all(door, compare(door, "gaussiank", {"density": 0.01, "scope": "global", "min_elements": 1}, steps=4))
