@@ -26,7 +26,7 @@ from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
 from hvdcompress.parts.sums import Codec
 
-ALONE = ("fp32", "fp16", "bf16")  #: formats in which a value does not depend on those that it is sent with
+ALONE = ("fp32", "fp16")  #: formats in which neither a value nor its share of a sum depends on those sent with it
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with room for the sum's own rounding
 
 
