@@ -111,7 +111,7 @@ class Bench(ConfigFile):
           - {net: gpt2, label: two blocks of GPT-2, only: ["h.0.*", "h.1.*"]}
           - {gradients: runs/digits.safetensors, label: digits}     # what compare.save() wrote
         methods:
-          - {label: scalecom 100x, method: scalecom, density: 0.0087, bucket_elements: 1000000}
+          - {label: scalecom 100x, method: scalecom, density: 0.0087}
           - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
         beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
 
