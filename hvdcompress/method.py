@@ -143,8 +143,8 @@ class Context:
     def buffer(self, name: str, n: int, dtype: str, ops: Ops, like: Array) -> Array:
         """Return an array [n] for the step's large intermediate results: the same in every step.
 
-        Fresh memory costs more than to write to it. Its contents are undefined; nothing of it may be returned but in
-        ``Reduced.total``.
+        Fresh memory costs more than to write to it. Its contents are undefined. It may be ``Reduced.total`` or
+        ``Reduced.own``, but no slot's new value.
 
         Args:
             name: tells the tensor's buffers apart.

@@ -34,9 +34,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hvdcompress.method import Count, Number, method
+from hvdcompress.method import Array, Context, Count, Number, Reduced, method
+from hvdcompress.ops.spec import Ops
+from hvdcompress.parts import wire
 from hvdcompress.parts.quantize import StochasticCodec
-from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.parts.sums import Quantizer
 
 
 @method
@@ -60,5 +62,16 @@ class QSGD(Quantizer):
         return self.feedback == "none"
 
     @property
-    def codec(self) -> Codec:
+    def codec(self) -> StochasticCodec:
         return StochasticCodec(self.bits, self.bucket, self.norm)
+
+    def summed(self, pieces: list[Array], x: Array, ctx: Context, ops: Ops) -> Reduced:
+        total = ctx.buffer("total", len(x), "float32", ops, x)
+        own = ctx.buffer("own", len(x), "float32", ops, x) if ctx.needs_own else None
+        for rank, piece in enumerate(pieces):
+            wire.check(ops.head_bytes(piece, wire.NUM_BYTES), len(piece), self._header(len(x)))
+            codes = piece[wire.NUM_BYTES :]
+            self.codec.decode(codes, len(x), ops, total, add=rank > 0)
+            if rank == ctx.rank and own is not None:
+                self.codec.decode(codes, len(x), ops, own)
+        return Reduced(total=total, own=own)

@@ -133,7 +133,7 @@ class ScaleCom(Method):
         """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(spec)]."""
         if self.select == "exact":
             counts, n = self.counts(ctx.spec), ctx.spec.size
-            index = select.largest(x, counts, ctx, ops)
+            index = select.largest(x, counts, ctx, ops).index
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
         found = ctx.scanned if ctx.scanned and ctx.scanned[0] is not None else self.offsets(x, ctx.spec, ops)
         offsets = ops.concat(list(found))  # [k] int32 < C

@@ -77,8 +77,8 @@ class TopK(Method):
         return select.scan_candidates(self.density, gradient, residual, scale, out, place, ctx, ops, clear)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        index = select.largest(x, self.counts(ctx.spec), ctx, ops)  # [k] int32, ascending
-        return pack.encode(Sparse(index, ops.take(x, index)), ctx.spec.size, self.values, self.id, ctx, ops)
+        chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)
+        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         return pack.decode(payload, sum(self.counts(ctx.spec)), ctx.spec.size, self.values, self.id, ops)

@@ -135,11 +135,11 @@ class Ops(Protocol):
         threshold: Scalar,
         capacity: int,
         clear: bool = False,
-    ) -> tuple[bool, Array]:
+    ) -> tuple[bool, Sparse]:
         """Do :meth:`accumulate` and return :meth:`first_above` of ``out`` too, in one pass where possible.
 
         Returns:
-            Whether ``out`` is finite, and the indices; all of them if they are fewer than ``capacity``.
+            Whether ``out`` is finite, and the elements; all of them if they are fewer than ``capacity``.
         """
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:
@@ -253,8 +253,16 @@ class Ops(Protocol):
     def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
 
-    def largest_of(self, x: Array, candidates: Array, k: int) -> Array:
-        """Return :meth:`top_k` of ``x`` among ``candidates`` (ascending indices of x), as indices of x."""
+    def largest_of(self, candidates: Sparse, k: int) -> tuple[Sparse, Any]:
+        """Choose the k entries of largest |value|; among equals, the first.
+
+        Args:
+            candidates: ascending indices, at least k.
+            k: 1 or more.
+
+        Returns:
+            The entries [k], ascending, and the k-th magnitude: a number or, on a device, a tensor of one.
+        """
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:
         """Return where the largest |x| of each chunk of ``chunk`` consecutive elements is.
@@ -402,11 +410,29 @@ class Ops(Protocol):
             IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
 
-    def dequantize(self, buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+    def dequantize(
+        self,
+        buffer: Array,
+        norms: Array,
+        bucket: int,
+        bits: int,
+        count: int,
+        out: Array | None = None,
+        add: bool = False,
+    ) -> Array:
         """Undo :meth:`quantize`: return ±norm·level/s [count]. Zero has no sign.
 
         Norms that are negative, infinite or NaN are read as finite numbers, so that a damaged payload decodes to
         finite numbers.
+
+        Args:
+            buffer: What :meth:`quantize` returned.
+            norms: The norm of each bucket [⌈count/bucket⌉] or more.
+            bucket: The number of elements that share a norm.
+            bits: The size of a code.
+            count: How many numbers to return.
+            out: [count] float32 that receives the result; by default a new array.
+            add: Whether the result is added to ``out`` instead.
 
         Raises:
             IndexError: There are fewer norms than buckets (RuntimeError in torch).

@@ -57,13 +57,15 @@ class StochasticCodec:
         codes = ops.quantize(x, norms, self.bucket, self.bits, seed.private_key(ctx, stream))
         return ops.concat([ops.to_bytes(norms), codes])
 
-    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
+    def decode(self, buffer: Array, count: int, ops: Ops, out: Array | None = None, add: bool = False) -> Array:
         """Read quantized values. Damaged bytes of the right length give finite values.
 
         Args:
             buffer: uint8 [num_bytes(count)].
             count: number of values.
             ops: the array backend.
+            out: float32 [count] that receives them; by default a new array.
+            add: whether they are added to ``out`` instead.
 
         Returns:
             float32 [count].
@@ -75,4 +77,4 @@ class StochasticCodec:
             raise WireError(f"received {len(buffer)} bytes of quantized values, expected {self.num_bytes(count)}")
         edge = self._edge(count)
         norms = ops.from_bytes(buffer[:edge], "float32")
-        return ops.dequantize(buffer[edge:], norms, self.bucket, self.bits, count)
+        return ops.dequantize(buffer[edge:], norms, self.bucket, self.bits, count, out, add)

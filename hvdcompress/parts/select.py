@@ -40,13 +40,13 @@ def scan_candidates(
     ctx: Context,
     ops: Ops,
     clear: bool,
-) -> tuple[bool, Array | None]:
+) -> tuple[bool, Sparse | None]:
     """Do ``Method.scan`` and note which elements may be among the k largest, by the last steps' thresholds.
 
     Where the k-th magnitude is not much less than expected, :func:`largest` need not look at the others.
 
     Returns:
-        Whether ``out`` is finite, and the candidates' indices, or None if they are not known.
+        Whether ``out`` is finite, and the candidates, or None if they are not known.
     """
     thresholds = ctx.scratch.get(THRESHOLDS)
     if thresholds is None or not thresholds[0, place] > 0:
@@ -55,11 +55,11 @@ def scan_candidates(
     expected = max(2 * now - before, now / 2) if before else now  # as residuals grow, so does it
     room = ROOM * num_kept(density, len(out)) + 64
     low = np.float32((1.0 - slack) * expected)
-    finite, index = ops.accumulate_above(gradient, residual, scale, out, low, room, clear)
-    return finite, index if len(index) < room else None
+    finite, candidates = ops.accumulate_above(gradient, residual, scale, out, low, room, clear)
+    return finite, candidates if len(candidates.index) < room else None
 
 
-def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Array:
+def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Sparse:
     """Select the largest |x| of each part of the vector, exactly.
 
     Args:
@@ -69,32 +69,36 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Array:
         ops: the array backend.
 
     Returns:
-        Indices of x [Σ counts], ascending.
+        The elements [Σ counts], their indices ascending.
     """
-    found, start = [], 0
-    on_host = isinstance(x, np.ndarray)  # on a device, to ask for a threshold would cost more than it saves
     known = ctx.scratch.get(THRESHOLDS)
     thresholds = np.full((3, len(counts)), SLACK, np.float32)
     thresholds[1] = 0 if known is None else known[0]
+    on_host = isinstance(x, np.ndarray)  # on a device, to ask for thresholds would cost more than it saves
+    found, start = [], 0
     for place, (k, size) in enumerate(zip(counts, ctx.spec.parts, strict=True)):
-        part = x[start : start + size]
-        candidates = ctx.scanned[place] if ctx.scanned else None
-        enough = candidates is not None and len(candidates) >= k
-        index = ops.largest_of(part, candidates, k) if enough else ops.top_k(part, k)
-        if on_host and k:
-            thresholds[0, place] = ops.kth_magnitude(ops.take(part, index), len(index))
+        candidates: Sparse | None = ctx.scanned[place] if ctx.scanned else None
         if known is not None:
-            slack = known[2, place]
-            if candidates is None or len(candidates) > MANY * k:
-                slack = max(slack / 2, LEAST_SLACK)
-            elif not enough:
-                slack = min(slack * 2, MOST_SLACK)
-            thresholds[2, place] = slack
-        found.append(index + start if start else index)
+            thresholds[2, place] = _slack(known[2, place], candidates, k)
+        if candidates is None or len(candidates.index) < k:
+            part = x[start : start + size]
+            index = ops.top_k(part, k)
+            candidates = Sparse(index, ops.take(part, index))
+        if k:
+            candidates, threshold = ops.largest_of(candidates, k)
+            thresholds[0, place] = threshold if on_host else 0
+        found.append(Sparse(candidates.index + start, candidates.values) if start else candidates)
         start += size
     if on_host:
         ctx.scratch[THRESHOLDS] = thresholds
-    return ops.concat(found) if len(found) > 1 else found[0]
+    return found[0] if len(found) == 1 else Sparse(*(ops.concat(list(each)) for each in zip(*found, strict=True)))
+
+
+def _slack(slack: float, candidates: Sparse | None, k: int) -> float:
+    """The next step's slack: less where candidates were too many, more where they were too few."""
+    if candidates is None or len(candidates.index) > MANY * k:
+        return max(slack / 2, LEAST_SLACK)
+    return min(slack * 2, MOST_SLACK) if len(candidates.index) < k else slack
 
 
 def chunk_size(density: float) -> int:

@@ -15,7 +15,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdcompress.method import AllGather, AllToAll, Array, Communication, Context, Method, Reduced, Route, TensorSpec
+from hvdcompress.method import (
+    AllGather,
+    AllToAll,
+    Array,
+    Communication,
+    Context,
+    Method,
+    Reduced,
+    Route,
+    TensorSpec,
+    add_shares,
+)
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 
@@ -135,6 +146,12 @@ class Quantizer(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route == "gather":
-            return (yield from super().exchange(x, state, ctx, ops))
+            pieces = yield AllGather(self.encode(x, state, ctx, ops))
+            return self.summed(pieces, x, ctx, ops)
         total, own = yield from scatter(x, self.codec, ctx, ops)
         return Reduced(total=total, own=own)
+
+    def summed(self, pieces: list[Array], x: Array, ctx: Context, ops: Ops) -> Reduced:
+        """Decode all ranks' payloads and add them in the order of ranks; ``x``: what this rank encoded."""
+        shares = [self.decode(piece, ctx, ops) for piece in pieces]
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])

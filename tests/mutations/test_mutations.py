@@ -32,7 +32,7 @@ from hvdcompress.method import AllReduce, Broadcast, Method
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import selection as numba_selection
-from hvdcompress.ops.spec import Half
+from hvdcompress.ops.spec import Half, Sparse
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
 
@@ -66,7 +66,8 @@ def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, An
     def above(
         gradient: Any, residual: Any, scale: float, out: Any, threshold: Any, room: int, clear: bool = False
     ) -> Any:
-        return finite(gradient, residual, scale, out), reference.first_above(out, threshold, room)
+        index = reference.first_above(out, threshold, room) if finite(gradient, residual, scale, out) else None
+        return index is not None, Sparse(index, out[index])
 
     for name, verb in (("", finite), ("_argmax", argmax), ("_moments", moments), ("_above", above)):
         patch.setattr(reference, f"accumulate{name}", verb)
@@ -183,9 +184,14 @@ def last_value_is_lost(patch: Patch) -> None:
 
 def top_k_otherwise(patch: Patch, top_k: Callable[[Any, int], Any]) -> None:
     """All verbs that select the largest do it like this."""
+
+    def largest_of(candidates: Sparse, k: int) -> Any:
+        chosen = top_k(candidates.values, k)
+        return Sparse(candidates.index[chosen], candidates.values[chosen]), 0.0
+
     for place in (reference, fast, numba_selection):
         patch.setattr(place, "top_k", top_k)
-        patch.setattr(place, "largest_of", lambda x, candidates, k: candidates[top_k(x[candidates], k)])
+        patch.setattr(place, "largest_of", largest_of)
 
 
 def top_k_takes_the_smallest(patch: Patch) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, get, key, vector
+from comparing import MAX, TINY, Put, call, changed, get, key, vector
 
 from hvdcompress.ops import numpy as reference
 
@@ -20,6 +21,14 @@ KEY = key(5)
 def damaged(x: np.ndarray, count: int) -> np.ndarray:
     """Norms [count] as they might come over the wire."""
     return np.resize(np.concatenate([np.float32([np.nan, -np.inf, np.inf, -1]), x]), count)
+
+
+def onto(bucket: int, bits: int, add: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """Decoded into an array that is there, or added to it."""
+    norms = reference.bucket_norms(x, bucket, "max")
+    packed = reference.quantize(x, norms, bucket, bits, KEY)
+    there = np.full_like(r, 0.1)
+    return changed(o, put, there, lambda out: o.dequantize(put(packed), put(norms), bucket, bits, x.size, out, add))
 
 
 for count in (0, 1, 7, 5000):
@@ -41,6 +50,8 @@ for bucket in (1, 3, 512, 1 << 62):
                 put(x.view(np.uint8)), put(damaged(x, 32 * x.size)), b, w, 32 * x.size // w
             )
         )
+        for add in (False, True):
+            call("dequantize")(partial(onto, bucket, bits, add))
 call("pack_signs")(lambda o, put, x, r: o.pack_signs(put(x)))
 for scale in (0.0, 0.3, MAX, -1.0, np.nan, np.inf):
     call("unpack_signs")(

@@ -53,14 +53,14 @@ def accumulate_above(
     threshold: Scalar,
     capacity: int,
     clear: bool = False,
-) -> tuple[bool, Array]:
+) -> tuple[bool, Sparse]:
     if not plain(gradient, residual, out) or threshold < 0:
         return reference.accumulate_above(gradient, residual, scale, out, threshold, capacity, clear)
-    low, index = magnitude_bits(threshold), np.empty(min(capacity, out.size) + 1, index_dtype(out.size))
-    found, most = kernels.accumulate_above(
-        gradient, residual, np.float32(scale), out, out.view(np.int32), low, index, clear
-    )
-    return most < INF_BITS, index[:found]
+    room = min(capacity, out.size) + 1
+    index, values = np.empty(room, index_dtype(out.size)), np.empty(room, np.float32)
+    low, bits = magnitude_bits(threshold), out.view(np.int32)
+    found, most = kernels.accumulate_above(gradient, residual, np.float32(scale), out, bits, low, index, values, clear)
+    return most < INF_BITS, Sparse(index[:found], values[:found])
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

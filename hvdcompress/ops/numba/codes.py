@@ -20,9 +20,17 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Arra
     return out
 
 
-def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    if not plain(buffer, dtype=np.uint8) or norms.size * bucket < count:
-        return reference.dequantize(buffer, norms, bucket, bits, count)
-    out = np.empty(count, np.float32)
-    kernels.dequantize(buffer, finite_norms(norms), bucket, bits, level_values(bits), out)
-    return out
+def dequantize(
+    buffer: Array,
+    norms: Array,
+    bucket: int,
+    bits: int,
+    count: int,
+    out: Array | None = None,
+    add: bool = False,
+) -> Array:
+    kept = np.empty(count, np.float32) if out is None else out
+    if not plain(buffer, dtype=np.uint8) or not plain(kept) or kept.size != count or norms.size * bucket < count:
+        return reference.dequantize(buffer, norms, bucket, bits, count, out, add)
+    kernels.dequantize(buffer, finite_norms(norms), bucket, bits, level_values(bits), kept, add)
+    return kept

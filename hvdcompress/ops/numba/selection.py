@@ -11,7 +11,7 @@ from hvdcompress.ops.numba._kernels import selection as kernels
 from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar
+from hvdcompress.ops.spec import Scalar, Sparse
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
@@ -33,17 +33,18 @@ def top_k(x: Array, k: int) -> Array:
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
             break
-    return largest_of(x, candidates, k)
+    return largest_of(Sparse(candidates, x[candidates]), k)[0].index
 
 
-def largest_of(x: Array, candidates: Array, k: int) -> Array:
-    magnitudes = np.abs(x[candidates])
-    if k >= magnitudes.size:
-        return candidates
+def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
+    index, values = candidates
+    magnitudes = np.abs(values)
     threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    out = np.empty(k, candidates.dtype)
-    kernels.choose(magnitudes, candidates, threshold, k - np.count_nonzero(magnitudes > threshold), out)
-    return out
+    if k < magnitudes.size:
+        chosen = np.empty(k, np.int64)
+        kernels.choose(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
+        index, values = index[chosen], values[chosen]
+    return Sparse(index, values), float(threshold)
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

@@ -34,15 +34,25 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Arra
     return out
 
 
-def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    values, norms, out = level_values(bits), finite_norms(norms), np.empty(count, np.float32)
+def dequantize(
+    buffer: Array,
+    norms: Array,
+    bucket: int,
+    bits: int,
+    count: int,
+    out: Array | None = None,
+    add: bool = False,
+) -> Array:
+    values, norms = level_values(bits), finite_norms(norms)
+    out = np.zeros(count, np.float32) if out is None else out
     for start in range(0, count, _SLICE):
         part = out[start : start + _SLICE]
         split = np.zeros((part.size, 8), np.uint8)
         packed = buffer[start * bits // 8 : start * bits // 8 + -(-part.size * bits // 8)]
         split[:, :bits] = bits_of(packed, part.size * bits).reshape(-1, bits)
         codes = np.packbits(split.ravel(), bitorder="little")
-        np.multiply(values[codes], norms[np.arange(start, start + part.size) // bucket], out=part)
+        decoded = values[codes] * norms[np.arange(start, start + part.size) // bucket]
+        part[:] = part + decoded if add else decoded
     return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hvdcompress.ops.numpy.memory import index_range
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar
+from hvdcompress.ops.spec import Scalar, Sparse
 
 
 def top_k(x: Array, k: int) -> Array:
@@ -22,8 +22,10 @@ def top_k(x: Array, k: int) -> Array:
     return np.sort(np.concatenate([above, ties])).astype(index_dtype(x.size))
 
 
-def largest_of(x: Array, candidates: Array, k: int) -> Array:
-    return candidates[top_k(x[candidates], k)]
+def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
+    chosen = top_k(candidates.values, k)
+    values = candidates.values[chosen]
+    return Sparse(candidates.index[chosen], values), float(np.abs(values).min())
 
 
 def kth_magnitude(x: Array, k: int) -> float:

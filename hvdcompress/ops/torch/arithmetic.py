@@ -46,8 +46,9 @@ def accumulate_above(
     threshold: Scalar,
     capacity: int,
     clear: bool = False,
-) -> tuple[bool, Array]:
-    return accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
+) -> tuple[bool, Sparse]:
+    finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
+    return finite, Sparse(index, out[index])
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -47,10 +47,21 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray) ->
     return packed(level.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << (bits - 1)), bits)
 
 
-def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+def dequantize(
+    buffer: Array,
+    norms: Array,
+    bucket: int,
+    bits: int,
+    count: int,
+    out: Array | None = None,
+    add: bool = False,
+) -> Array:
     values = torch.from_numpy(level_values(bits)).to(buffer.device)
     codes = unpacked(buffer, bits, count).to(torch.int32)
-    return values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
+    decoded = values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
+    if out is None:
+        return decoded
+    return out.add_(decoded) if add else out.copy_(decoded)
 
 
 def _each(norms: Array, bucket: int, n: int) -> Array:

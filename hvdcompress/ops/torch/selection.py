@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, Scalar
+from hvdcompress.ops.spec import Array, Scalar, Sparse
 from hvdcompress.ops.torch.memory import index_range, sort
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, where
 
@@ -22,8 +22,10 @@ def top_k(x: Array, k: int) -> Array:
     return sort(torch.cat([above, ties]))
 
 
-def largest_of(x: Array, candidates: Array, k: int) -> Array:
-    return candidates[top_k(x[candidates.to(torch.int64)], k).to(torch.int64)]
+def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, Array]:
+    chosen = top_k(candidates.values, k).to(torch.int64)
+    values = candidates.values[chosen]
+    return Sparse(candidates.index[chosen], values), values.abs().min()
 
 
 def kth_magnitude(x: Array, k: int) -> float:

@@ -63,11 +63,24 @@ def accumulate_argmax(gradient, residual, scale, out, bits, chunk, offset, clear
 
 
 @compiled
-def accumulate_above(gradient, residual, scale, out, bits, low, index, clear):
+def first_byte(word):
+    """The place, 0 to 7, of the lowest byte of a uint64 that is 1 where all others are 0 or 1."""
+    lowest, place = word & (~word + np.uint64(1)), np.uint64(0)
+    if lowest > np.uint64(0xFFFFFFFF):
+        place += np.uint64(4)
+        lowest >>= np.uint64(32)
+    if lowest > np.uint64(0xFFFF):
+        place += np.uint64(2)
+        lowest >>= np.uint64(16)
+    return place + np.uint64(lowest > np.uint64(0xFF))
+
+
+@compiled
+def accumulate_above(gradient, residual, scale, out, bits, low, index, values, clear):
     """Returns how many magnitudes above ``low`` were noted, as far as ``index`` goes, and the greatest's bits."""
     found, room, most = 0, index.size - 1, np.int32(0)  # the last place is for what is one too many
-    flag = np.zeros(BLOCK, np.uint8)
-    eight = flag.view(np.uint64)  # most groups of eight hold none
+    flag = np.zeros(BLOCK, np.int8)
+    eight = flag.view(np.uint64)  # most groups of eight hold none, most others one
     for start in range(0, out.size, BLOCK):
         g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
         b = bits[start : start + BLOCK]
@@ -84,12 +97,15 @@ def accumulate_above(gradient, residual, scale, out, bits, low, index, clear):
         if o.size < BLOCK:
             flag[:] = 0
         for i in range(o.size):
-            flag[i] = (b[i] & MAGNITUDE) > low
+            flag[i] = np.int8((b[i] & MAGNITUDE) > low)
         for group in range(eight.size):
-            if eight[group]:
-                for i in range(8 * group, 8 * group + 8):
-                    index[found] = start + i
-                    found = min(found + np.int64(flag[i]), room)
+            left = eight[group]
+            while left:
+                i = np.uint64(8 * group) + first_byte(left)
+                index[found] = start + i
+                values[found] = o[i]
+                found = min(found + 1, room)
+                left &= left - np.uint64(1)
     return found, most
 
 

@@ -59,7 +59,7 @@ def quantize(x, bits_of_x, norms, bucket, width, key, out):
 
 
 @compiled
-def dequantize(buffer, norms, bucket, width, values, out):
+def dequantize(buffer, norms, bucket, width, values, out, add):
     codes = np.zeros(BLOCK, np.uint8)
     mask = np.uint64((1 << width) - 1)
     for start in range(0, out.size, BLOCK):
@@ -76,6 +76,10 @@ def dequantize(buffer, norms, bucket, width, values, out):
             j = at // bucket
             end = min(stop, (j + 1) * bucket)
             part, code, norm = out[at:end], codes[at - start : end - start], norms[j]
-            for i in range(part.size):
-                part[i] = values[code[i]] * norm
+            if add:
+                for i in range(part.size):
+                    part[i] += values[code[i]] * norm
+            else:
+                for i in range(part.size):
+                    part[i] = values[code[i]] * norm
             at = end

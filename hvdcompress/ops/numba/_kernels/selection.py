@@ -46,13 +46,13 @@ def find(bits, low, span, out):
 
 
 @compiled
-def choose(magnitudes, index, threshold, ties, out):
-    """The indices of magnitudes above the threshold, and of the first ``ties`` that are equal to it."""
+def choose(magnitudes, threshold, ties, out):
+    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it."""
     found = 0
     for i in range(magnitudes.size):
         equal = magnitudes[i] == threshold and ties > 0
         if magnitudes[i] > threshold or equal:
-            out[found] = index[i]
+            out[found] = i
             found += 1
             ties -= equal
 
