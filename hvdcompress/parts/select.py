@@ -21,7 +21,7 @@ THRESHOLDS = (
 # in the one before, and by how much the next may be less than expected and its elements still be among the candidates
 SLACK, MOST_SLACK, LEAST_SLACK = 0.1, 0.5, 0.005
 MANY = 3  #: candidates are too many if they are so many times k
-ROOM = 6  #: and are not noted if they are so many
+ROOM = 16  #: and are not noted if they are so many
 
 
 def num_kept(density: float, n: int) -> int:
@@ -52,7 +52,7 @@ def scan_candidates(
     if thresholds is None or not thresholds[0, place] > 0:
         return ops.accumulate(gradient, residual, scale, out, clear), None
     now, before, slack = thresholds[:, place].tolist()
-    expected = max(2 * now - before, now / 2) if before else now  # as residuals grow, so does it
+    expected = now + max(now - before, -now) / 2 if before else now  # as residuals grow, so does it
     room = ROOM * num_kept(density, len(out)) + 64
     low = np.float32((1.0 - slack) * expected)
     finite, candidates = ops.accumulate_above(gradient, residual, scale, out, low, room, clear)

@@ -62,7 +62,11 @@ def test_the_torch_examples_train() -> None:
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "name", [pytest.param("tensorflow_plain", marks=pytest.mark.slow), "tensorflow_compressed", "keras_compressed"]
+    "name",
+    [
+        "tensorflow_compressed",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow_plain", "keras_compressed")),
+    ],
 )
 def test_the_tensorflow_examples_train(name: str) -> None:
     pytest.importorskip("horovod.tensorflow")

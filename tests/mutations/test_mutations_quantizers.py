@@ -124,19 +124,23 @@ def the_norms_are_forgotten_in_the_formula(patch: Patch) -> None:
 
 
 def length_is_not_checked(patch: Patch) -> None:
-    def decode(self: Any, buffer: Any, count: int, ops: Any) -> Any:
+    def decode(self: Any, buffer: Any, count: int, ops: Any, out: Any = None, add: bool = False) -> Any:
         edge = self._edge(count)
-        return ops.dequantize(buffer[edge:], ops.from_bytes(buffer[:edge], "float32"), self.bucket, self.bits, count)
+        norms = ops.from_bytes(buffer[:edge], "float32")
+        return ops.dequantize(buffer[edge:], norms, self.bucket, self.bits, count, out, add)
 
     patch.setattr(CODEC, "decode", decode)
 
 
 def damaged_norms_are_believed(patch: Patch) -> None:
-    def believe(buffer: Any, norms: Any, bucket: int, bits: int, count: int) -> Any:
+    def believe(buffer: Any, norms: Any, bucket: int, bits: int, count: int, out: Any = None, add: bool = False) -> Any:
         each = np.unpackbits(buffer, count=count * bits, bitorder="little").reshape(count, bits)
         number = each @ (1 << np.arange(bits))
         with np.errstate(all="ignore"):
-            return level_values(bits)[number] * norms[np.arange(count) // bucket]
+            decoded = level_values(bits)[number] * norms[np.arange(count) // bucket]
+            if out is not None:
+                out[:] = out + decoded if add else decoded
+            return decoded if out is None else out
 
     for ops in (fast, reference):
         patch.setattr(ops, "dequantize", believe)
