@@ -16,6 +16,7 @@ from promises import DOORS, EXCEPTIONS, PROMISES, keep
 from promises.table import QUICK, SUBSETS, is_slow, names_in
 
 LAUNCHES = [(door, launch) for door, entry in DOORS.items() if door != "loopback" for launch in entry.launches]
+QUIET = "sums_are_the_loopbacks"  #: what is tried in the launches whose log must be clean
 SLOWEST = max(SECONDS.values()) + MORE
 
 
@@ -53,9 +54,11 @@ def test_case(door: str, launch: str, name: str, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parallel
 @pytest.mark.timeout(SLOWEST)
-@pytest.mark.parametrize("launch", DOORS["mpi"].launches)
-def test_mpi_ranks_end_well_and_in_silence(launch: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    _, log, status = outcome("mpi", launch, "sums_are_the_loopbacks", tmp_path_factory)
+@pytest.mark.parametrize("door,launch,name", marked(lambda door, _: [QUIET] if door == "mpi" else []))
+def test_mpi_ranks_end_well_and_in_silence(
+    door: str, launch: str, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, log, status = outcome(door, launch, name, tmp_path_factory)
     assert status == 0, log[-3000:]
     assert "Traceback" not in log and "error" not in log.lower(), log[-3000:]
 
