@@ -43,7 +43,6 @@ class Exchange:
         restart: the state's ``restart`` if the exchange is committed.
         x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
         finite: whether all gradients that came had neither Inf nor NaN.
-        found: what the method's scan found in each member.
         outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
         cleared: of each, whether it is 0 everywhere.
         communication: the method's generator; None before all gradients are there.
@@ -64,7 +63,6 @@ class Exchange:
     restart: tuple[int, int]
     x: Array | None = None
     finite: bool = True
-    found: list[Any] = field(default_factory=list)
     outs: list[Array | None] = field(default_factory=list)
     cleared: list[bool] = field(default_factory=list)
     communication: Communication | None = None
@@ -226,7 +224,6 @@ class Rank:
             if slot not in spare:
                 spare[slot] = ops.zeros(spec.size, "float32", like=like)
         with_feedback, count = method.feedback != "none", len(bucket.members)
-        found: list[Any] = [None] * count
         ctx = Context(
             self.rank,
             self.world,
@@ -237,10 +234,10 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
-            scanned=found if with_feedback else None,
+            scanned=[None] * count if with_feedback else None,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
-        exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted, found=found)
+        exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
@@ -272,7 +269,8 @@ class Rank:
         if method.feedback != "none":
             span, spare, ctx = slice(start, stop), exchange.spare, exchange.ctx
             clear &= method.sparse
-            finite, exchange.found[place] = feedback.receive(
+            assert ctx.scanned is not None
+            finite, ctx.scanned[place] = feedback.receive(
                 method, gradient, exchange.scale, place, span, exchange.state.slots, spare, ctx, ops, clear
             )
             exchange.cleared[place] = clear

@@ -36,7 +36,6 @@ from pydantic import Field
 
 from hvdcompress.method import Array, Context, Count, Number, Reduced, method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import wire
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Quantizer
 
@@ -69,8 +68,7 @@ class QSGD(Quantizer):
         total = ctx.buffer("total", len(x), "float32", ops, x)
         own = ctx.buffer("own", len(x), "float32", ops, x) if ctx.needs_own else None
         for rank, piece in enumerate(pieces):
-            wire.check(ops.head_bytes(piece, wire.NUM_BYTES), len(piece), self._header(len(x)))
-            codes = piece[wire.NUM_BYTES :]
+            codes = self.codes(piece, len(x), ops)
             self.codec.decode(codes, len(x), ops, total, add=rank > 0)
             if rank == ctx.rank and own is not None:
                 self.codec.decode(codes, len(x), ops, own)

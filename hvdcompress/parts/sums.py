@@ -138,8 +138,12 @@ class Quantizer(Method):
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array:
         n = ctx.spec.size
+        return self.codec.decode(self.codes(payload, n, ops), n, ops)
+
+    def codes(self, payload: Array, n: int, ops: Ops) -> Array:
+        """Check a payload's header and return what follows it: the codes of n values."""
         wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), self._header(n))
-        return self.codec.decode(payload[wire.NUM_BYTES :], n, ops)
+        return payload[wire.NUM_BYTES :]
 
     def _header(self, n: int) -> wire.Header:
         return wire.Header(self.id, 0, self.codec.code, n, n, wire.NUM_BYTES + self.codec.num_bytes(n))

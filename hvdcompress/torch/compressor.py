@@ -284,10 +284,10 @@ class Compressor(compressor.Compressor):
 
     def _take(self, arrivals: Arrivals, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
         """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        exchange, ops = arrivals.step.exchanges.get(bucket.spec.name), fast
+        exchange = arrivals.step.exchanges.get(bucket.spec.name)
         if exchange is None:
-            ops, arrivals.step.loss_scale = self._ops(gradient), self.current_loss_scale()
-            exchange = arrivals.step.open(bucket, gradient, ops)
+            arrivals.step.loss_scale = self.current_loss_scale()
+            exchange = arrivals.step.open(bucket, gradient, self._ops(gradient))
         dtype = DTYPES[exchange.dtype]
         same = gradient.dtype == dtype and gradient.is_contiguous()
         flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
