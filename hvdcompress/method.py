@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.ops.spec import Array, Half, Ops, Sparse
+from hvdcompress.ops.spec import NOTHING, Array, Found, Half, Ops, Scan, Sparse
 
 # -- what a method and its driver hand each other ------------------------------------------------
 
@@ -135,8 +135,8 @@ class Context:
     """Whether ``Reduced.own`` is used. It is False without feedback."""
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
-    scanned: list[Any] | None = None
-    """What :meth:`Method.scan` found in each part of the vector, or None without feedback: it is not called then."""
+    scanned: list[Found] | None = None
+    """What :meth:`Method.scan` asked for, in each part of the vector; None without feedback, which alone scans."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
 
@@ -399,36 +399,17 @@ class Method:
         """
         return scale
 
-    def scan(
-        self,
-        gradient: Array,
-        residual: Array,
-        scale: float,
-        out: Array,
-        place: int,
-        ctx: Context,
-        ops: Ops,
-        clear: bool = False,
-    ) -> tuple[bool, Any]:
-        """Write ``scale · gradient + residual`` of one tensor to ``out``, all of them float32 [n].
+    def scan(self, place: int, ctx: Context) -> Scan:
+        """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
-        This is the pass over memory that every gradient makes, while it is in the processor's cache. Override it to
-        find what the exchange needs, such as the moments of the result, in the same pass.
+        It is found in the one pass over memory that every gradient makes when it has come, while it is in the
+        processor's cache, and stands in ``ctx.scanned[place]``.
 
         Args:
-            gradient: this rank's gradient.
-            residual: the tensor's residual; read only.
-            scale: factor of the gradient.
-            out: receives the sum.
             place: which part of a bucket's vector the tensor is, from 0.
             ctx: rank, world, step and the tensor, or the bucket that it is part of.
-            ops: the array backend.
-            clear: set ``gradient`` to 0 in passing.
-
-        Returns:
-            Whether ``out`` is finite; and anything, which ``exchange`` finds in ``ctx.scanned``.
         """
-        return ops.accumulate(gradient, residual, scale, out, clear), None
+        return NOTHING
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         """Compress one rank's gradient into a payload for an all-gather.

@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Half, Ops, Sparse
+from hvdcompress.ops.spec import Found, Half, Ops, Sparse
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -234,7 +234,7 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
-            scanned=[None] * count if with_feedback else None,
+            scanned=[Found(True)] * count if with_feedback else None,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted)
@@ -270,9 +270,10 @@ class Rank:
             span, spare, ctx = slice(start, stop), exchange.spare, exchange.ctx
             clear &= method.sparse
             assert ctx.scanned is not None
-            finite, ctx.scanned[place] = feedback.receive(
+            found = feedback.receive(
                 method, gradient, exchange.scale, place, span, exchange.state.slots, spare, ctx, ops, clear
             )
+            ctx.scanned[place], finite = found, found.finite
             exchange.cleared[place] = clear
         else:
             finite = ops.all_finite(gradient)

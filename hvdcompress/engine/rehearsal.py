@@ -71,7 +71,7 @@ def begin(
         found, start = [], 0
         for place, size in enumerate(spec.parts):
             span = slice(start, start := start + size)
-            found.append(feedback.receive(method, x[span], 1.0, place, span, state, spare, ctx, fast)[1])
+            found.append(feedback.receive(method, x[span], 1.0, place, span, state, spare, ctx, fast))
         x, ctx = spare[feedback.RESIDUAL], replace(ctx, scanned=found)
     return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
 

@@ -74,8 +74,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import pack, seed, select
+from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.parts import candidates, pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
 LEAST_ABOVE = 16  #: sampled elements above the threshold, at least: with fewer, k would often be wrong by a third
@@ -128,15 +128,18 @@ class DGC(Method):
         # the backends' float64 sums differ in their last bits; rounded to float32 they agree
         return float(np.float32(min(scale, self.clip_norm / math.sqrt(ctx.world) / norm)))
 
+    def scan(self, place: int, ctx: Context) -> Scan:
+        return candidates.scan_whole(self.capacity(ctx.spec.size) + (self.select == "sampled"), ctx)
+
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         n, exact = ctx.spec.size, self.select == "exact"
         if exact:
-            index = ops.top_k(x, self.capacity(n))  # [c] int32, ascending
+            chosen = select.largest(x, [self.capacity(n)], ctx, ops)
         else:
-            index = select.above_threshold(x, self.threshold(x, ctx, ops), self.density, select.refine_bisect, ops)
-        ctx.counters["kept"] = len(index)
-        chosen = select.pad(Sparse(index, ops.take(x, index)), self.capacity(n), ops)
-        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
+            start = self.threshold(x, ctx, ops)
+            chosen = select.above_threshold(x, start, self.density, select.refine_bisect, 0, ctx, ops)
+        ctx.counters["kept"] = len(chosen.index)
+        return pack.encode(select.pad(chosen, self.capacity(n), ops), n, self.values, self.id, ctx, ops, distinct=exact)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size

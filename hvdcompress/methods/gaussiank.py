@@ -37,14 +37,13 @@ one element is sent (in the authors' code its standard deviation is undefined, a
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import pack, select
+from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.parts import candidates, codecs, pack, select
 
 
 @method
@@ -67,46 +66,56 @@ class GaussianK(Method):
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(select.capacity(self.density, spec.size), spec.size, self.values, distinct=False)
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.scope == "tensor" and self.values in codecs.ALONE
 
-    def scan(
-        self,
-        gradient: Array,
-        residual: Array,
-        scale: float,
-        out: Array,
-        place: int,
-        ctx: Context,
-        ops: Ops,
-        clear: bool = False,
-    ) -> tuple[bool, Any]:
-        moments = ops.accumulate_moments(gradient, residual, scale, out, clear)
-        return math.isfinite(moments[1]), moments
+    def parts(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Return the sizes of the parts of the vector that elements are selected in."""
+        return spec.parts if self.scope == "tensor" else (spec.size,)
+
+    def capacity(self, spec: TensorSpec) -> int:
+        """Return the number of entries of the payload: ⌊4k/3⌋ for each part."""
+        return sum(select.capacity(self.density, size) for size in self.parts(spec))
+
+    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+        return pack.num_bytes(self.capacity(spec), spec.size, self.values, distinct=False)
+
+    def scan(self, place: int, ctx: Context) -> Scan:
+        if self.scope == "global":
+            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, moments=True)
+        return candidates.scan(select.capacity(self.density, ctx.spec.parts[place]) + 1, place, ctx, moments=True)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        n = ctx.spec.size
-        moments = ctx.scanned[0] if ctx.scanned and len(ctx.scanned) == 1 else ops.moments(x)
-        index = self.choose(x, moments, ops)  # [c] int32, ascending
-        ctx.counters["kept"] = len(index)
-        chosen = select.pad(Sparse(index, ops.take(x, index)), select.capacity(self.density, n), ops)
-        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=False)
+        kept = 0
+
+        def choose(part: Array, place: int) -> Sparse:
+            nonlocal kept
+            chosen = self.choose(part, place, ctx, ops)
+            kept += len(chosen.index)
+            return select.pad(chosen, select.capacity(self.density, len(part)), ops)
+
+        chosen = select.in_parts(x, self.parts(ctx.spec), choose, ops)
+        ctx.counters["kept"] = kept
+        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops, distinct=False)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.capacity(self.density, n), n, self.values, self.id, ops, distinct=False)
+        return pack.decode(payload, self.capacity(ctx.spec), n, self.values, self.id, ops, distinct=False)
 
-    def choose(self, x: Array, moments: tuple[float, float], ops: Ops) -> Array:
-        """Select the elements to send.
+    def choose(self, x: Array, place: int, ctx: Context, ops: Ops) -> Sparse:
+        """Select the elements to send, of one part of the vector.
 
         Args:
             x: gradient + residual, float32 [n].
-            moments: mean and standard deviation of x.
+            place: which part, from 0.
+            ctx: ``ctx.scanned`` has the moments of x, if it was scanned.
             ops: the array backend.
 
         Returns:
-            Their indices [c], ascending; c ≤ ⌊4k/3⌋.
+            The elements [c], their indices ascending; c ≤ ⌊4k/3⌋.
         """
-        start = np.float32(select.gaussian_threshold(*moments, self.density))
+        moments = ctx.scanned[place].moments if ctx.scanned else None
+        start = np.float32(select.gaussian_threshold(*(moments or ops.moments(x)), self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        return select.above_threshold(x, start, self.density, refine, ops)
+        return select.above_threshold(x, start, self.density, refine, place, ctx, ops)

@@ -52,8 +52,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import pack, select
+from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.parts import candidates, pack, select
 
 
 @method
@@ -79,10 +79,13 @@ class GTopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
+    def scan(self, place: int, ctx: Context) -> Scan:
+        return candidates.scan_whole(select.num_kept(self.density, ctx.spec.size), ctx)
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
-        index = ops.top_k(x, select.num_kept(self.density, n))  # [k] int32, ascending
-        own = mine = Sparse(index, ops.take(x, index))
+        k = select.num_kept(self.density, n)
+        own = mine = select.largest(x, [k], ctx, ops)
         distance = 1
         while distance < world:
             place = ctx.rank % (2 * distance)
@@ -97,7 +100,7 @@ class GTopK(Method):
                 own = self.less_rounding(own, mine, self.decode(payload, ctx, ops), n, ops)
             if takes:
                 both = ops.merge(mine, self.decode(pieces[ctx.rank + distance], ctx, ops), n)  # k to 2k entries
-                mine, dropped = strongest(both, len(index), ops)
+                mine, dropped = strongest(both, k, ops)
                 own = ops.merge(own, Sparse(dropped.index, -dropped.values), n)
             distance *= 2
         payload = self.write(mine, ctx, ops) if ctx.rank == 0 else None

@@ -38,7 +38,7 @@ array([ 0., -5.,  3.,  0.], dtype=float32)
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Literal
 
 from hvdcompress.method import (
     Array,
@@ -55,8 +55,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import codecs, pack, select
+from hvdcompress.ops.spec import NOTHING, Ops, Scan
+from hvdcompress.parts import candidates, codecs, pack, select
 
 
 @method
@@ -102,22 +102,12 @@ class ScaleCom(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world)
 
-    def scan(
-        self,
-        gradient: Array,
-        residual: Array,
-        scale: float,
-        out: Array,
-        place: int,
-        ctx: Context,
-        ops: Ops,
-        clear: bool = False,
-    ) -> tuple[bool, Any]:
+    def scan(self, place: int, ctx: Context) -> Scan:
         if ctx.rank != self.leader(ctx):
-            return ops.accumulate(gradient, residual, scale, out, clear), None
+            return NOTHING
         if self.select == "exact":
-            return select.scan_candidates(self.density, gradient, residual, scale, out, place, ctx, ops, clear)
-        return ops.accumulate_argmax(gradient, residual, scale, out, select.chunk_size(self.density), clear)
+            return candidates.scan(self.counts(ctx.spec)[place], place, ctx)
+        return Scan(chunk=select.chunk_size(self.density))
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         packed = yield Broadcast(lambda: self.pick(x, ctx, ops), self.leader(ctx), self.num_index_bytes(ctx.spec))
@@ -135,8 +125,10 @@ class ScaleCom(Method):
             counts, n = self.counts(ctx.spec), ctx.spec.size
             index = select.largest(x, counts, ctx, ops).index
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
-        found = ctx.scanned if ctx.scanned and ctx.scanned[0] is not None else self.offsets(x, ctx.spec, ops)
-        offsets = ops.concat(list(found))  # [k] int32 < C
+        found = [part.offsets for part in ctx.scanned or ()]
+        if not found or found[0] is None:
+            found = self.offsets(x, ctx.spec, ops)
+        offsets = ops.concat(found)  # [k] int32 < C
         return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
 
     def offsets(self, x: Array, spec: TensorSpec, ops: Ops) -> list[Array]:

@@ -30,11 +30,9 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import codecs, pack, select
+from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.parts import candidates, codecs, pack, select
 
 
 @method
@@ -63,18 +61,8 @@ class TopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
 
-    def scan(
-        self,
-        gradient: Array,
-        residual: Array,
-        scale: float,
-        out: Array,
-        place: int,
-        ctx: Context,
-        ops: Ops,
-        clear: bool = False,
-    ) -> tuple[bool, Any]:
-        return select.scan_candidates(self.density, gradient, residual, scale, out, place, ctx, ops, clear)
+    def scan(self, place: int, ctx: Context) -> Scan:
+        return candidates.scan(self.counts(ctx.spec)[place], place, ctx)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)

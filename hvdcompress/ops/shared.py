@@ -6,11 +6,12 @@ both have under one name. Functions without it use operators and methods that th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, NumpyArray
+from hvdcompress.ops.spec import Array, Found, NumpyArray, Scalar, Scan, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -32,6 +33,26 @@ def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
     if variance < 1e-12 * squares:  # if all elements are equal, this is nothing but the rounding of the sums
         variance = 0.0
     return mean, (variance / max(n - 1, 1)) ** 0.5
+
+
+class Finders(NamedTuple):
+    """A backend's verbs that find one thing each."""
+
+    all_finite: Callable[[Array], bool]
+    moments: Callable[[Array], tuple[float, float]]
+    chunk_argmax: Callable[[Array, int], Array]
+    first_above: Callable[[Array, Scalar, int], Array]
+
+
+def find(x: Array, scan: Scan, finders: Finders) -> Found:
+    """Return what a pass over ``x`` is to find, by one pass for each thing."""
+    if not finders.all_finite(x):
+        return Found(False)
+    moments = finders.moments(x) if scan.moments else None
+    offsets = finders.chunk_argmax(x, scan.chunk) if scan.chunk else None
+    index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
+    few = index is not None and len(index) < scan.capacity
+    return Found(True, moments, offsets, Sparse(index, x[index]) if few else None)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------

@@ -50,6 +50,41 @@ class Half(NamedTuple):
     scale: float
 
 
+class Scan(NamedTuple):
+    """What a pass over a vector is to find besides whether all its elements are finite.
+
+    Attributes:
+        moments: Whether to find :meth:`Ops.moments`.
+        chunk: Find :meth:`Ops.chunk_argmax` of chunks of so many elements; 0: do not.
+        above: Find the elements with |x| > above; None: do not.
+        capacity: Fewer elements above than this are of use.
+    """
+
+    moments: bool = False
+    chunk: int = 0
+    above: Scalar | None = None
+    capacity: int = 0
+
+
+NOTHING = Scan()  #: nothing but whether all elements are finite
+
+
+class Found(NamedTuple):
+    """What a pass over a vector found.
+
+    Attributes:
+        finite: Whether all elements are finite.
+        moments: The mean and the standard deviation, or None if they were not asked for.
+        offsets: Of the largest |x| of each chunk, or None if they were not asked for.
+        above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
+    """
+
+    finite: bool
+    moments: tuple[float, float] | None = None
+    offsets: Array | None = None
+    above: Sparse | None = None
+
+
 class Ops(Protocol):
     """The array verbs. A backend is a module with these functions."""
 
@@ -95,8 +130,16 @@ class Ops(Protocol):
 
     # -- arithmetic: add, subtract and write dense and sparse vectors -----------------------------------------------
 
-    def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
-        """Set out = scale·gradient + residual, in place, and return whether ``out`` is finite.
+    def accumulate(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        scan: Scan = NOTHING,
+        clear: bool = False,
+    ) -> Found:
+        """Set out = scale·gradient + residual, in place, and report on ``out``, in one pass over memory where possible.
 
         All three have one length. The product is rounded to float32 before the sum is, on every device (no fused
         multiply-add).
@@ -106,40 +149,11 @@ class Ops(Protocol):
             residual: [n].
             scale: Rounded to float32 first.
             out: [n]. It is neither of the two others.
+            scan: What is asked for beside whether ``out`` is finite.
             clear: Whether to set ``gradient`` to 0, while it is in the processor's cache.
-        """
-
-    def accumulate_moments(
-        self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
-    ) -> tuple[float, float]:
-        """Do :meth:`accumulate` and return :meth:`moments` of ``out``, in one pass over memory where possible.
-
-        The moments are finite if and only if ``out`` is.
-        """
-
-    def accumulate_argmax(
-        self, gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-    ) -> tuple[bool, Array]:
-        """Do :meth:`accumulate` and return :meth:`chunk_argmax` of ``out`` too, in one pass where possible.
 
         Returns:
-            Whether ``out`` is finite, and the offsets.
-        """
-
-    def accumulate_above(
-        self,
-        gradient: Array,
-        residual: Array,
-        scale: float,
-        out: Array,
-        threshold: Scalar,
-        capacity: int,
-        clear: bool = False,
-    ) -> tuple[bool, Sparse]:
-        """Do :meth:`accumulate` and return :meth:`first_above` of ``out`` too, in one pass where possible.
-
-        Returns:
-            Whether ``out`` is finite, and the elements; all of them if they are fewer than ``capacity``.
+            What was found. If ``out`` is not finite, the rest of it means nothing.
         """
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:

@@ -17,12 +17,11 @@ This is plain feedback on gradients that momentum was applied to on each rank. I
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Found, Ops
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -55,7 +54,7 @@ def receive(
     ctx: Context,
     ops: Ops,
     clear: bool = False,
-) -> tuple[bool, Any]:
+) -> Found:
     """Add a tensor's gradient and residual: the one pass over memory that each gradient makes.
 
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
@@ -76,9 +75,9 @@ def receive(
         clear: set the gradient to 0 once it has been read.
 
     Returns:
-        Whether x is finite with this gradient, and what ``method.scan`` found.
+        What ``method.scan`` asked for, and whether x is finite with this gradient.
     """
-    x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
+    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx)
     factor = method.clip(gradient, scale, ctx, ops)
     if method.feedback == "momentum":
         velocity = spare[VELOCITY][span]
@@ -86,16 +85,16 @@ def receive(
         ops.accumulate(state[VELOCITY][span], scaled, method.momentum, velocity)
         if clear:
             ops.fill(gradient, 0.0)
-        finite, found = method.scan(velocity, residual, 1.0, x, place, ctx, ops)
+        found = ops.accumulate(velocity, residual, 1.0, x, scan)
     else:
-        finite, found = method.scan(gradient, residual, factor, x, place, ctx, ops, clear)
-    if not finite:
+        found = ops.accumulate(gradient, residual, factor, x, scan, clear)
+    if not found.finite:
         zeros = ops.zeros(len(x), "float32", like=x)
         if method.feedback == "momentum":
             ops.accumulate(state[VELOCITY][span], zeros, method.momentum, velocity)
             zeros = velocity
-        _, found = method.scan(zeros, residual, 1.0, x, place, ctx, ops)
-    return finite, found
+        return ops.accumulate(zeros, residual, 1.0, x, scan)._replace(finite=False)
+    return found
 
 
 def exchange(

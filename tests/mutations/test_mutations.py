@@ -32,7 +32,9 @@ from hvdcompress.method import AllReduce, Broadcast, Method
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import selection as numba_selection
-from hvdcompress.ops.spec import Half, Sparse
+from hvdcompress.ops.numpy.arithmetic import FINDERS
+from hvdcompress.ops.shared import find
+from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
 
@@ -51,26 +53,15 @@ def holds(id: str, *checks: Check, worlds: tuple[int, ...] = (3,), **options: An
 
 
 def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, Any], None]) -> None:
-    """All verbs that add gradient and residual do it like this."""
+    """Gradient and residual are added like this."""
 
-    def finite(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> bool:
+    def otherwise(
+        gradient: Any, residual: Any, scale: float, out: Any, scan: Scan = NOTHING, clear: bool = False
+    ) -> Found:
         accumulate(gradient, residual, scale, out)
-        return bool(np.isfinite(out).all())
+        return find(out, scan, FINDERS)
 
-    def argmax(gradient: Any, residual: Any, scale: float, out: Any, chunk: int, clear: bool = False) -> Any:
-        return finite(gradient, residual, scale, out), reference.chunk_argmax(out, chunk)
-
-    def moments(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> Any:
-        return reference.moments(out) if finite(gradient, residual, scale, out) else (np.nan, np.nan)
-
-    def above(
-        gradient: Any, residual: Any, scale: float, out: Any, threshold: Any, room: int, clear: bool = False
-    ) -> Any:
-        index = reference.first_above(out, threshold, room) if finite(gradient, residual, scale, out) else None
-        return index is not None, Sparse(index, out[index])
-
-    for name, verb in (("", finite), ("_argmax", argmax), ("_moments", moments), ("_above", above)):
-        patch.setattr(reference, f"accumulate{name}", verb)
+    patch.setattr(reference, "accumulate", otherwise)
 
 
 def feedback_is_switched_off(patch: Patch) -> None:
@@ -357,15 +348,15 @@ def decoder_trusts_the_header(patch: Patch) -> None:
 def a_half_of_the_threshold_rounds_is_left_out(patch: Patch) -> None:
     paper = select.refine_paper
 
-    def once(x: Any, start: Any, k: int, capacity: int, ops: Any) -> Any:
-        kept = paper(x, start, k, capacity, ops)[0]
+    def once(elements: Any, start: Any, k: int, capacity: int) -> Any:
+        kept = paper(elements, start, k, capacity)[0]
         return (kept if kept == start else np.float32(start * np.float32(0.5))), None
 
     patch.setattr(select, "refine_paper", once)
 
 
 def bisection_stops_after_four(patch: Patch) -> None:
-    def short(x: Any, start: Any, k: int, capacity: int, ops: Any) -> Any:
+    def short(elements: Any, start: Any, k: int, capacity: int) -> Any:
         return np.float32(start), None
 
     patch.setattr(select, "refine_bisect", short)
@@ -482,11 +473,11 @@ def test_results_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm taken in float32 overflows at 1e37."""
     accumulate = reference.accumulate
 
-    def by_norm(gradient: Any, residual: Any, scale: float, out: Any, clear: bool = False) -> bool:
+    def by_norm(gradient: Any, residual: Any, scale: float, out: Any, *_: Any) -> Found:
         accumulate(gradient, residual, scale, out)
         norm = np.float32(np.sqrt((out * out).sum()))
         out *= norm / (norm + np.float32(0))
-        return True
+        return Found(True)
 
     guard = holds("topk", testing.check_finite)
     guard()

@@ -122,7 +122,7 @@ def momentum_comes_after_the_residual(patch: Patch) -> None:
         *_: Any,
     ) -> Any:
         residual, x = state[feedback.RESIDUAL][span], spare[feedback.RESIDUAL][span]
-        return method.scan(g, np.float32(method.momentum) * residual, 1.0, x, place, ctx, ops)
+        return ops.accumulate(g, np.float32(method.momentum) * residual, 1.0, x, method.scan(place, ctx))
 
     def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
         reduced = yield from method.exchange(x, state, ctx, ops)
@@ -152,7 +152,7 @@ def the_norm_is_taken_in_float32(patch: Patch) -> None:
 
 
 def the_threshold_is_believed(patch: Patch) -> None:
-    patch.setattr(select, "refine_bisect", lambda x, start, k, capacity, ops: (start, None))
+    patch.setattr(select, "refine_bisect", lambda elements, start, k, capacity: (start, None))
 
 
 def the_sample_is_always_the_same(patch: Patch) -> None:

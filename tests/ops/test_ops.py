@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Ops, Sparse
+from hvdcompress.ops.spec import Ops, Scan, Sparse
 from hvdcompress.parts import pack
 
 FOLDER = Path(hvdcompress.__file__).parent / "ops"
@@ -139,7 +139,7 @@ def test_lengths_that_differ_are_an_error() -> None:
         lambda: numba_ops.subtract(x, Sparse(index.astype(np.int32), short), 0.5),
         lambda: numba_ops.write(x, Sparse(index.astype(np.int32), short), 0.5),
         lambda: numba_ops.accumulate(x, short, 0.5, x),
-        lambda: numba_ops.accumulate_moments(x, x, 0.5, short),
+        lambda: numba_ops.accumulate(x, x, 0.5, short, Scan(moments=True)),
         lambda: numba_ops.blend(x, short, 0.5),
     ):
         with pytest.raises((ValueError, IndexError)):

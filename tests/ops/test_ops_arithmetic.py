@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Half, Sparse
+from hvdcompress.ops.spec import Half, Scan, Sparse
 
 INDEX = ("int32", "int64")
 
@@ -34,27 +34,29 @@ def runs(x: np.ndarray) -> np.ndarray:
 call("split")(lambda o, put, x, r: tuple(map(tuple, o.split(Sparse(put(runs(x)), put(r[runs(x)])), cut(x.size)))))
 
 
-def fused(verb: str, more: tuple, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
-    """What a verb that adds gradient and residual returns, writes, and leaves of a gradient that it may clear."""
+def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """What is found when gradient and residual are added, what is written, and what is left of the gradient."""
     gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
-    found = getattr(o, verb)(gradient, put(r), scale, out, *more, clear=clear)
-    found = None if verb == "accumulate_moments" else (found[0], tuple(found[1])) if "above" in verb else found
-    return found, out, gradient
+    found = o.accumulate(gradient, put(r), scale, out, scan, clear=clear)
+    above = None if found.above is None else tuple(found.above)
+    return found.finite, found.offsets, above, found.moments is not None, out, gradient
 
 
 for scale in (1.0, 0.3, 2.0**-16):
     for clear in (False, True):
-        for verb, more in (
-            ("accumulate", ()),
-            ("accumulate_moments", ()),
-            ("accumulate_argmax", (1,)),
-            ("accumulate_argmax", (7,)),
-            ("accumulate_argmax", (10**6,)),
-            ("accumulate_above", (0.5, 10**6)),
-            ("accumulate_above", (np.float32(0), 3)),
-            ("accumulate_above", (-1.0, 10**6)),
+        for scan in (
+            Scan(),
+            Scan(moments=True),
+            Scan(chunk=1),
+            Scan(chunk=7),
+            Scan(chunk=10**6),
+            Scan(above=0.5, capacity=10**6),
+            Scan(above=np.float32(0), capacity=3),
+            Scan(above=-1.0, capacity=10**6),
+            Scan(moments=True, above=0.5, capacity=10**6),
+            Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
         ):
-            call(verb)(partial(fused, verb, more, scale, clear))
+            call("accumulate")(partial(accumulated, scan, scale, clear))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
     call("subtract")(
         lambda o, put, x, r, s=scale: changed(

@@ -10,6 +10,7 @@ import pytest
 from comparing import MAX, Put, call, chosen, vector
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Scan
 from hvdcompress.parts import select
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
@@ -33,6 +34,12 @@ call("all_below")(lambda o, put, x, r: o.all_below(put(np.array([3, -1], np.int6
 # -- moments ------------------------------------------------------------------------------------------------------
 
 
+def accumulated(backend: Any, x: np.ndarray, out: np.ndarray, scan: Scan) -> Any:
+    put = Put(backend)
+    found = backend.accumulate(put(x), put(0 * x), 1.0, put(out, changes=True), scan)
+    return found.moments
+
+
 @pytest.mark.parametrize("kind", ["normal", "heavy", "constant", "ties", "special"])
 def test_moments(backend: Any, kind: str) -> None:
     for n in (0, 1, 2, 257, 65_537, 1_000_003):
@@ -42,7 +49,8 @@ def test_moments(backend: Any, kind: str) -> None:
         out = np.zeros_like(x)
         for found in (
             backend.moments(Put(backend)(x)),
-            backend.accumulate_moments(Put(backend)(x), Put(backend)(0 * x), 1.0, Put(backend)(out, changes=True)),
+            accumulated(backend, x, out, Scan(moments=True)),
+            accumulated(backend, x, out, Scan(moments=True, above=0.5, capacity=n)),
         ):
             assert abs(found[0] - mean) <= 1e-12 * size
             assert abs(found[1] - std) <= 1e-12 * size

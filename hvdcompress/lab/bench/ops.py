@@ -32,6 +32,7 @@ from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Scan
 from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]
@@ -73,13 +74,13 @@ def cases(n: int) -> list[Case]:
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
-        Case("accumulate_moments", "", 12 * n, lambda o: o.accumulate_moments(x, residual, 1.0, out)),
-        Case("accumulate_argmax", "chunks of 100", 12 * n, lambda o: o.accumulate_argmax(x, residual, 1.0, out, chunk)),
+        Case("accumulate", "moments", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out, Scan(moments=True))),
+        Case("accumulate", "chunks of 100", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out, Scan(chunk=chunk))),
         Case(
-            "accumulate_above",
-            "about 2 k",
+            "accumulate",
+            "above, about 2 k",
             12 * n,
-            lambda o: o.accumulate_above(x, zeros, 1.0, out, 0.9 * threshold, 6 * k),
+            lambda o: o.accumulate(x, zeros, 1.0, out, Scan(above=0.9 * threshold, capacity=6 * k)),
         ),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),

@@ -6,9 +6,6 @@ except where the spec says otherwise. Verbs without a kernel are the reference's
 
 from hvdcompress.ops.numba.arithmetic import (
     accumulate,
-    accumulate_above,
-    accumulate_argmax,
-    accumulate_moments,
     blend,
     subtract,
     write,
@@ -68,7 +65,7 @@ from hvdcompress.ops.numpy import (
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
+    "accumulate", "add_all", "all_below",
     "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",

@@ -10,57 +10,41 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import floats
 from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
-from hvdcompress.ops.shared import index_dtype, moments_of
-from hvdcompress.ops.spec import Half, Scalar, Sparse
+from hvdcompress.ops.numba.selection import chunk_argmax, first_above
+from hvdcompress.ops.numba.statistics import all_finite, moments
+from hvdcompress.ops.shared import Finders, find, index_dtype, moments_of
+from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
 
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+
+def accumulate(
+    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+) -> Found:
     if not plain(gradient, residual, out):
-        return reference.accumulate(gradient, residual, scale, out, clear)
-    return kernels.accumulate(gradient, residual, np.float32(scale), out, out.view(np.int32), clear) < INF_BITS
-
-
-def accumulate_moments(
-    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
-) -> tuple[float, float]:
-    if not plain(gradient, residual, out):
-        return reference.accumulate_moments(gradient, residual, scale, out, clear)
-    total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
-    kernels.accumulate_moments(gradient, residual, np.float32(scale), out, total, squares, clear)
-    if not np.isfinite(squares).all():
-        return np.nan, np.nan
-    return moments_of(total.sum(), squares.sum(), out.size)
-
-
-def accumulate_argmax(
-    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-) -> tuple[bool, Array]:
-    if not plain(gradient, residual, out):
-        return reference.accumulate_argmax(gradient, residual, scale, out, chunk, clear)
-    offset = np.empty(-(-out.size // chunk), np.int32)
-    bits = out.view(np.int32)
-    return kernels.accumulate_argmax(
-        gradient, residual, np.float32(scale), out, bits, chunk, offset, clear
-    ) < INF_BITS, offset
-
-
-def accumulate_above(
-    gradient: Array,
-    residual: Array,
-    scale: float,
-    out: Array,
-    threshold: Scalar,
-    capacity: int,
-    clear: bool = False,
-) -> tuple[bool, Sparse]:
-    if not plain(gradient, residual, out) or threshold < 0:
-        return reference.accumulate_above(gradient, residual, scale, out, threshold, capacity, clear)
-    room = min(capacity, out.size) + 1
+        return reference.accumulate(gradient, residual, scale, out, scan, clear)
+    above = scan.above
+    if (above is not None and above < 0) or (scan.chunk and (above is not None or scan.moments)):  # rare
+        accumulate(gradient, residual, scale, out, clear=clear)
+        return find(out, scan, FINDERS)
+    factor, bits = np.float32(scale), out.view(np.int32)
+    if scan.chunk:
+        offsets = np.empty(-(-out.size // scan.chunk), np.int32)
+        most = kernels.accumulate_argmax(gradient, residual, factor, out, bits, scan.chunk, offsets, clear)
+        return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
+    low = kernels.MAGNITUDE if above is None else magnitude_bits(above)
+    room = (0 if above is None else min(scan.capacity, out.size)) + 1  # one more, for what is one too many
     index, values = np.empty(room, index_dtype(out.size)), np.empty(room, np.float32)
-    low, bits = magnitude_bits(threshold), out.view(np.int32)
-    found, most = kernels.accumulate_above(gradient, residual, np.float32(scale), out, bits, low, index, values, clear)
-    return most < INF_BITS, Sparse(index[:found], values[:found])
+    sums = np.zeros((2, kernels.LANES if scan.moments else 0))
+    most, count = kernels.accumulate(gradient, residual, factor, out, bits, clear, sums, low, index, values)
+    if most >= INF_BITS:
+        return Found(False)
+    return Found(
+        True,
+        moments_of(sums[0].sum(), sums[1].sum(), out.size) if scan.moments else None,
+        above=Sparse(index[:count], values[:count]) if above is not None and count < scan.capacity else None,
+    )
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -5,9 +5,6 @@ It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says
 
 from hvdcompress.ops.numpy.arithmetic import (
     accumulate,
-    accumulate_above,
-    accumulate_argmax,
-    accumulate_moments,
     add_all,
     blend,
     merge,
@@ -64,7 +61,7 @@ from hvdcompress.ops.numpy.statistics import all_below, all_finite, bucket_norms
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
+    "accumulate", "add_all", "all_below",
     "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",

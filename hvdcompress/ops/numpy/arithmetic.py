@@ -9,12 +9,16 @@ import numpy as np
 from hvdcompress.ops.numpy.floats import from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.statistics import all_finite, moments
-from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Half, Scalar, Sparse
+from hvdcompress.ops.shared import Finders, find, index_dtype
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Half, Scan, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
 
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+
+def accumulate(
+    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+) -> Found:
     with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
         if scale == 1.0:
             np.add(gradient, residual, out=out)
@@ -23,33 +27,7 @@ def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear
             out += residual
     if clear:
         gradient[...] = 0
-    return all_finite(out)
-
-
-def accumulate_moments(
-    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
-) -> tuple[float, float]:
-    finite = accumulate(gradient, residual, scale, out, clear)
-    return moments(out) if finite else (np.nan, np.nan)
-
-
-def accumulate_argmax(
-    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-) -> tuple[bool, Array]:
-    return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
-
-
-def accumulate_above(
-    gradient: Array,
-    residual: Array,
-    scale: float,
-    out: Array,
-    threshold: Scalar,
-    capacity: int,
-    clear: bool = False,
-) -> tuple[bool, Sparse]:
-    finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
-    return finite, Sparse(index, out[index])
+    return find(out, scan, FINDERS)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

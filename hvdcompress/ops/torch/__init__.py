@@ -6,9 +6,6 @@ No tensor passes through host memory. :mod:`hvdcompress.ops.torch.tensors` lists
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.torch.arithmetic import (
     accumulate,
-    accumulate_above,
-    accumulate_argmax,
-    accumulate_moments,
     add_all,
     blend,
     merge,
@@ -64,7 +61,7 @@ from hvdcompress.ops.torch.spectra import irfft, magnitudes, pair_places, rfft
 from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 
 __all__ = [
-    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
+    "accumulate", "add_all", "all_below",
     "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",

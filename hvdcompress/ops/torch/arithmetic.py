@@ -6,49 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Array, Half, Scalar, Sparse
+from hvdcompress.ops.shared import Finders, find, index_dtype
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Array, Found, Half, Scan, Sparse
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.statistics import all_finite, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+
+def accumulate(
+    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+) -> Found:
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
     else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
         torch.mul(gradient, f32(scale), out=out).add_(residual)
     if clear:
         gradient.zero_()
-    return all_finite(out)
-
-
-def accumulate_moments(
-    gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
-) -> tuple[float, float]:
-    finite = accumulate(gradient, residual, scale, out, clear)
-    return moments(out) if finite else (float("nan"), float("nan"))
-
-
-def accumulate_argmax(
-    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-) -> tuple[bool, Array]:
-    return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
-
-
-def accumulate_above(
-    gradient: Array,
-    residual: Array,
-    scale: float,
-    out: Array,
-    threshold: Scalar,
-    capacity: int,
-    clear: bool = False,
-) -> tuple[bool, Sparse]:
-    finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
-    return finite, Sparse(index, out[index])
+    return find(out, scan, FINDERS)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

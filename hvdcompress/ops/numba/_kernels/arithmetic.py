@@ -11,36 +11,6 @@ from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, co
 
 
 @compiled
-def accumulate(gradient, residual, scale, out, bits, clear):
-    """Returns the greatest magnitude's bits."""
-    most = np.int32(0)
-    for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
-        b = bits[start : start + BLOCK]
-        for i in range(o.size):
-            o[i] = scale * g[i] + r[i]
-        for i in range(o.size):
-            most = max(most, b[i] & MAGNITUDE)
-        if clear:
-            g[:] = np.float32(0)
-    return most
-
-
-@compiled
-def accumulate_moments(gradient, residual, scale, out, total, squares, clear):
-    for start in range(0, out.size, LANES):
-        g, r, o = gradient[start : start + LANES], residual[start : start + LANES], out[start : start + LANES]
-        for i in range(o.size):
-            value = scale * g[i] + r[i]
-            o[i] = value
-            wide = np.float64(value)
-            total[i] += wide
-            squares[i] += wide * wide
-        if clear:
-            g[:] = np.float32(0)
-
-
-@compiled
 def accumulate_argmax(gradient, residual, scale, out, bits, chunk, offset, clear):
     """Returns the greatest magnitude's bits."""
     greatest = np.int32(0)
@@ -76,8 +46,12 @@ def first_byte(word):
 
 
 @compiled
-def accumulate_above(gradient, residual, scale, out, bits, low, index, values, clear):
-    """Returns how many magnitudes above ``low`` were noted, as far as ``index`` goes, and the greatest's bits."""
+def accumulate(gradient, residual, scale, out, bits, clear, sums, low, index, values):
+    """Returns the greatest magnitude's bits, and how many magnitudes above ``low`` were noted, as far as there is room.
+
+    ``sums`` [2, LANES or 0] receives sums of x and of x², side by side.
+    """
+    total, squares = sums
     found, room, most = 0, index.size - 1, np.int32(0)  # the last place is for what is one too many
     flag = np.zeros(BLOCK, np.int8)
     eight = flag.view(np.uint64)  # most groups of eight hold none, most others one
@@ -92,6 +66,13 @@ def accumulate_above(gradient, residual, scale, out, bits, low, index, values, c
         most = max(most, here)
         if clear:
             g[:] = np.float32(0)
+        if total.size:
+            for first in range(0, o.size, LANES):
+                part = o[first : first + LANES]
+                for i in range(part.size):
+                    wide = np.float64(part[i])
+                    total[i] += wide
+                    squares[i] += wide * wide
         if here <= low or found == room:
             continue
         if o.size < BLOCK:
@@ -106,7 +87,7 @@ def accumulate_above(gradient, residual, scale, out, bits, low, index, values, c
                 values[found] = o[i]
                 found = min(found + 1, room)
                 left &= left - np.uint64(1)
-    return found, most
+    return most, found
 
 
 @compiled
