@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -24,27 +25,30 @@ def accumulate(
 ) -> Found:
     if not plain(gradient, residual, out):
         return reference.accumulate(gradient, residual, scale, out, scan, clear)
-    above = scan.above
-    if (above is not None and above < 0) or (scan.chunk and (above is not None or scan.moments)):  # rare
+    if (scan.above is not None and scan.above < 0) or (scan.chunk and (scan.above is not None or scan.moments)):  # rare
         accumulate(gradient, residual, scale, out, clear=clear)
         return find(out, scan, FINDERS)
-    factor, bits = np.float32(scale), out.view(np.int32)
+    passed = gradient, residual, np.float32(scale), out, clear
     if scan.chunk:
         offsets = np.empty(-(-out.size // scan.chunk), np.int32)
-        most = kernels.accumulate_argmax(gradient, residual, factor, out, bits, scan.chunk, offsets, clear)
+        most = kernels.accumulate_argmax(*passed, scan.chunk, offsets)
         return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
-    low = kernels.MAGNITUDE if above is None else magnitude_bits(above)
-    room = (0 if above is None else min(scan.capacity, out.size)) + 1  # one more, for what is one too many
+    if not scan.moments and scan.above is None:
+        return Found(kernels.accumulate(*passed) < INF_BITS)
+    low, room = kernels.MAGNITUDE, 0
+    if scan.above is not None:
+        low, room = magnitude_bits(scan.above), min(scan.capacity, out.size)
     index, values = np.empty(room, index_dtype(out.size)), np.empty(room, np.float32)
-    sums = np.zeros((2, kernels.LANES if scan.moments else 0))
-    most, count = kernels.accumulate(gradient, residual, factor, out, bits, clear, sums, low, index, values)
-    if most >= INF_BITS:
-        return Found(False)
-    return Found(
-        True,
-        moments_of(sums[0].sum(), sums[1].sum(), out.size) if scan.moments else None,
-        above=Sparse(index[:count], values[:count]) if above is not None and count < scan.capacity else None,
-    )
+    found: dict[str, Any] = {}
+    if scan.moments:
+        total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
+        most, count = kernels.accumulate_moments(*passed, low, index, values, total, squares)
+        found["moments"] = moments_of(total.sum(), squares.sum(), out.size)
+    else:
+        most, count = kernels.accumulate_above(*passed, low, index, values)
+    if scan.above is not None and count < scan.capacity:
+        found["above"] = Sparse(index[:count], values[:count])
+    return Found(True, **found) if most < INF_BITS else Found(False)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -69,7 +69,7 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
     if not plain(x):
         return reference.chunk_argmax(x, chunk)
     offset = np.empty(-(-x.size // chunk), np.int32)
-    kernels.chunk_argmax(x.view(np.int32), chunk, offset)
+    kernels.chunk_argmax(x, chunk, offset)
     return offset
 
 

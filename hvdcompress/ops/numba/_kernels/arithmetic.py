@@ -8,86 +8,100 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, compiled
+from hvdcompress.ops.numba._kernels.selection import first_of, flagged
 
 
 @compiled
-def accumulate_argmax(gradient, residual, scale, out, bits, chunk, offset, clear):
+def accumulate(gradient, residual, scale, out, clear):
+    """Returns the greatest magnitude's bits."""
+    most = np.int32(0)
+    for start in range(0, out.size, BLOCK):
+        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        for i in range(o.size):
+            value = np.float32(scale * g[i] + r[i])
+            o[i] = value
+            most = max(most, value.view(np.int32) & MAGNITUDE)
+        if clear:
+            g[:] = np.float32(0)
+    return most
+
+
+@compiled
+def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
+    """Returns the greatest magnitude's bits, and how many magnitudes above ``low`` were noted, as far as there is room.
+
+    ``index`` and ``values`` receive them.
+    """
+    found, most = 0, np.int32(0)
+    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
+    for start in range(0, out.size, BLOCK):
+        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        if o.size < BLOCK:
+            flag[:] = 0
+        for i in range(o.size):
+            value = np.float32(scale * g[i] + r[i])
+            o[i] = value
+            magnitude = value.view(np.int32) & MAGNITUDE
+            most = max(most, magnitude)
+            flag[i] = np.int8(magnitude > low)
+        if clear:
+            g[:] = np.float32(0)
+        count = min(flagged(flag, places), index.size - found)
+        for j in range(count):
+            index[found + j] = start + places[j]
+            values[found + j] = o[places[j]]
+        found += count
+    return most, found
+
+
+@compiled
+def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, total, squares):
+    """As ``accumulate_above``; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
+    found, most = 0, np.int32(0)
+    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
+    for start in range(0, out.size, BLOCK):
+        stop = min(start + BLOCK, out.size)
+        if stop - start < BLOCK:
+            flag[:] = 0
+        for first in range(start, stop, LANES):
+            last = min(first + LANES, stop)
+            g, r, o, f = gradient[first:last], residual[first:last], out[first:last], flag[first - start : last - start]
+            for i in range(o.size):
+                value = np.float32(scale * g[i] + r[i])
+                o[i] = value
+                magnitude = value.view(np.int32) & MAGNITUDE
+                most = max(most, magnitude)
+                f[i] = np.int8(magnitude > low)
+                wide = np.float64(value)
+                total[i] += wide
+                squares[i] += wide * wide
+            if clear:
+                g[:] = np.float32(0)
+        count = min(flagged(flag, places), index.size - found)
+        for j in range(count):
+            index[found + j] = start + places[j]
+            values[found + j] = out[start + places[j]]
+        found += count
+    return most, found
+
+
+@compiled
+def accumulate_argmax(gradient, residual, scale, out, clear, chunk, offset):
     """Returns the greatest magnitude's bits."""
     greatest = np.int32(0)
     for j in range(offset.size):
         start, stop = j * chunk, min((j + 1) * chunk, out.size)
-        g, r, o, b = gradient[start:stop], residual[start:stop], out[start:stop], bits[start:stop]
-        for i in range(o.size):
-            o[i] = scale * g[i] + r[i]
+        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
         most = np.int32(0)
-        for i in range(b.size):
-            most = max(most, b[i] & MAGNITUDE)
-        for i in range(b.size):  # a search beside a maximum of 32 bits is faster than a maximum of value and place
-            if (b[i] & MAGNITUDE) == most:
-                offset[j] = i
-                break
+        for i in range(o.size):
+            value = np.float32(scale * g[i] + r[i])
+            o[i] = value
+            most = max(most, value.view(np.int32) & MAGNITUDE)
+        if clear:
+            g[:] = np.float32(0)
+        offset[j] = first_of(o, most)
         greatest = max(greatest, most)
-        if clear:
-            g[:] = np.float32(0)
     return greatest
-
-
-@compiled
-def first_byte(word):
-    """The place, 0 to 7, of the lowest byte of a uint64 that is 1 where all others are 0 or 1."""
-    lowest, place = word & (~word + np.uint64(1)), np.uint64(0)
-    if lowest > np.uint64(0xFFFFFFFF):
-        place += np.uint64(4)
-        lowest >>= np.uint64(32)
-    if lowest > np.uint64(0xFFFF):
-        place += np.uint64(2)
-        lowest >>= np.uint64(16)
-    return place + np.uint64(lowest > np.uint64(0xFF))
-
-
-@compiled
-def accumulate(gradient, residual, scale, out, bits, clear, sums, low, index, values):
-    """Returns the greatest magnitude's bits, and how many magnitudes above ``low`` were noted, as far as there is room.
-
-    ``sums`` [2, LANES or 0] receives sums of x and of x², side by side.
-    """
-    total, squares = sums
-    found, room, most = 0, index.size - 1, np.int32(0)  # the last place is for what is one too many
-    flag = np.zeros(BLOCK, np.int8)
-    eight = flag.view(np.uint64)  # most groups of eight hold none, most others one
-    for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
-        b = bits[start : start + BLOCK]
-        for i in range(o.size):
-            o[i] = scale * g[i] + r[i]
-        here = np.int32(0)
-        for i in range(o.size):
-            here = max(here, b[i] & MAGNITUDE)
-        most = max(most, here)
-        if clear:
-            g[:] = np.float32(0)
-        if total.size:
-            for first in range(0, o.size, LANES):
-                part = o[first : first + LANES]
-                for i in range(part.size):
-                    wide = np.float64(part[i])
-                    total[i] += wide
-                    squares[i] += wide * wide
-        if here <= low or found == room:
-            continue
-        if o.size < BLOCK:
-            flag[:] = 0
-        for i in range(o.size):
-            flag[i] = np.int8((b[i] & MAGNITUDE) > low)
-        for group in range(eight.size):
-            left = eight[group]
-            while left:
-                i = np.uint64(8 * group) + first_byte(left)
-                index[found] = start + i
-                values[found] = o[i]
-                found = min(found + 1, room)
-                left &= left - np.uint64(1)
-    return most, found
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""The loops of ``numba/selection.py``. Arguments: the ``bits`` of float32 vectors as int32; offsets as int64."""
+"""The loops of ``numba/selection.py``. Arguments: float32 vectors, or their ``bits`` as int32; offsets as int64."""
 
 # mypy: disable-error-code="assignment"
 # (In a kernel a variable takes the widest of its types; Python's rule is the first.)
@@ -23,25 +23,43 @@ def count(bits, low):
 
 
 @compiled
+def flagged(flag, places):
+    """Note where flags [BLOCK] are 1, ascending; returns how many. ``places`` has room for 8 more.
+
+    Nothing branches on a flag, as the processor could not foresee it: what is written last is overwritten where it
+    does not count.
+    """
+    eight = flag.view(np.uint64)
+    groups, found = 0, 0
+    hot = np.empty(eight.size + 1, np.int32)
+    for group in range(eight.size):
+        hot[groups] = group
+        groups += np.int64(eight[group] != np.uint64(0))
+    for j in range(groups):
+        first = 8 * hot[j]
+        for i in range(first, first + 8):
+            places[found] = i
+            found += flag[i]
+    return found
+
+
+@compiled
 def find(bits, low, span, out):
     """Indices with low ≤ |bits| ≤ low + span, until ``out`` is full; returns how many."""
     found = 0
-    flag = np.zeros(BLOCK, np.uint8)
-    eight = flag.view(np.uint64)  # most groups of eight hold none
+    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
     for start in range(0, bits.size, BLOCK):
         part = bits[start : start + BLOCK]
         if part.size < BLOCK:
             flag[:] = 0
         for i in range(part.size):
-            flag[i] = np.uint32((part[i] & MAGNITUDE) - low) <= span
-        for group in range(eight.size):
-            if eight[group]:
-                for i in range(8 * group, 8 * group + 8):
-                    if flag[i]:
-                        if found == out.size:
-                            return found
-                        out[found] = start + i
-                        found += 1
+            flag[i] = np.int8(np.uint32((part[i] & MAGNITUDE) - low) <= span)
+        count = min(flagged(flag, places), out.size - found)
+        for j in range(count):
+            out[found + j] = start + places[j]
+        found += count
+        if found == out.size:
+            break
     return found
 
 
@@ -67,13 +85,23 @@ def histogram(bits, stride):
 
 
 @compiled
-def chunk_argmax(bits, chunk, out):
+def first_of(x, most):
+    """Where the first |x| with these bits is; without a branch, so that many are looked at together."""
+    ahead, size = np.int32(0), np.int32(x.size)
+    for i in range(x.size):
+        here = (np.float32(x[i]).view(np.int32) & MAGNITUDE) == most
+        ahead = max(ahead, size - np.int32(i) if here else np.int32(0))
+    return size - ahead
+
+
+@compiled
+def chunk_argmax(x, chunk, out):
     for j in range(out.size):
-        part = bits[j * chunk : (j + 1) * chunk]
-        best = np.int64(-1)
-        for i in range(part.size):  # one number for magnitude and place: a plain maximum, lowest place first
-            best = max(best, np.int64(part[i] & MAGNITUDE) << 32 | (0x7FFFFFFF - i))
-        out[j] = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+        part = x[j * chunk : (j + 1) * chunk]
+        most = np.int32(0)
+        for i in range(part.size):
+            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
+        out[j] = first_of(part, most)
 
 
 @compiled
