@@ -388,6 +388,27 @@ class Ops(Protocol):
         A buffer that is too short counts as if zeros followed it.
         """
 
+    def elias_fano(self, index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
+        """Split ascending indices into their low bits and, in unary, the rest (Elias 1974; Fano 1971).
+
+        Args:
+            index: [k] int32 or int64, ascending.
+            low: The number of low bits, at most 56.
+            num_bits: The length of the bitmap: more than index[k − 1] >> low, plus k − 1.
+
+        Returns:
+            The low bits, as of :meth:`pack_bits` [⌈k·low/8⌉] uint8; and a bitmap in which the bits
+            (index[i] >> low) + i are set [⌈num_bits/8⌉] uint8.
+        """
+
+    def from_elias_fano(self, lows: Array, highs: Array, low: int, num_bits: int) -> Array:
+        """Undo :meth:`elias_fano`.
+
+        Returns:
+            As many indices as bits below ``num_bits`` are set, ascending int64. Buffers that are too short count as if
+            zeros followed them.
+        """
+
     # -- codes: random rounding to levels, signs, and fields that add ----------------------------------------------
 
     def uniform(self, key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:

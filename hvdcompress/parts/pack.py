@@ -92,8 +92,7 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Ops) -> Array:
     if coding == "bitmap":
         return padded(ops.set_bits(index, n), ops)
     low = low_bits(k, n)
-    lows = ops.pack_bits(index & ((1 << low) - 1), low)
-    highs = ops.set_bits(index // (1 << low) + ops.index_range(k, like=index), k + (n >> low) + 1)
+    lows, highs = ops.elias_fano(index, low, k + (n >> low) + 1)
     return ops.concat([padded(lows, ops), padded(highs, ops)])
 
 
@@ -120,11 +119,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
     else:
         low = low_bits(k, n)
         edge = aligned(-(-k * low // 8))
-        positions = ops.find_bits(buffer[edge:], k + (n >> low) + 1)
-        if len(positions) != k:
-            raise wire.WireError(f"payload damaged: it has {len(positions)} indices, expected {k}")
-        high = positions - ops.index_range(k, like=positions)
-        index = high * (1 << low) + ops.unpack_bits(buffer[:edge], low, k)
+        index = ops.from_elias_fano(buffer[:edge], buffer[edge:], low, k + (n >> low) + 1)
     if len(index) != k:
         raise wire.WireError(f"payload damaged: it has {len(index)} indices, expected {k}")
     if k and not ops.all_below(index, n):

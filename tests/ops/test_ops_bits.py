@@ -25,6 +25,15 @@ call("find_bits")(lambda o, put, x, r: o.find_bits(put(np.r_[x.view(np.uint8), n
 call("set_bits")(lambda o, put, x, r: o.set_bits(put(chosen(x)), x.size))
 call("set_bits")(lambda o, put, x, r: o.set_bits(put(chosen(x).astype(np.int64)), x.size + 5))
 
+for low in (0, 1, 7, 31):
+    call("elias_fano")(lambda o, put, x, r, w=low: o.elias_fano(put(chosen(x)), w, 2 * x.size + 9))
+    for short in (0, 1):
+
+        @call("from_elias_fano")
+        def _(o, put, x, r, w=low, short=short):
+            lows, highs = reference.elias_fano(chosen(x).astype(np.int64), w, 2 * x.size + 9)
+            return o.from_elias_fano(put(lows[short:]), put(highs[: highs.size - short]), w, 2 * x.size + 9)
+
 
 # -- damaged payloads ---------------------------------------------------------------------------------------------
 

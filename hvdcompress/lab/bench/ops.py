@@ -69,6 +69,8 @@ def cases(n: int) -> list[Case]:
     offset = reference.chunk_argmax(x, chunk)
     packed = reference.pack_bits(offset, width)
     bitmap = reference.set_bits(index % (3 * k), 3 * k)  # as dense as Elias-Fano's high parts
+    num_bits = k + (n >> 6) + 1
+    coded = reference.elias_fano(index, 6, num_bits)
     shares = Sparse(np.concatenate([index, index]), np.concatenate([values, values]))
     places = np.unique(index % (3 * k))
     return [
@@ -105,6 +107,8 @@ def cases(n: int) -> list[Case]:
         Case("unpack_bits", "7 bits", 9 * k, lambda o: o.unpack_bits(packed, width, k)),
         Case("set_bits", "a third set", 5 * k, lambda o: o.set_bits(places, 3 * k)),
         Case("find_bits", "a third set", 9 * k, lambda o: o.find_bits(bitmap, 3 * k)),
+        Case("elias_fano", "6 low bits", 5 * k, lambda o: o.elias_fano(index, 6, num_bits)),
+        Case("from_elias_fano", "6 low bits", 9 * k, lambda o: o.from_elias_fano(*coded, 6, num_bits)),
     ]
 
 

@@ -21,11 +21,19 @@ def pack_bits(values: Array, width: int) -> Array:
 
 
 def unpack_bits(buffer: Array, width: int, count: int) -> Array:
-    if not 0 < width <= _WIDEST or not plain(buffer, dtype=np.uint8):
+    if not 0 < width <= 32 or not plain(buffer, dtype=np.uint8):
         return reference.unpack_bits(buffer, width, count)
     out = np.empty(count, np.int64)
-    kernels.unpack_bits(buffer, width, out)
+    kernels.unpack_bits(_words(buffer, count * width), width, out)
     return out
+
+
+def _words(buffer: Array, num_bits: int) -> Array:
+    """The first bits of a buffer as uint32, with zeros after them: one word more than needed."""
+    words = np.zeros(-(-num_bits // 32) + 1, np.uint32)
+    part = buffer[: 4 * words.size - 4]
+    words.view(np.uint8)[: part.size] = part
+    return words
 
 
 def set_bits(positions: Array, num_bits: int) -> Array:
@@ -38,3 +46,20 @@ def find_bits(buffer: Array, num_bits: int) -> Array:
     if not plain(buffer, dtype=np.uint8):
         return reference.find_bits(buffer, num_bits)
     return kernels.find_bits(buffer[: -(-num_bits // 8)], num_bits)
+
+
+def elias_fano(index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
+    if not low <= _WIDEST:
+        return reference.elias_fano(index, low, num_bits)
+    lows, highs = np.empty(-(-index.size * low // 8), np.uint8), np.zeros(-(-num_bits // 8), np.uint8)
+    kernels.pack_bits(int64(index), low, lows)
+    kernels.set_highs(int64(index), low, num_bits, highs)
+    return lows, highs
+
+
+def from_elias_fano(lows: Array, highs: Array, low: int, num_bits: int) -> Array:
+    if low > 32 or not plain(lows, dtype=np.uint8) or not plain(highs, dtype=np.uint8):
+        return reference.from_elias_fano(lows, highs, low, num_bits)
+    index = kernels.find_bits(highs[: -(-num_bits // 8)], num_bits)
+    kernels.add_lows(_words(lows, index.size * low), low, index)
+    return index

@@ -38,13 +38,16 @@ def top_k(x: Array, k: int) -> Array:
 
 def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
     index, values = candidates
-    magnitudes = np.abs(values)
-    threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    if k < magnitudes.size:
-        chosen = np.empty(k, np.int64)
-        kernels.choose(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
-        index, values = index[chosen], values[chosen]
-    return Sparse(index, values), float(threshold)
+    if not plain(values) or not 0 < k <= values.size:
+        return reference.largest_of(candidates, k)
+    bits = values.view(np.int32)
+    low = kernels.kth(bits & kernels.MAGNITUDE, k)
+    if k < values.size:
+        ties = k - kernels.count(bits, low + 1)
+        chosen, kept = np.empty(k + 1, index.dtype), np.empty(k + 1, np.float32)
+        kernels.choose(index, bits, low, ties, chosen, values, kept)
+        index, values = chosen[:k], kept[:k]
+    return Sparse(index, values), float(np.int32(low).view(np.float32))
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

@@ -31,6 +31,16 @@ def find_bits(buffer: Array, num_bits: int) -> Array:
     return np.flatnonzero(bits_of(buffer, num_bits))
 
 
+def elias_fano(index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
+    index = index.astype(np.int64)
+    return pack_bits(index & ((1 << low) - 1), low), set_bits((index >> low) + np.arange(index.size), num_bits)
+
+
+def from_elias_fano(lows: Array, highs: Array, low: int, num_bits: int) -> Array:
+    positions = find_bits(highs, num_bits)
+    return ((positions - np.arange(positions.size)) << low) + unpack_bits(lows, low, positions.size)
+
+
 def bits_of(buffer: Array, count: int) -> Array:
     """Return the first ``count`` bits of a buffer, lowest bit first [count] uint8; zeros follow the buffer's end."""
     if not buffer.size:  # of an empty buffer, numpy's unpackbits returns memory that nobody has written

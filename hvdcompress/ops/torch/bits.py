@@ -28,6 +28,18 @@ def find_bits(buffer: Array, num_bits: int) -> Array:
     return unpacked(buffer, 1, num_bits).nonzero().view(-1)
 
 
+def elias_fano(index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
+    index = index.long()
+    place = torch.arange(len(index), device=index.device)
+    return pack_bits(index & ((1 << low) - 1), low), set_bits((index >> low) + place, num_bits)
+
+
+def from_elias_fano(lows: Array, highs: Array, low: int, num_bits: int) -> Array:
+    positions = find_bits(highs, num_bits)
+    place = torch.arange(len(positions), device=positions.device)
+    return ((positions - place) << low) + unpack_bits(lows, low, len(positions))
+
+
 def packed(codes: Array, width: int) -> Array:
     """Pack codes [n] uint8 of ``width`` bits, at most 8, without gaps, lowest bit first [⌈n·width/8⌉] uint8."""
     n = len(codes)

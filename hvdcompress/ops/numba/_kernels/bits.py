@@ -27,18 +27,17 @@ def pack_bits(values, width, out):
 
 
 @compiled
-def unpack_bits(buffer, width, out):
-    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    held, have, at = np.uint64(0), 0, 0
+def number_at(words, place, width):
+    """The ``width`` bits from bit ``place`` on, at most 32; ``words`` is uint32 and one longer than needed."""
+    at = np.uint64(place) >> np.uint64(5)
+    pair = np.uint64(words[at]) | np.uint64(words[at + np.uint64(1)]) << np.uint64(32)
+    return np.int64(pair >> (np.uint64(place) & np.uint64(31)) & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)))
+
+
+@compiled
+def unpack_bits(words, width, out):
     for i in range(out.size):
-        while have < width:
-            if at < buffer.size:  # as in the reference, zeros follow the buffer's end
-                held |= np.uint64(buffer[at]) << np.uint64(have)
-            have += 8
-            at += 1
-        out[i] = held & mask
-        held >>= np.uint64(width)
-        have -= width
+        out[i] = number_at(words, i * width, width)
 
 
 @compiled
@@ -68,3 +67,19 @@ def find_bits(buffer, num_bits):
     while found and out[found - 1] >= num_bits:  # bits beyond the end, in the last byte
         found -= 1
     return out[:found]
+
+
+@compiled
+def set_highs(index, low, num_bits, out):
+    for j in range(index.size):
+        i = (index[j] >> low) + j
+        if i < 0 or i >= num_bits:
+            raise IndexError("a bit is outside of the bitmap")
+        out[i >> 3] |= 1 << (i & 7)
+
+
+@compiled
+def add_lows(words, low, out):
+    """From the places of bits in a bitmap to the indices, given their low bits."""
+    for i in range(out.size):
+        out[i] = (out[i] - i) << low | number_at(words, i * low, low)

@@ -64,15 +64,51 @@ def find(bits, low, span, out):
 
 
 @compiled
-def choose(magnitudes, threshold, ties, out):
-    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it."""
+def kth(magnitudes, k):
+    """The k-th largest of the bits of magnitudes, 1 ≤ k ≤ n; overwrites them.
+
+    A histogram of 2048 equal ranges tells in which range it is. Its numbers are sorted in the same way, until they are
+    one.
+    """
+    rest = magnitudes
+    count = np.empty(2049, np.int64)
+    while True:
+        low, high = rest[0], rest[0]
+        for i in range(rest.size):
+            low, high = min(low, rest[i]), max(high, rest[i])
+        shift = 0
+        while (high - low) >> shift > 2047:
+            shift += 1
+        count[:] = 0
+        for i in range(rest.size):
+            count[(rest[i] - low) >> shift] += 1
+        place = 2047
+        while count[place] < k:
+            k -= count[place]
+            place -= 1
+        if shift == 0:
+            return low + np.int32(place)
+        found = 0
+        for i in range(rest.size):
+            value = rest[i]
+            rest[found] = value
+            found += np.int64((value - low) >> shift == place)
+        rest = rest[:found]
+
+
+@compiled
+def choose(index, bits, low, ties, chosen, values, out):
+    """Entries of ``index`` and ``values`` with magnitudes above ``low``, and the first ``ties`` that are equal to it.
+
+    ``chosen`` and ``out`` receive them, and have room for one more.
+    """
     found = 0
-    for i in range(magnitudes.size):
-        equal = magnitudes[i] == threshold and ties > 0
-        if magnitudes[i] > threshold or equal:
-            out[found] = i
-            found += 1
-            ties -= equal
+    for i in range(bits.size):
+        magnitude = bits[i] & MAGNITUDE
+        chosen[found], out[found] = index[i], values[i]
+        equal = np.int64(magnitude == low) & np.int64(ties > 0)
+        found += np.int64(magnitude > low) + equal
+        ties -= equal
 
 
 @compiled
