@@ -85,6 +85,20 @@ class Found(NamedTuple):
     above: Sparse | None = None
 
 
+class Velocity(NamedTuple):
+    """The momentum of a gradient.
+
+    Attributes:
+        old: [n].
+        new: [n]; it is written.
+        momentum: The factor of ``old``; rounded to float32 first.
+    """
+
+    old: Array
+    new: Array
+    momentum: float
+
+
 class Ops(Protocol):
     """The array verbs. A backend is a module with these functions."""
 
@@ -138,10 +152,11 @@ class Ops(Protocol):
         out: Array,
         scan: Scan = NOTHING,
         clear: bool = False,
+        velocity: Velocity | None = None,
     ) -> Found:
         """Set out = scale·gradient + residual, in place, and report on ``out``, in one pass over memory where possible.
 
-        All three have one length. The product is rounded to float32 before the sum is, on every device (no fused
+        All arrays have one length. Products are rounded to float32 before sums are, on every device (no fused
         multiply-add).
 
         Args:
@@ -151,6 +166,8 @@ class Ops(Protocol):
             out: [n]. It is neither of the two others.
             scan: What is asked for beside whether ``out`` is finite.
             clear: Whether to set ``gradient`` to 0, while it is in the processor's cache.
+            velocity: If given, velocity.new = velocity.momentum·velocity.old + scale·gradient is set, too, and is
+                added to the residual instead of scale·gradient.
 
         Returns:
             What was found. If ``out`` is not finite, the rest of it means nothing.

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.spec import Found, Ops
+from hvdcompress.ops.spec import Found, Ops, Velocity
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -79,21 +77,13 @@ def receive(
     """
     x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx)
     factor = method.clip(gradient, scale, ctx, ops)
+    velocity = None
     if method.feedback == "momentum":
-        velocity = spare[VELOCITY][span]
-        scaled = gradient if factor == 1.0 else gradient * np.float32(factor)
-        ops.accumulate(state[VELOCITY][span], scaled, method.momentum, velocity)
-        if clear:
-            ops.fill(gradient, 0.0)
-        found = ops.accumulate(velocity, residual, 1.0, x, scan)
-    else:
-        found = ops.accumulate(gradient, residual, factor, x, scan, clear)
+        velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)
+    found = ops.accumulate(gradient, residual, factor, x, scan, clear, velocity)
     if not found.finite:
         zeros = ops.zeros(len(x), "float32", like=x)
-        if method.feedback == "momentum":
-            ops.accumulate(state[VELOCITY][span], zeros, method.momentum, velocity)
-            zeros = velocity
-        return ops.accumulate(zeros, residual, 1.0, x, scan)._replace(finite=False)
+        return ops.accumulate(zeros, residual, 1.0, x, scan, velocity=velocity)._replace(finite=False)
     return found
 
 

@@ -34,7 +34,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import selection as numba_selection
 from hvdcompress.ops.numpy.arithmetic import FINDERS
 from hvdcompress.ops.shared import find
-from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse
+from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse, Velocity
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
 
@@ -56,8 +56,17 @@ def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, An
     """Gradient and residual are added like this."""
 
     def otherwise(
-        gradient: Any, residual: Any, scale: float, out: Any, scan: Scan = NOTHING, clear: bool = False
+        gradient: Any,
+        residual: Any,
+        scale: float,
+        out: Any,
+        scan: Scan = NOTHING,
+        clear: bool = False,
+        velocity: Velocity | None = None,
     ) -> Found:
+        if velocity is not None:
+            accumulate(velocity.old, gradient, velocity.momentum, velocity.new)
+            gradient, scale = velocity.new, 1.0
         accumulate(gradient, residual, scale, out)
         return find(out, scan, FINDERS)
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Half, Scan, Sparse
+from hvdcompress.ops.spec import Half, Scan, Sparse, Velocity
 
 INDEX = ("int32", "int64")
 
@@ -42,6 +42,14 @@ def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.n
     return found.finite, found.offsets, above, found.moments is not None, out, gradient
 
 
+def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """The same, with momentum."""
+    gradient, out, new = put(x, changes=clear), put(np.ones_like(r), changes=True), put(0 * r, changes=True)
+    found = o.accumulate(gradient, put(r[::-1].copy()), scale, out, scan, clear, Velocity(put(r), new, 0.9))
+    above = None if found.above is None else tuple(found.above)
+    return found.finite, found.offsets, above, found.moments is not None, out, new, gradient
+
+
 for scale in (1.0, 0.3, 2.0**-16):
     for clear in (False, True):
         for scan in (
@@ -57,6 +65,8 @@ for scale in (1.0, 0.3, 2.0**-16):
             Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
         ):
             call("accumulate")(partial(accumulated, scan, scale, clear))
+        for scan in (Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7)):
+            call("accumulate")(partial(with_velocity, scan, scale, clear))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
     call("subtract")(
         lambda o, put, x, r, s=scale: changed(

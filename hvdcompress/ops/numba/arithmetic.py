@@ -14,33 +14,47 @@ from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain,
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.statistics import all_finite, moments
 from hvdcompress.ops.shared import Finders, find, index_dtype, moments_of
-from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse
+from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse, Velocity
 from hvdcompress.ops.spec import NumpyArray as Array
 
 FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
 
 def accumulate(
-    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    scan: Scan = NOTHING,
+    clear: bool = False,
+    velocity: Velocity | None = None,
 ) -> Found:
-    if not plain(gradient, residual, out):
-        return reference.accumulate(gradient, residual, scale, out, scan, clear)
-    if (scan.above is not None and scan.above < 0) or (scan.chunk and (scan.above is not None or scan.moments)):  # rare
-        accumulate(gradient, residual, scale, out, clear=clear)
+    if not plain(gradient, residual, out, *(velocity or ())[:2]):
+        return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
+    if (
+        (scan.above is not None and scan.above < 0)
+        or (scan.chunk and (scan.above is not None or scan.moments))
+        or (velocity is not None and (scan.chunk or scan.moments))
+    ):  # rare
+        if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
+            return Found(False)
         return find(out, scan, FINDERS)
     passed = gradient, residual, np.float32(scale), out, clear
     if scan.chunk:
         offsets = np.empty(-(-out.size // scan.chunk), np.int32)
         most = kernels.accumulate_argmax(*passed, scan.chunk, offsets)
         return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
-    if not scan.moments and scan.above is None:
+    if not scan.moments and scan.above is None and velocity is None:
         return Found(kernels.accumulate(*passed) < INF_BITS)
     low, room = kernels.MAGNITUDE, 0
     if scan.above is not None:
         low, room = magnitude_bits(scan.above), min(scan.capacity, out.size)
     index, values = np.empty(room, index_dtype(out.size)), np.empty(room, np.float32)
     found: dict[str, Any] = {}
-    if scan.moments:
+    if velocity is not None:
+        old, new, momentum = velocity
+        most, count = kernels.accumulate_velocity(*passed, low, index, values, old, new, np.float32(momentum))
+    elif scan.moments:
         total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
         most, count = kernels.accumulate_moments(*passed, low, index, values, total, squares)
         found["moments"] = moments_of(total.sum(), squares.sum(), out.size)

@@ -10,15 +10,29 @@ from hvdcompress.ops.numpy.floats import from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.statistics import all_finite, moments
 from hvdcompress.ops.shared import Finders, find, index_dtype
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Half, Scan, Sparse
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Half, Scan, Sparse, Velocity
 from hvdcompress.ops.spec import NumpyArray as Array
 
 FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
 
 def accumulate(
-    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    scan: Scan = NOTHING,
+    clear: bool = False,
+    velocity: Velocity | None = None,
 ) -> Found:
+    if velocity is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = gradient if scale == 1.0 else gradient * np.float32(scale)
+            np.multiply(velocity.old, np.float32(velocity.momentum), out=velocity.new)
+            velocity.new[...] += scaled
+        if clear:
+            gradient[...] = 0
+        return accumulate(velocity.new, residual, 1.0, out, scan)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
         if scale == 1.0:
             np.add(gradient, residual, out=out)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import Finders, find, index_dtype
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Array, Found, Half, Scan, Sparse
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Array, Found, Half, Scan, Sparse, Velocity
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
@@ -18,8 +18,20 @@ FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
 
 
 def accumulate(
-    gradient: Array, residual: Array, scale: float, out: Array, scan: Scan = NOTHING, clear: bool = False
+    gradient: Array,
+    residual: Array,
+    scale: float,
+    out: Array,
+    scan: Scan = NOTHING,
+    clear: bool = False,
+    velocity: Velocity | None = None,
 ) -> Found:
+    if velocity is not None:
+        scaled = gradient if scale == 1.0 else gradient * f32(scale)
+        torch.mul(velocity.old, f32(velocity.momentum), out=velocity.new).add_(scaled)
+        if clear:
+            gradient.zero_()
+        return accumulate(velocity.new, residual, 1.0, out, scan)
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
     else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice

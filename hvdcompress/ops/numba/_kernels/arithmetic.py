@@ -55,6 +55,34 @@ def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
 
 
 @compiled
+def accumulate_velocity(gradient, residual, scale, out, clear, low, index, values, old, new, momentum):
+    """As ``accumulate_above``, of velocity + residual."""
+    found, most = 0, np.int32(0)
+    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
+    for start in range(0, out.size, BLOCK):
+        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        u, v = old[start : start + BLOCK], new[start : start + BLOCK]
+        if o.size < BLOCK:
+            flag[:] = 0
+        for i in range(o.size):
+            speed = np.float32(momentum * u[i] + scale * g[i])
+            v[i] = speed
+            value = np.float32(speed + r[i])
+            o[i] = value
+            magnitude = value.view(np.int32) & MAGNITUDE
+            most = max(most, magnitude)
+            flag[i] = np.int8(magnitude > low)
+        if clear:
+            g[:] = np.float32(0)
+        count = min(flagged(flag, places), index.size - found)
+        for j in range(count):
+            index[found + j] = start + places[j]
+            values[found + j] = o[places[j]]
+        found += count
+    return most, found
+
+
+@compiled
 def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, total, squares):
     """As ``accumulate_above``; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
     found, most = 0, np.int32(0)
