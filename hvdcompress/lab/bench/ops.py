@@ -32,7 +32,7 @@ from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Scan
+from hvdcompress.ops.spec import Scan, Velocity
 from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]
@@ -62,13 +62,14 @@ def cases(n: int) -> list[Case]:
     k, chunk, width = max(n // 100, 1), 100, 7
     index = reference.top_k(x, k)
     values = x[index]
-    threshold, zeros = np.abs(values).min(), np.zeros_like(x)
+    threshold, zeros, speed = np.abs(values).min(), np.zeros_like(x), np.zeros_like(x)
     near = reference.first_above(x, 0.9 * threshold, n)
     candidates = Sparse(near, x[near])
     half, bits = x.astype(np.float16), reference.to_bf16(x)
     offset = reference.chunk_argmax(x, chunk)
     packed = reference.pack_bits(offset, width)
     bitmap = reference.set_bits(index % (3 * k), 3 * k)  # as dense as Elias-Fano's high parts
+    other = Sparse(reference.top_k(residual, k), values)
     num_bits = k + (n >> 6) + 1
     coded = reference.elias_fano(index, 6, num_bits)
     shares = Sparse(np.concatenate([index, index]), np.concatenate([values, values]))
@@ -76,6 +77,12 @@ def cases(n: int) -> list[Case]:
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
+        Case(
+            "accumulate",
+            "momentum",
+            20 * n,
+            lambda o: o.accumulate(x, residual, 1.0, out, velocity=Velocity(zeros, speed, 0.9)),
+        ),
         Case("accumulate", "moments", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out, Scan(moments=True))),
         Case("accumulate", "chunks of 100", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out, Scan(chunk=chunk))),
         Case(
@@ -90,6 +97,8 @@ def cases(n: int) -> list[Case]:
         Case("subtract", "dense, factor 0.1", 12 * n, lambda o: o.subtract(out, residual, 0.1)),
         Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
+        Case("zero_where", "sparse", 16 * k, lambda o: o.zero_where(out, Sparse(index, values))),
+        Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),
         Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
         Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),

@@ -7,8 +7,10 @@ except where the spec says otherwise. Verbs without a kernel are the reference's
 from hvdcompress.ops.numba.arithmetic import (
     accumulate,
     blend,
+    merge,
     subtract,
     write,
+    zero_where,
 )
 from hvdcompress.ops.numba.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import dequantize, quantize
@@ -40,7 +42,6 @@ from hvdcompress.ops.numpy import (
     magnitudes,
     matmul,
     matmul_transposed,
-    merge,
     orthonormalise,
     outer_sum,
     pack_fields,
@@ -59,7 +60,6 @@ from hvdcompress.ops.numpy import (
     uniform,
     unpack_fields,
     unpack_signs,
-    zero_where,
     zeros,
 )
 from hvdcompress.ops.shared import index_dtype

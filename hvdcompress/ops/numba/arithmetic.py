@@ -80,6 +80,23 @@ def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
         reference.subtract(x, own, factor)
 
 
+def zero_where(x: Array, own: Array | Sparse) -> None:
+    if plain_sparse(own, x):
+        kernels.zero_at(x, int64(own.index), own.values)
+    else:
+        reference.zero_where(x, own)
+
+
+def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
+    if plain(a.values) and plain(b.values) and a.index.size == a.values.size and b.index.size == b.values.size:
+        index = np.empty(a.index.size + b.index.size, index_dtype(n))
+        values = np.empty(index.size, np.float32)
+        found = kernels.merge(int64(a.index), a.values, int64(b.index), b.values, index, values)
+        if found >= 0:
+            return Sparse(index[:found], values[:found])
+    return reference.merge(a, b, n)
+
+
 def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
     if (
         isinstance(total, Half)

@@ -151,3 +151,37 @@ def add_at(out, index, values, factor):
         if i < 0 or i >= out.size:  # never write out of bounds, whatever came over the wire
             raise IndexError("an index is outside of the tensor")
         out[i] += factor * values[j]
+
+
+@compiled
+def zero_at(x, index, values):
+    for j in range(index.size):
+        i = index[j]
+        if i < 0 or i >= x.size:
+            raise IndexError("an index is outside of the tensor")
+        if values[j] != 0:
+            x[i] = np.float32(0)
+
+
+@compiled
+def merge(a_index, a_values, b_index, b_values, index, values):
+    """Returns the number of entries, or -1 if the indices do not ascend. The outputs have room for one more."""
+    i, j, found = 0, 0, 0
+    last = np.int64(-1)
+    while i < a_index.size or j < b_index.size:
+        left = a_index[i] if i < a_index.size else np.int64(0x7FFFFFFFFFFFFFFF)
+        right = b_index[j] if j < b_index.size else np.int64(0x7FFFFFFFFFFFFFFF)
+        here = min(left, right)
+        if here <= last:
+            return -1
+        value = np.float32(0)  # + 0 turns -0 into 0, as in the reference
+        if left == here:
+            value += a_values[i]
+            i += 1
+        if right == here:
+            value += b_values[j]
+            j += 1
+        index[found], values[found] = here, value
+        found += 1
+        last = here
+    return found
