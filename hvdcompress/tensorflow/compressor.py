@@ -39,7 +39,7 @@ from hvdcompress.engine import checkpoint, compressor
 from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
-from hvdcompress.method import Method, TensorSpec
+from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 
@@ -48,10 +48,15 @@ _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 
 
 class Ticket:
-    """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange."""
+    """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange.
 
-    def __init__(self, gradient: tf.Tensor, bucket: Bucket, done: tf.Tensor | None):
-        self.gradient, self.bucket, self.done = gradient, bucket, done
+    Attributes:
+        done: what the last segment waits for.
+        received: whether ``done`` is a collective's result, which the last segment is to take.
+    """
+
+    def __init__(self, gradient: tf.Tensor, bucket: Bucket, done: tf.Tensor, received: bool):
+        self.gradient, self.bucket, self.done, self.received = gradient, bucket, done, received
 
 
 class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
@@ -115,60 +120,91 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         piggyback = self._piggyback(bucket)
         ended = tf.raw_ops.ReadVariableOp(resource=self._ended[bucket.spec.name], dtype=tf.int64)
         segments = self._segments
-        probe = _segment(lambda gradient, _: segments.begin(bucket, gradient, piggyback), [flat, ended], tf.float32)
+        chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
+        first = chains[0][:1] if len(chains) == 1 else ()  # one segment does what it can: each costs much
+
+        def begin(gradient: Array, _: Array) -> list[Array]:
+            probe = segments.begin(bucket, gradient, piggyback)
+            return [probe, *(segments.send(bucket, 0, first[0]) if first else ())]
+
+        probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
         probe.set_shape([PROBE + (piggyback or 0)])
-        return probe, Ticket(tensor, bucket, probe if piggyback is not None else self._exchange(bucket, probe))
+        if first:
+            return probe, Ticket(tensor, bucket, self._chain(bucket, payload, chains[0]), received=True)
+        done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
+        return probe, Ticket(tensor, bucket, done, received=False)
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
         """The end of a gradient's exchange: the reduced gradient."""
         if ctx is None:
             return output
-        bucket, gradient = ctx.bucket, ctx.gradient
-        out = _segment(lambda probe, done: self._segments.finish(bucket, probe), [output, ctx.done], _work(bucket))
+        bucket, gradient, received = ctx.bucket, ctx.gradient, ctx.received
+
+        def finish(probe: Array, done: Array) -> Array:
+            if received:
+                self._segments.receive(bucket, done)
+            return self._segments.finish(bucket, probe)
+
+        out = _segment(finish, [output, ctx.done], _work(bucket))
         with tf.control_dependencies([out]):
             tf.raw_ops.AssignAddVariableOp(resource=self._ended[bucket.spec.name], value=tf.constant(1, tf.int64))
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
 
-    def _exchange(self, bucket: Bucket, begun: tf.Tensor) -> tf.Tensor:
-        """The chain of segments and collectives that follows ``begun``; its end is known by a scalar."""
-        world = self.local.world
-        plans = {
-            (stage, phase): rehearse(method, phase, world, bucket.spec)
+    def _chains(self, bucket: Bucket) -> list[tuple[Round, ...]]:
+        """The sequences of collectives that the bucket's exchange may be, in its stages and phases."""
+        return list(dict.fromkeys(self._rehearsals(bucket).values()))
+
+    def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
+        return {
+            (stage, phase): rehearse(method, phase, self.local.world, bucket.spec)
             for stage, (_, method) in enumerate(bucket.program.stages)
             for phase in range(len(method.phases))
         }
-        chains = list(dict.fromkeys(plans.values()))
-        if len(chains) == 1:
-            return self._chain(bucket, begun, chains[0])
-        which = _segment(lambda _: np.int32(chains.index(plans[self._segments.phase(bucket)])), [begun], tf.int32)
+
+    def _switch(self, bucket: Bucket, begun: tf.Tensor, chains: list[tuple[Round, ...]]) -> tf.Tensor:
+        """The chain that this step needs, after ``begun``; a scalar tells its end."""
+        segments, rehearsed = self._segments, self._rehearsals(bucket)
+        which = _segment(lambda _: np.int32(chains.index(rehearsed[segments.phase(bucket)])), [begun], tf.int32)
         which.set_shape([])
-        return tf.switch_case(which, [lambda chain=chain: self._chain(bucket, begun, chain) for chain in chains])
 
-    def _chain(self, bucket: Bucket, last: tf.Tensor, rounds: Sequence[Round]) -> tf.Tensor:
-        for number, planned in enumerate(rounds):
-            last = self._round(bucket, last, number, planned)
-        return last
+        def branch(rounds: tuple[Round, ...]) -> tf.Tensor:
+            if not rounds:
+                return tf.zeros([], tf.int32)
+            payload = _segment(lambda _: segments.send(bucket, 0, rounds[0]), [begun], _dtypes(rounds[0]))
+            result = self._chain(bucket, payload, rounds)
+            return _segment(lambda result: segments.receive(bucket, result), [result], tf.int32)
 
-    def _round(self, bucket: Bucket, last: tf.Tensor, number: int, planned: Round) -> tf.Tensor:
-        segments = self._segments
+        return tf.switch_case(which, [lambda rounds=rounds: branch(rounds) for rounds in chains])
+
+    def _chain(self, bucket: Bucket, payload: list[tf.Tensor], rounds: Sequence[Round]) -> tf.Tensor:
+        """Collectives with a segment between each two; returns the last one's result."""
+        result = self._collective(bucket, payload, 0, rounds[0])
+        for number, planned in enumerate(rounds[1:], 1):
+            payload = _segment(self._between(bucket, number, planned), [result], _dtypes(planned))
+            result = self._collective(bucket, payload, number, planned)
+        return result
+
+    def _between(self, bucket: Bucket, number: int, planned: Round) -> Callable[[Array], list[Array]]:
+        def between(result: Array) -> list[Array]:
+            self._segments.receive(bucket, result)
+            return self._segments.send(bucket, number, planned)
+
+        return between
+
+    def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps of a name what follows its last slash
         name = f"{self.prefix}.{bucket.spec.name.replace('/', '.')}.{number}.{planned.verb}"
-        dtypes = [tf.int32 if planned.verb == "Broadcast" else tf.as_dtype(planned.dtype)]
-        dtypes += [tf.int32] if planned.verb == "AllToAll" else []
-        payload = _segment(lambda _: segments.send(bucket, number, planned), [last], dtypes)
         for part in payload:
             part.set_shape([None])
         if planned.verb == "AllGather":
-            result = mpi_ops.allgather(payload[0], name, ignore_name_scope=True, process_set=self.process_set)
-        elif planned.verb == "AllToAll":
-            result = mpi_ops.alltoall(*payload, name, ignore_name_scope=True, process_set=self.process_set)[0]
-        else:
-            op = hvd.Max if planned.op == "max" else hvd.Sum
-            result = mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
-        return _segment(lambda result: segments.receive(bucket, result), [result], tf.int32)
+            return mpi_ops.allgather(payload[0], name, ignore_name_scope=True, process_set=self.process_set)
+        if planned.verb == "AllToAll":
+            return mpi_ops.alltoall(*payload, name, ignore_name_scope=True, process_set=self.process_set)[0]
+        op = hvd.Max if planned.op == "max" else hvd.Sum
+        return mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
 
     def _bucket(self, tensor: tf.Tensor) -> Bucket:
         """The bucket of the gradient that is being traced, by its ordinal in the outermost graph."""
@@ -293,6 +329,12 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 def _work(bucket: Bucket) -> tf.DType:
     """What a bucket's gradient is computed in, in the graph."""
     return tf.float64 if bucket.spec.dtype == "float64" else tf.float32
+
+
+def _dtypes(planned: Round) -> list[tf.DType]:
+    """What a collective is given: its payload and, of an all-to-all, how many bytes go to each rank."""
+    payload = tf.int32 if planned.verb == "Broadcast" else tf.as_dtype(planned.dtype)
+    return [payload, tf.int32] if planned.verb == "AllToAll" else [payload]
 
 
 def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:
