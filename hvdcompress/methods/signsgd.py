@@ -29,11 +29,15 @@ array([ 2.,  1., -2.,  1.], dtype=float32)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hvdcompress.method import Array, Context, FeedbackName, method
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.ops.spec import Codes, Ops
+from hvdcompress.parts import wire
+from hvdcompress.parts.sums import Codec, Quantizer, put
 from hvdcompress.parts.wire import WireError
+
+SIGNS = wire.NUM_BYTES + 4  # where they begin in a payload: after the header and the magnitude
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,23 @@ class SignCodec:
     def num_bytes(self, count: int) -> int:
         return (4 if count else 0) + -(-count // 8)
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
-        return ops.concat([ops.to_bytes(scale), ops.pack_signs(x)])
+        return put([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
+        self._check(buffer, count)
+        return Codes(buffer[4:], ops.from_bytes(buffer[:4], "float32"), max(count, 1), 1, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
+        self._check(buffer, count)
         if not count:
             return ops.zeros(0, "float32", like=buffer)
         return ops.unpack_signs(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
+
+    def _check(self, buffer: Array, count: int) -> None:
+        if len(buffer) != self.num_bytes(count):
+            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
 
 
 @method
@@ -70,3 +81,27 @@ class SignSGD(Quantizer):
     @property
     def codec(self) -> Codec:
         return SignCodec()
+
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        place: int,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Any]:
+        if self.route != "gather" or len(ctx.spec.parts) > 1 or not len(out):
+            return super().scan(gradient, residual, scale, out, place, ctx, ops, clear)
+        signs = self.payload(ctx, ops, like=out)[SIGNS:]
+        return ops.accumulate_signs(gradient, residual, scale, out, signs, clear)
+
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
+        mean = ctx.scanned[0] if ctx.scanned else None  # [1]; the signs are in the payload already
+        if mean is None:
+            return super().encode(x, state, ctx, ops)
+        payload = self.payload(ctx, ops, like=x)
+        payload[SIGNS - 4 : SIGNS] = ops.to_bytes(mean)
+        return payload

@@ -50,6 +50,36 @@ def level_values(bits: int) -> NumpyArray:
     return np.concatenate([level, np.float32(0) - level])
 
 
+_ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
+
+
+def half_bits(n: int) -> int:
+    """Return half the bits of the least power of four ≥ n, at least 1."""
+    return max((n - 1).bit_length() + 1, 2) // 2
+
+
+def round_keys(key: NumpyArray) -> NumpyArray:
+    """Return the keys [rounds] uint32 of the Feistel network that permutes indices."""
+    return mix(key + np.arange(_ROUNDS, dtype=np.uint32))
+
+
+def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
+    """Return ``distinct_indices`` of the spec, on the host."""
+    half, keys = half_bits(n), round_keys(key)
+    mask = np.uint32((1 << half) - 1)
+
+    def permute(x: NumpyArray) -> NumpyArray:
+        left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
+        for round_key in keys:
+            left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
+        return left.astype(np.int64) << half | right.astype(np.int64)
+
+    index = permute(np.arange(k, dtype=np.int64))
+    while (outside := index >= n).any():
+        index[outside] = permute(index[outside])
+    return np.sort(index.astype(index_dtype(n)))
+
+
 # -- range floats ---------------------------------------------------------------------------------------------------
 
 RangeSpace = tuple[Array, Array, Array]  #: the first bin, and the number of positive and of negative codes

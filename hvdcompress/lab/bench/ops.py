@@ -29,9 +29,10 @@ import hvdcompress
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
+from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Half
 from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]

@@ -9,12 +9,23 @@ from hvdcompress.ops.numba.arithmetic import (
     accumulate_above,
     accumulate_argmax,
     accumulate_moments,
+    accumulate_signs,
     blend,
+    dense,
     subtract,
     write,
 )
 from hvdcompress.ops.numba.bits import find_bits, pack_bits, set_bits, unpack_bits
-from hvdcompress.ops.numba.codes import dequantize, quantize
+from hvdcompress.ops.numba.codes import (
+    dequantize,
+    distinct_indices,
+    pack_signs,
+    quantize,
+    quantize_fields,
+    quantize_max,
+    unpack_fields,
+    unpack_signs,
+)
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -47,7 +58,6 @@ from hvdcompress.ops.numpy import (
     orthonormalise,
     outer_sum,
     pack_fields,
-    pack_signs,
     pair_places,
     permute,
     principal,
@@ -60,21 +70,19 @@ from hvdcompress.ops.numpy import (
     take,
     to_bytes,
     uniform,
-    unpack_fields,
-    unpack_signs,
     zero_where,
     zeros,
 )
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
-    "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
-    "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
-    "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
-    "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
-    "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "zero_where", "zeros",
+    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "accumulate_signs", "add_all",
+    "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine",
+    "concat", "count_above", "dense", "dequantize", "distinct_indices", "fill", "find_bits", "first_above",
+    "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_fp16", "head_bytes", "index_dtype",
+    "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of", "magnitudes", "matmul", "matmul_transposed",
+    "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits", "pack_fields", "pack_signs",
+    "pair_places", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",
+    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes",
+    "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip

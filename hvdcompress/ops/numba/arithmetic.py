@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import floats
-from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
-from hvdcompress.ops.shared import index_dtype, moments_of
-from hvdcompress.ops.spec import Half, Scalar, Sparse
+from hvdcompress.ops.numba.arrays import INF_BITS, ONE, int64, magnitude_bits, plain, plain_sparse
+from hvdcompress.ops.numba.codes import add_codes, add_fields
+from hvdcompress.ops.numba.floats import add_half
+from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.shared import PIECE, index_dtype, moments_of
+from hvdcompress.ops.spec import Coded, Codes, Fields, Half, Joined, Scalar, Sparse, Sum, piece_of, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
+
+_CACHED = 1 << 18  # elements that stay in a cache while all ranks' shares of them are added
 
 
 def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
     if not plain(gradient, residual, out):
         return reference.accumulate(gradient, residual, scale, out, clear)
-    return kernels.accumulate(gradient, residual, np.float32(scale), out, out.view(np.int32), clear) < INF_BITS
+    zeros = np.zeros(kernels.LANES, np.float32)
+    kernels.accumulate(gradient, residual, np.float32(scale), out, zeros, clear)
+    return bool(np.isfinite(zeros.sum()))
 
 
 def accumulate_moments(
@@ -63,14 +70,32 @@ def accumulate_above(
     return most < INF_BITS, Sparse(index[:found], values[:found])
 
 
+def accumulate_signs(
+    gradient: Array, residual: Array, scale: float, out: Array, signs: Array, clear: bool = False
+) -> tuple[bool, Array]:
+    fits = out.size > PIECE and plain(signs, dtype=np.uint8) and signs.size == -(-out.size // 8)
+    if not fits or not plain(gradient, residual, out):
+        return reference.accumulate_signs(gradient, residual, scale, out, signs, clear)
+    sums = np.empty((1, -(-out.size // PIECE)))
+    kernels.accumulate_signs(gradient, residual, np.float32(scale), out, sums[0], signs, clear)
+    total = fold(sums)
+    return bool(np.isfinite(total[0])), norms_of(total, out.size, out.size, "mean")
+
+
 def blend(x: Array, residual: Array, beta: float) -> None:
     if not plain(x, residual):
         return reference.blend(x, residual, beta)
     return kernels.blend(x, residual, np.float32(beta), np.float32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
-    if plain_sparse(own, x):
+def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
+    if isinstance(own, Joined):
+        for part, piece in _pieces(x, own):
+            subtract(part, piece, factor)
+    elif isinstance(own, Coded):
+        if own.size != x.size or factor != 1.0 or not _add(x, own, True, -ONE, ONE):
+            reference.subtract(x, own, factor)
+    elif plain_sparse(own, x):
         kernels.add_at(x, int64(own.index), own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
     elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
         kernels.subtract(x, own, np.float32(factor))
@@ -78,19 +103,69 @@ def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
         reference.subtract(x, own, factor)
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
-    if (
-        isinstance(total, Half)
-        and plain(total.values, dtype=np.float16)
-        and plain(out)
-        and out.size == total.values.size
-    ):
-        bits = out.view(np.uint32)
-        floats.from_fp16(total.values.view(np.uint16), np.float32(total.scale), np.float32(factor), out, bits)
-        return
-    if plain_sparse(total, out):
+def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Joined):
+        for part, piece in _pieces(out, total):
+            write(part, piece, factor)
+    elif isinstance(total, Coded):
+        if total.size != out.size or not (_sum if isinstance(total, Sum) else _set)(out, total, factor):
+            reference.write(out, total, factor)
+    elif plain_sparse(total, out):
         if not cleared:
             ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
         kernels.add_at(out, int64(total.index), total.values, np.float32(factor))
     else:
         reference.write(out, total, factor, cleared)
+
+
+def dense(x: Array | Coded) -> Array:
+    if not isinstance(x, Coded):
+        return x
+    out = np.empty(x.size, np.float32)
+    write(out, x, 1.0)
+    return out
+
+
+def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
+    """Pair the parts of a joined vector with the parts of ``x`` where they belong."""
+    stops = np.cumsum([size_of(part) for part in joined.parts]).tolist()
+    if stops[-1] != x.size:
+        raise ValueError(f"parts of {stops[-1]} elements do not fill {x.size}")
+    return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]
+
+
+def _set(out: Array, total: Any, factor: float) -> bool:
+    return _add(out, total, False, ONE, np.float32(factor))
+
+
+def _sum(out: Array, total: Any, factor: float) -> bool:
+    """Add all shares of some elements before those of the next, so that the sum goes to memory once."""
+    last = len(total.shares) - 1
+    for start in range(0, out.size, _CACHED):
+        stop = min(start + _CACHED, out.size)
+        part = out[start:stop]
+        for number, share in enumerate(total.shares):
+            piece = piece_of(share, start, stop)
+            if not _add(part, piece, number > 0, ONE, np.float32(factor) if number == last else ONE):
+                return False
+    return True
+
+
+def _add(out: Array, share: Any, add: bool, sign: np.float32, factor: Scalar) -> bool:
+    """Set out = (out ± share)·factor, or without ``add`` out = ±share·factor; False: it cannot."""
+    if isinstance(share, Codes):
+        size = share.bucket if share.bits > 1 else max(share.start + share.size, 1)
+        return add_codes(out, share.codes, share.norms, size, share.bits, share.start, add, sign, factor)
+    if isinstance(share, Fields):
+        return add_fields(out, share.words, share.width, share.bound, share.scale, share.start, add, sign, factor)
+    if isinstance(share, Half):
+        return add_half(out, share.values, share.scale, add, sign, factor)
+    if isinstance(share, Coded) or sign != 1.0 or not plain(out, share):
+        return False
+    if not add:
+        np.copyto(out, share)
+    else:
+        np.add(out, share, out=out)
+    if factor != 1.0:
+        np.multiply(out, factor, out=out)
+    return True

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels.codes import pack_signs
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, compiled
+from hvdcompress.ops.shared import PIECE
 
 
 @compiled
-def accumulate(gradient, residual, scale, out, bits, clear):
-    """Returns the greatest magnitude's bits."""
-    most = np.int32(0)
-    for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
-        b = bits[start : start + BLOCK]
+def accumulate(gradient, residual, scale, out, zeros, clear):
+    """``zeros``: [LANES], of which none is a NaN afterwards if all of ``out`` is finite: 0·Inf is one, as 0·NaN is."""
+    for start in range(0, out.size, LANES):
+        g, r, o = gradient[start : start + LANES], residual[start : start + LANES], out[start : start + LANES]
         for i in range(o.size):
-            o[i] = scale * g[i] + r[i]
-        for i in range(o.size):
-            most = max(most, b[i] & MAGNITUDE)
+            value = scale * g[i] + r[i]
+            o[i] = value
+            zeros[i] += np.float32(0) * value
         if clear:
             g[:] = np.float32(0)
-    return most
 
 
 @compiled
@@ -38,6 +37,40 @@ def accumulate_moments(gradient, residual, scale, out, total, squares, clear):
             squares[i] += wide * wide
         if clear:
             g[:] = np.float32(0)
+
+
+@compiled
+def fold(wide):
+    """The sum of PIECE numbers, added by halves; they are overwritten."""
+    for i in range(128):
+        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
+    for i in range(64):
+        wide[i] += wide[i + 64]
+    for i in range(32):
+        wide[i] += wide[i + 32]
+    for i in range(16):
+        wide[i] += wide[i + 16]
+    for i in range(8):
+        wide[i] += wide[i + 8]
+    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
+
+
+@compiled
+def accumulate_signs(gradient, residual, scale, out, sums, signs, clear):
+    """``sums``: of the magnitudes of each piece."""
+    wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.uint8)
+    for piece in range(sums.size):
+        start, stop = piece * PIECE, (piece + 1) * PIECE
+        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        for i in range(o.size):
+            value = scale * g[i] + r[i]
+            o[i] = value
+            wide[i] = abs(np.float64(value))
+        if clear:
+            g[:] = np.float32(0)
+        wide[o.size :] = 0.0
+        sums[piece] = fold(wide)
+        pack_signs(o, flag, signs[start // 8 : stop // 8])
 
 
 @compiled
