@@ -244,18 +244,36 @@ def add_codes(buffer, norm_bits, bucket, width, high, low, first, out, add, sign
 
 
 @compiled
+def halve(numbers, other, width):
+    """Make numbers of twice the width: of two neighbours, one."""
+    for i in range(other.size):
+        other[i] = numbers[2 * i] + (numbers[2 * i + 1] << np.int32(width))
+    for i in range(other.size):
+        numbers[i] = other[i]
+
+
+@compiled
 def pack_fields(numbers, other, per, width, words):
     """``numbers``, ``other``: [BLOCK] int32; both are overwritten."""
-    while per % 2 == 0:  # two neighbours become one number of twice the width
-        for i in range(words.size * per // 2):
-            other[i] = numbers[2 * i] + (numbers[2 * i + 1] << np.int32(width))
-        numbers, other = other, numbers
-        per, width = per // 2, 2 * width
-    for k in range(words.size):
-        word = np.int32(0)
-        for j in range(per):
-            word += numbers[per * k + j] << np.int32(width * j)
-        words[k] = word
+    while per % 2 == 0:
+        per //= 2
+        halve(numbers, other[: words.size * per], width)
+        width *= 2
+    s = np.int32(width)
+    if per == 5:  # of 32 // width only 1, 3 and 5 are odd, or odd when halved
+        for k in range(words.size):
+            at = np.uint64(5) * np.uint64(k)  # unsigned, so that numba does not ask whether it counts from the end
+            high = np.int32(np.int32(numbers[at + np.uint64(4)] << s) + numbers[at + np.uint64(3)])
+            high = np.int32(np.int32(high << s) + numbers[at + np.uint64(2)])
+            high = np.int32(np.int32(high << s) + numbers[at + np.uint64(1)])
+            words[k] = np.int32(high << s) + numbers[at]
+    elif per == 3:
+        for k in range(words.size):
+            high = np.int32(np.int32(numbers[3 * k + 2] << s) + numbers[3 * k + 1])
+            words[k] = np.int32(high << s) + numbers[3 * k]
+    else:
+        for k in range(words.size):
+            words[k] = numbers[k]
 
 
 @compiled
@@ -282,23 +300,30 @@ def add_fields(words, width, bound, scale, first, out, add, factor):
     """
     per = 32 // width
     step = BLOCK // per * per
-    mask, raised = np.uint32((1 << width) - 1), np.uint32(0)
+    mask, low, raised = np.int32((1 << width) - 1), np.int32(bound), np.uint32(0)
+    shift, held = np.zeros(step, np.int32), np.zeros(step + 16, np.uint32)
+    held_bits = held.view(np.int32)
     for j in range(per):
-        raised += np.uint32(bound << (width * j))
-    numbers = np.zeros(BLOCK, np.int32)
+        raised += np.uint32(np.uint32(bound) << np.uint32(width * j))
+        shift[j::per] = np.int32(width * j)
+    numbers = np.zeros(step, np.float32)
     for start in range(first - first % step, first + out.size, step):
         stop = min(start + step, first + out.size)
-        held = words[start // per : (stop + per - 1) // per]
-        for k in range(held.size):
-            word = np.uint32(np.uint32(held[k]) + raised)
-            for j in range(per):
-                numbers[per * k + j] = np.int32(word & mask) - np.int32(bound)
-                word >>= np.uint32(width)
+        some = words[start // per : (stop + per - 1) // per]
+        place = np.uint64(0)  # unsigned, so that numba does not ask whether it counts from the end
+        for k in range(some.size):  # each word for each of its fields, of which there are 16 at most
+            word = np.uint32(np.uint32(some[k]) + raised)
+            for j in range(16):
+                held[place + np.uint64(j)] = word
+            place += np.uint64(per)
+        for i in range(step):
+            field = np.int32(held_bits[i] >> shift[i]) & mask
+            numbers[i] = np.float32(np.int32(field - low)) * scale
         at = max(start, first)
         part, number = out[at - first : stop - first], numbers[at - start :]
         if add:
             for i in range(part.size):
-                part[i] = (part[i] + np.float32(number[i]) * scale) * factor
+                part[i] = (part[i] + number[i]) * factor
         else:
             for i in range(part.size):
-                part[i] = np.float32(number[i]) * scale * factor
+                part[i] = number[i] * factor
