@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba.arrays import INF_BITS, ONE, int64, magnitude_bits, plain, plain_sparse
-from hvdcompress.ops.numba.codes import add_codes, add_fields
-from hvdcompress.ops.numba.floats import add_half
+from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, index_dtype, moments_of
-from hvdcompress.ops.spec import Coded, Codes, Fields, Half, Joined, Scalar, Sparse, Sum, piece_of, size_of
+from hvdcompress.ops.spec import Coded, Joined, Scalar, Sparse, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
-
-_CACHED = 1 << 18  # elements that stay in a cache while all ranks' shares of them are added
 
 
 def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
@@ -93,7 +90,7 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         for part, piece in _pieces(x, own):
             subtract(part, piece, factor)
     elif isinstance(own, Coded):
-        if own.size != x.size or factor != 1.0 or not _add(x, own, True, -ONE, ONE):
+        if factor != 1.0 or not coded.subtract(x, own):
             reference.subtract(x, own, factor)
     elif plain_sparse(own, x):
         kernels.add_at(x, int64(own.index), own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
@@ -108,7 +105,7 @@ def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: boo
         for part, piece in _pieces(out, total):
             write(part, piece, factor)
     elif isinstance(total, Coded):
-        if total.size != out.size or not (_sum if isinstance(total, Sum) else _set)(out, total, factor):
+        if not coded.write(out, total, factor):
             reference.write(out, total, factor)
     elif plain_sparse(total, out):
         if not cleared:
@@ -132,40 +129,3 @@ def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
     if stops[-1] != x.size:
         raise ValueError(f"parts of {stops[-1]} elements do not fill {x.size}")
     return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]
-
-
-def _set(out: Array, total: Any, factor: float) -> bool:
-    return _add(out, total, False, ONE, np.float32(factor))
-
-
-def _sum(out: Array, total: Any, factor: float) -> bool:
-    """Add all shares of some elements before those of the next, so that the sum goes to memory once."""
-    last = len(total.shares) - 1
-    for start in range(0, out.size, _CACHED):
-        stop = min(start + _CACHED, out.size)
-        part = out[start:stop]
-        for number, share in enumerate(total.shares):
-            piece = piece_of(share, start, stop)
-            if not _add(part, piece, number > 0, ONE, np.float32(factor) if number == last else ONE):
-                return False
-    return True
-
-
-def _add(out: Array, share: Any, add: bool, sign: np.float32, factor: Scalar) -> bool:
-    """Set out = (out ± share)·factor, or without ``add`` out = ±share·factor; False: it cannot."""
-    if isinstance(share, Codes):
-        size = share.bucket if share.bits > 1 else max(share.start + share.size, 1)
-        return add_codes(out, share.codes, share.norms, size, share.bits, share.start, add, sign, factor)
-    if isinstance(share, Fields):
-        return add_fields(out, share.words, share.width, share.bound, share.scale, share.start, add, sign, factor)
-    if isinstance(share, Half):
-        return add_half(out, share.values, share.scale, add, sign, factor)
-    if isinstance(share, Coded) or sign != 1.0 or not plain(out, share):
-        return False
-    if not add:
-        np.copyto(out, share)
-    else:
-        np.add(out, share, out=out)
-    if factor != 1.0:
-        np.multiply(out, factor, out=out)
-    return True

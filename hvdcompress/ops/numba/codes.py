@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.shared import half_bits, index_dtype, round_keys
+from hvdcompress.ops.spec import Codes, Fields
 from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar
-
-_EXACT = np.uint32(0xFFFFFF00)  # float32 numbers of 16 bits: their products with levels are exact
 
 
 def distinct_indices(key: Array, k: int, n: int) -> Array:
@@ -58,7 +55,7 @@ def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array,
 
 def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
     out = np.empty(count, np.float32)
-    if not add_codes(out, buffer, norms, bucket, bits, 0):
+    if not coded.write(out, Codes(buffer, norms, bucket, bits, 0, count), 1.0):
         return reference.dequantize(buffer, norms, bucket, bits, count)
     return out
 
@@ -73,68 +70,13 @@ def pack_signs(x: Array) -> Array:
 
 def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
     out = np.empty(count, np.float32)
-    if not add_codes(out, buffer, scale, max(count, 1), 1, 0):
+    if not coded.write(out, Codes(buffer, scale, max(count, 1), 1, 0, count), 1.0):
         return reference.unpack_signs(buffer, scale, count)
     return out
 
 
-@cache
-def _parts(bits: int) -> tuple[np.float32, np.float32]:
-    """Return two float32 numbers whose sum is 1/s."""
-    whole = 1.0 / max((1 << (bits - 1)) - 1, 1)
-    [high] = (np.array([whole], np.float32).view(np.uint32) & _EXACT).view(np.float32)
-    return high, np.float32(whole - float(high))
-
-
-def add_codes(
-    out: Array,
-    buffer: Array,
-    norms: Array,
-    bucket: int,
-    bits: int,
-    first: int,
-    add: bool = False,
-    sign: np.float32 = ONE,
-    factor: Scalar = ONE,
-) -> bool:
-    """Set out = (out ± value)·factor, or without ``add`` out = ±value·factor; False: it cannot."""
-    if not out.size:
-        return True
-    if not plain(out) or not plain(buffer, dtype=np.uint8) or not plain(norms):
-        return False
-    stop = first + out.size
-    if norms.size * bucket < stop or buffer.size * 8 < stop * bits:
-        return False
-    high, low = _parts(bits)
-    bounds = norms.view(np.int32)
-    kernels.add_codes(buffer, bounds, bucket, bits, high, low, first, out, add, sign, np.float32(factor))
-    return True
-
-
-def add_fields(
-    out: Array,
-    words: Array,
-    width: int,
-    bound: int,
-    scale: Array,
-    first: int,
-    add: bool = False,
-    sign: np.float32 = ONE,
-    factor: Scalar = ONE,
-) -> bool:
-    """As :func:`add_codes`, for fields."""
-    if not out.size:
-        return True
-    if not plain(out) or not plain(words, dtype=np.int32) or width > 16:
-        return False
-    if words.size * (32 // width) < first + out.size:
-        return False
-    kernels.add_fields(words, width, bound, scale[0] * sign, first, out, add, np.float32(factor))
-    return True
-
-
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
     out = np.empty(count, np.float32)
-    if not add_fields(out, words, width, bound, np.ones(1, np.float32), 0):
+    if not coded.write(out, Fields(words, width, bound, np.ones(1, np.float32), 0, count), 1.0):
         return reference.unpack_fields(words, width, count, bound)
     return out

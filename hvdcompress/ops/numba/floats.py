@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
-from hvdcompress.ops.spec import FP16_MAX, Scalar
+from hvdcompress.ops.spec import FP16_MAX
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
@@ -40,16 +40,3 @@ def from_bf16(bits: Array) -> Array:
     out = np.empty(bits.size, np.float32)
     kernels.from_bf16(bits, out.view(np.uint32))
     return out
-
-
-def add_half(out: Array, values: Array, scale: float, add: bool, sign: np.float32, factor: Scalar) -> bool:
-    """Set out = (out ± scale·value)·factor, or without ``add`` out = ±scale·value·factor.
-
-    Returns:
-        Whether it could; if not, nothing is written.
-    """
-    if not plain(out) or values.size != out.size or not plain(values, dtype=values.dtype):
-        return False
-    kernel = kernels.add_fp16 if values.dtype == np.float16 else kernels.add_bf16
-    kernel(values.view(np.uint16), np.float32(scale) * sign, out, add, np.float32(factor))
-    return True
