@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Found, Half, Ops, Sparse
+from hvdcompress.ops.spec import Found, Ops, Sparse, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -317,10 +317,8 @@ class Rank:
             pieces: Sequence[Any] = [total]
         elif isinstance(total, Sparse):
             pieces = ops.split(total, [stop - start for start, stop in spans])
-        elif isinstance(total, Half):
-            pieces = [Half(total.values[start:stop], total.scale) for start, stop in spans]
         else:
-            pieces = [total[start:stop] for start, stop in spans]
+            pieces = [piece_of(total, start, stop) for start, stop in spans]
         for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
             if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it
                 ops.write(out, piece, factor, cleared)

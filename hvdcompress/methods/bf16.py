@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import codecs
+from hvdcompress.parts import codecs, sums
 
 
 @method
@@ -41,5 +41,5 @@ class Bf16(Method):
         return codecs.reduced_num_bytes(spec.size, "bf16", world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        total, own = yield from codecs.all_reduce(x, "bf16", ctx, ops)
+        total, own = yield from sums.scatter(x, codecs.codec("bf16"), ctx, ops)
         return Reduced(total=total, own=own)

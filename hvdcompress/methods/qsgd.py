@@ -34,8 +34,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hvdcompress.method import Array, Context, Count, Number, Reduced, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.method import Count, Number, method
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Quantizer
 
@@ -63,13 +62,3 @@ class QSGD(Quantizer):
     @property
     def codec(self) -> StochasticCodec:
         return StochasticCodec(self.bits, self.bucket, self.norm)
-
-    def summed(self, pieces: list[Array], x: Array, ctx: Context, ops: Ops) -> Reduced:
-        total = ctx.buffer("total", len(x), "float32", ops, x)
-        own = ctx.buffer("own", len(x), "float32", ops, x) if ctx.needs_own else None
-        for rank, piece in enumerate(pieces):
-            codes = self.codes(piece, len(x), ops)
-            self.codec.decode(codes, len(x), ops, total, add=rank > 0)
-            if rank == ctx.rank and own is not None:
-                self.codec.decode(codes, len(x), ops, own)
-        return Reduced(total=total, own=own)

@@ -80,8 +80,7 @@ class RandomK(Method):
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         n = ctx.spec.size
         k = select.num_kept(self.density, n)
-        chosen = seed.distinct_indices(seed.shared_key(ctx), k, n)
-        index = ops.asarray(chosen.astype(ops.index_dtype(n)), like=x)  # [k] int32, ascending
+        index = ops.asarray(seed.distinct_indices(seed.shared_key(ctx), k, n), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32
         if self.unbiased and k:
             kept = kept * (n / k)

@@ -31,8 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context, FeedbackName, method
-from hvdcompress.ops.spec import Ops
-from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.ops.spec import Codes, Ops, Scan
+from hvdcompress.parts import wire
+from hvdcompress.parts.sums import Codec, Quantizer, put
 from hvdcompress.parts.wire import WireError
 
 
@@ -45,16 +46,23 @@ class SignCodec:
     def num_bytes(self, count: int) -> int:
         return (4 if count else 0) + -(-count // 8)
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
-        return ops.concat([ops.to_bytes(scale), ops.pack_signs(x)])
+        return put([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
+        self._check(buffer, count)
+        return Codes(buffer[4:], ops.from_bytes(buffer[:4], "float32"), max(count, 1), 1, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        if len(buffer) != self.num_bytes(count):
-            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
+        self._check(buffer, count)
         if not count:
             return ops.zeros(0, "float32", like=buffer)
         return ops.unpack_signs(buffer[4:], ops.from_bytes(buffer[:4], "float32"), count)
+
+    def _check(self, buffer: Array, count: int) -> None:
+        if len(buffer) != self.num_bytes(count):
+            raise WireError(f"received {len(buffer)} bytes of signs, expected {self.num_bytes(count)}")
 
 
 @method
@@ -70,3 +78,15 @@ class SignSGD(Quantizer):
     @property
     def codec(self) -> Codec:
         return SignCodec()
+
+    def scan(self, place: int, ctx: Context) -> Scan:
+        return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)
+
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
+        found = ctx.scanned[0].signs if ctx.scanned else None
+        if found is None:
+            return super().encode(x, state, ctx, ops)
+        signs, mean = found
+        payload = self.payload(ctx, ops, like=x)
+        put([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
+        return payload

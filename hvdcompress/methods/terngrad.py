@@ -36,11 +36,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import FP32_MAX, Fields, Ops
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
@@ -49,12 +48,17 @@ WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
 
 
-def clipped(x: Array, factor: float, ops: Ops) -> Array:
-    """Clip x [n] to ±``factor``·σ, or to ±|mean| where that is larger. A factor of 0 does not clip."""
+def limit_of(x: Array, factor: float, ops: Ops) -> float:
+    """Return what x [n] is clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
     if not factor or not len(x):
-        return x
+        return FP32_MAX
     mean, std = ops.moments(x)
-    return ops.scaled(x, 1.0, max(factor * std, abs(mean)))
+    return max(factor * std, abs(mean))
+
+
+def scaler_of(x: Array, limit: float, ops: Ops) -> Array:
+    """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
+    return ops.scaled(ops.bucket_norms(x, WHOLE, "max"), 1.0, limit)
 
 
 def field_width(world: int) -> int:
@@ -71,8 +75,12 @@ class TernaryCodec(StochasticCodec):
     clip_factor: float = 2.5
     code = 6
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
-        return super().encode(clipped(x, self.clip_factor, ops), ctx, ops, stream)
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+        scaler, edge = scaler_of(x, limit_of(x, self.clip_factor, ops), ops), self._edge(len(x))
+        out[:edge] = ops.to_bytes(scaler)
+        ops.quantize(x, scaler, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # |x| > scaler counts as it
+        return out
 
 
 @method
@@ -108,11 +116,10 @@ class TernGrad(Quantizer):
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, ops))
         n, width = len(x), field_width(ctx.world)
-        x = clipped(x, self.clip_factor, ops)
-        scaler = yield AllReduce(ops.bucket_norms(x, n, "max"), op="max")  # [1]
-        codes = ops.quantize(x, scaler, n, BITS, seed.private_key(ctx))
-        one = ops.asarray(np.float32([1.0]), like=x)  # type: ignore[arg-type]
-        ternary = ops.dequantize(codes, one, n, BITS, n)  # [n] −1, 0 or 1
-        words = yield AllReduce(ops.pack_fields(ternary, width))  # int32
-        total = ops.unpack_fields(words, width, n, ctx.world)  # [n] −p … p
-        return Reduced(total=total * scaler, own=ternary * scaler if ctx.needs_own else None)
+        limit = limit_of(x, self.clip_factor, ops)
+        scaler = yield AllReduce(scaler_of(x, limit, ops), op="max")  # [1]
+        words = ctx.buffer("words", -(-n // (32 // width)), "int32", ops, x)
+        ternary = Fields(words, width, 1, scaler, 0, n)  # −1, 0 or 1
+        ops.quantize_fields(x, limit, scaler, width, seed.private_key(ctx), words)
+        total = Fields((yield AllReduce(words)), width, ctx.world, scaler, 0, n)  # −p … p
+        return Reduced(total=total, own=ternary)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, Found, NumpyArray, Scalar, Scan, Sparse
+from hvdcompress.ops.spec import Array, Found, Norm, NumpyArray, Scalar, Scan, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -42,6 +42,8 @@ class Finders(NamedTuple):
     moments: Callable[[Array], tuple[float, float]]
     chunk_argmax: Callable[[Array, int], Array]
     first_above: Callable[[Array, Scalar, int], Array]
+    pack_signs: Callable[[Array], Array]
+    bucket_norms: Callable[[Array, int, Norm], Array]
 
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
@@ -51,8 +53,9 @@ def find(x: Array, scan: Scan, finders: Finders) -> Found:
     moments = finders.moments(x) if scan.moments else None
     offsets = finders.chunk_argmax(x, scan.chunk) if scan.chunk else None
     index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
-    few = index is not None and len(index) < scan.capacity
-    return Found(True, moments, offsets, Sparse(index, x[index]) if few else None)
+    above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
+    signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
+    return Found(True, moments, offsets, above, signs)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------
@@ -69,6 +72,36 @@ def level_values(bits: int) -> NumpyArray:
     """Return what each code of ``quantize`` stands for, in units of its norm [2^bits]: ±level/s, with one zero."""
     level = np.arange(1 << (bits - 1), dtype=np.float32) / np.float32((1 << (bits - 1)) - 1)
     return np.concatenate([level, np.float32(0) - level])
+
+
+_ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
+
+
+def half_bits(n: int) -> int:
+    """Return half the bits of the least power of four ≥ n, at least 1."""
+    return max((n - 1).bit_length() + 1, 2) // 2
+
+
+def round_keys(key: NumpyArray) -> NumpyArray:
+    """Return the keys [rounds] uint32 of the Feistel network that permutes indices."""
+    return mix(key + np.arange(_ROUNDS, dtype=np.uint32))
+
+
+def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
+    """Return ``distinct_indices`` of the spec, on the host."""
+    half, keys = half_bits(n), round_keys(key)
+    mask = np.uint32((1 << half) - 1)
+
+    def permute(x: NumpyArray) -> NumpyArray:
+        left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
+        for round_key in keys:
+            left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
+        return left.astype(np.int64) << half | right.astype(np.int64)
+
+    index = permute(np.arange(k, dtype=np.int64))
+    while (outside := index >= n).any():
+        index[outside] = permute(index[outside])
+    return np.sort(index.astype(index_dtype(n)))
 
 
 # -- range floats ---------------------------------------------------------------------------------------------------

@@ -39,15 +39,131 @@ class Sparse(NamedTuple):
 
 
 class Half(NamedTuple):
-    """A dense vector in 16 bits, which is decoded where it is written: scale·values in float32.
+    """A dense vector in 16 bits: scale·values in float32.
 
     Attributes:
-        values: [n] float16.
+        values: [n] float16, or the bits of bfloat16 as uint16 (int16 in torch), as in :meth:`Ops.to_bf16`.
         scale: rounded to float32 first.
     """
 
     values: Array
     scale: float
+
+    @property
+    def size(self) -> int:
+        """The number of elements, n."""
+        return len(self.values)
+
+    def piece(self, start: int, stop: int) -> Half:
+        """Return elements ``start`` to ``stop``."""
+        return Half(self.values[start:stop], self.scale)
+
+
+class Codes(NamedTuple):
+    """A dense vector in signs and levels, as :meth:`Ops.quantize` and :meth:`Ops.pack_signs` write them.
+
+    Attributes:
+        codes: [⌈(start + size)·bits/8⌉] uint8 or more.
+        norms: The norm of each bucket [⌈(start + size)/bucket⌉] or more.
+        bucket: The number of elements that share a norm.
+        bits: The size of a code, 1 to 8. With 1 bit an element is +norm or −norm, and all share one norm.
+        start: Which of the codes is the first element.
+        size: The number of elements, n.
+    """
+
+    codes: Array
+    norms: Array
+    bucket: int
+    bits: int
+    start: int
+    size: int
+
+    def piece(self, start: int, stop: int) -> Codes:
+        """Return elements ``start`` to ``stop``."""
+        return self._replace(start=self.start + start, size=stop - start)
+
+
+class Fields(NamedTuple):
+    """A dense vector of whole numbers that were added in words, as :meth:`Ops.pack_fields` writes them, times a scale.
+
+    Attributes:
+        words: [⌈(start + size)/⌊32/width⌋⌉] int32 or more.
+        width: The size of a field in bits.
+        bound: No |number| exceeds it.
+        scale: [1] float32, on the device.
+        start: Which of the numbers is the first element.
+        size: The number of elements, n.
+    """
+
+    words: Array
+    width: int
+    bound: int
+    scale: Array
+    start: int
+    size: int
+
+    def piece(self, start: int, stop: int) -> Fields:
+        """Return elements ``start`` to ``stop``."""
+        return self._replace(start=self.start + start, size=stop - start)
+
+
+class Sum(NamedTuple):
+    """A sum of dense vectors of one length, added in their order in float32.
+
+    Attributes:
+        shares: arrays [n], or coded vectors of n elements; at least one.
+    """
+
+    shares: list[Any]
+
+    @property
+    def size(self) -> int:
+        """The number of elements, n."""
+        return size_of(self.shares[0])
+
+    def piece(self, start: int, stop: int) -> Sum:
+        """Return elements ``start`` to ``stop``."""
+        return Sum([piece_of(share, start, stop) for share in self.shares])
+
+
+class Joined(NamedTuple):
+    """Dense vectors end to end.
+
+    Attributes:
+        parts: arrays or coded vectors; at least one.
+    """
+
+    parts: list[Any]
+
+    @property
+    def size(self) -> int:
+        """The number of elements, n."""
+        return sum(map(size_of, self.parts))
+
+    def piece(self, start: int, stop: int) -> Joined:
+        """Return elements ``start`` to ``stop``."""
+        found, begin = [], 0
+        for part in self.parts:
+            end = begin + size_of(part)
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                found.append(piece_of(part, first - begin, last - begin))
+            begin = end
+        return Joined(found or [piece_of(self.parts[0], 0, 0)])
+
+
+#: Dense vectors that are decoded where they are written, in float32: what is as large as a gradient is not made twice.
+Coded = Half | Codes | Fields | Sum | Joined
+
+
+def size_of(x: Array | Coded) -> int:
+    """Return the number of elements of a dense vector."""
+    return x.size if isinstance(x, Coded) else len(x)
+
+
+def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
+    """Return elements ``start`` to ``stop`` of a dense vector."""
+    return x.piece(start, stop) if isinstance(x, Coded) else x[start:stop]
 
 
 class Scan(NamedTuple):
@@ -58,12 +174,14 @@ class Scan(NamedTuple):
         chunk: Find :meth:`Ops.chunk_argmax` of chunks of so many elements; 0: do not.
         above: Find the elements with |x| > above; None: do not.
         capacity: Fewer elements above than this are of use.
+        signs: Whether to find :meth:`Ops.pack_signs` and the mean |x|, as of :meth:`Ops.bucket_norms` of one bucket.
     """
 
     moments: bool = False
     chunk: int = 0
     above: Scalar | None = None
     capacity: int = 0
+    signs: bool = False
 
 
 NOTHING = Scan()  #: nothing but whether all elements are finite
@@ -77,12 +195,14 @@ class Found(NamedTuple):
         moments: The mean and the standard deviation, or None if they were not asked for.
         offsets: Of the largest |x| of each chunk, or None if they were not asked for.
         above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
+        signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
     """
 
     finite: bool
     moments: tuple[float, float] | None = None
     offsets: Array | None = None
     above: Sparse | None = None
+    signs: tuple[Array, Array] | None = None
 
 
 class Velocity(NamedTuple):
@@ -176,29 +296,32 @@ class Ops(Protocol):
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 
-    def subtract(self, x: Array, own: Array | Sparse, factor: float) -> None:
+    def subtract(self, x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         """Set x = x − factor·own, in place.
 
         Args:
             x: [n].
-            own: Dense [n] or sparse. Sparse indices are in [0, n) and distinct, except that repeats with the value 0
-                are allowed. Check indices that came over the network with :meth:`all_below` first.
+            own: Dense [n], coded or sparse. Sparse indices are in [0, n) and distinct, except that repeats with the
+                value 0 are allowed. Check indices that came over the network with :meth:`all_below` first.
             factor: Rounded to float32 first.
         """
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+    def write(self, out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n], in 16 bits [n], or sparse, with indices in [0, n). Values of equal indices are added in
+            total: Dense [n], coded, or sparse, with indices in [0, n). Values of equal indices are added in
                 the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
             cleared: ``out`` is 0 everywhere already.
         """
+
+    def dense(self, x: Array | Coded) -> Array:
+        """Return a coded vector as float32 [n]; an array is returned as it is."""
 
     def split(self, total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
         """Cut a sparse vector into those of consecutive pieces, with indices that begin at 0 in each.
@@ -334,8 +457,12 @@ class Ops(Protocol):
     def from_fp16(self, x: Array, scale: float) -> Array:
         """Return scale·x as float32. ±Inf, which a sum that exceeded float16 becomes, reads as ±65504."""
 
-    def to_bf16(self, x: Array) -> Array:
+    def to_bf16(self, x: Array, out: Array | None = None) -> Array:
         """Convert float32 to bfloat16, rounded to nearest even.
+
+        Args:
+            x: [n].
+            out: [2n] uint8 that receives the result; by default a new array.
 
         Returns:
             [n] the 16 bits of each number, as uint16 (int16 in torch, which hardly supports uint16). Finite numbers
@@ -442,7 +569,25 @@ class Ops(Protocol):
             with h the finalizer of MurmurHash3 (:func:`hvdcompress.ops.shared.mix`).
         """
 
-    def quantize(self, x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray) -> Array:
+    def distinct_indices(self, key: NumpyArray, k: int, n: int) -> NumpyArray:
+        """Draw k distinct indices below n: the first k of a random permutation of 0 … n − 1.
+
+        The permutation is a Feistel network of four rounds over the least power of four ≥ n. Images beyond n − 1 are
+        permuted again until they are in range ("cycle walking", Black & Rogaway 2002), so that the cost is
+        proportional to k, not n.
+
+        Args:
+            key: [1] uint32, on the host.
+            k: The number of indices, at most n.
+            n: The number of elements, 1 or more.
+
+        Returns:
+            Indices [k], ascending, on the host.
+        """
+
+    def quantize(
+        self, x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
+    ) -> Array:
         """Round each element at random to one of the two nearest levels, and pack sign and level.
 
         The levels are 0 … s with s = 2^(bits−1) − 1. |x|/norm·s lies between two levels, and the position of x in the
@@ -454,6 +599,7 @@ class Ops(Protocol):
             bucket: The number of elements that share a norm.
             bits: The size of a code, 2 to 8; its highest bit is the sign.
             key: [1] uint32, on the host, as for :meth:`uniform`.
+            out: [⌈n·bits/8⌉] uint8 that receives the result; by default a new array.
 
         Returns:
             [⌈n·bits/8⌉] uint8, lowest bit first.
@@ -462,16 +608,33 @@ class Ops(Protocol):
             IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
 
-    def dequantize(
-        self,
-        buffer: Array,
-        norms: Array,
-        bucket: int,
-        bits: int,
-        count: int,
-        out: Array | None = None,
-        add: bool = False,
+    def quantize_max(
+        self, x: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Do :meth:`quantize` with the "max" :meth:`bucket_norms` of ``x``, in one pass over memory where possible.
+
+        Returns:
+            The norms [⌈n/bucket⌉], and the codes.
+        """
+
+    def quantize_fields(
+        self, x: Array, limit: float, norm: Array, width: int, key: NumpyArray, out: Array | None = None
     ) -> Array:
+        """Round each element at random to −1, 0 or 1, as :meth:`quantize` with 2 bits does, and pack them as fields.
+
+        Args:
+            x: [n], which counts as clipped to ±limit.
+            limit: Rounded to float32 first.
+            norm: [1]: what 1 stands for. A norm of 0 or less counts as 1.
+            width: The size of a field in bits, as for :meth:`pack_fields`.
+            key: [1] uint32, on the host, as for :meth:`uniform`.
+            out: Int32 that receives the result; by default a new array.
+
+        Returns:
+            What :meth:`pack_fields` returns.
+        """
+
+    def dequantize(self, buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
         """Undo :meth:`quantize`: return ±norm·level/s [count]. Zero has no sign.
 
         Norms that are negative, infinite or NaN are read as finite numbers, so that a damaged payload decodes to
@@ -483,8 +646,6 @@ class Ops(Protocol):
             bucket: The number of elements that share a norm.
             bits: The size of a code.
             count: How many numbers to return.
-            out: [count] float32 that receives the result; by default a new array.
-            add: Whether the result is added to ``out`` instead.
 
         Raises:
             IndexError: There are fewer norms than buckets (RuntimeError in torch).

@@ -24,7 +24,7 @@ from hvdcompress.ops.spec import Half, Ops
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
-from hvdcompress.parts.sums import Codec
+from hvdcompress.parts.sums import Codec, put
 
 ALONE = ("fp32", "fp16")  #: formats in which neither a value nor its share of a sum depends on those sent with it
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with room for the sum's own rounding
@@ -42,8 +42,11 @@ class Float32:
     def num_bytes(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
-        return ops.to_bytes(x)
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+        return put([ops.to_bytes(x)], out, ops)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
+        return self.decode(buffer, count, ops)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_bytes(buffer, "float32")
@@ -57,10 +60,13 @@ class Float16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         half, saturated = ops.to_fp16(x, 1.0)
         _count_saturated(ctx, saturated)
-        return ops.to_bytes(half)
+        return put([ops.to_bytes(half)], out, ops)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
+        return Half(ops.from_bytes(buffer, "float16"), 1.0)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_fp16(ops.from_bytes(buffer, "float16"), 1.0)
@@ -74,8 +80,11 @@ class BFloat16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
-        return ops.to_bytes(ops.to_bf16(x))
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+        return ops.to_bytes(ops.to_bf16(x)) if out is None else ops.to_bf16(x, out)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
+        return Half(ops.from_bytes(buffer, "uint16"), 1.0)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
@@ -127,17 +136,16 @@ def all_reduce(
     """
     if values == "fp32":
         return (yield AllReduce(x)), x
-    if values == "fp16":
-        total, own = yield from sum_of_halves(x, ctx, ops, stream)
-        return ops.from_fp16(*total), own
-    return (yield from sums.scatter(x, codec(values), ctx, ops, stream))
+    in_halves = values == "fp16"
+    summing: Any = sum_of_halves(x, ctx, ops, stream) if in_halves else sums.scatter(x, codec(values), ctx, ops, stream)
+    total, own = yield from summing
+    return ops.dense(total), None if own is None else ops.dense(own)
 
 
-def sum_of_halves(x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Half, Array | None]]:
-    """Do what :func:`all_reduce` does for fp16, and leave the sum in float16."""
+def sum_of_halves(x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Half, Half | None]]:
+    """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16."""
     payload = ctx.buffer(f"halves.{stream}", len(x), "float16", ops, x)
     _, saturated = ops.to_fp16(x, 1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
     _count_saturated(ctx, saturated)
-    own = ops.from_fp16(payload, ctx.world) if ctx.needs_own else None
-    total = yield AllReduce(payload, spent=True)
-    return Half(total, ctx.world), own
+    total = yield AllReduce(payload, spent=not ctx.needs_own)
+    return Half(total, ctx.world), Half(payload, ctx.world) if ctx.needs_own else None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdcompress.method import Array, Context
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Codes, Ops
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 
@@ -41,7 +41,7 @@ class StochasticCodec:
         """Return the bytes of the norms of ``count`` values."""
         return 4 * -(-count // self.bucket)
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         """Quantize values.
 
         Args:
@@ -49,23 +49,33 @@ class StochasticCodec:
             ctx: rank, step, tensor and seed, which select the random stream.
             ops: the array backend.
             stream: a number that differs between the calls of one exchange, so that their random numbers differ.
+            out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
-        norms = ops.bucket_norms(x, self.bucket, self.norm)
-        codes = ops.quantize(x, norms, self.bucket, self.bits, seed.private_key(ctx, stream))
-        return ops.concat([ops.to_bytes(norms), codes])
+        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+        edge, key = self._edge(len(x)), seed.private_key(ctx, stream)
+        if self.norm == "max":
+            norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, out[edge:])
+        else:
+            norms = ops.bucket_norms(x, self.bucket, self.norm)
+            ops.quantize(x, norms, self.bucket, self.bits, key, out[edge:])
+        out[:edge] = ops.to_bytes(norms)
+        return out
 
-    def decode(self, buffer: Array, count: int, ops: Ops, out: Array | None = None, add: bool = False) -> Array:
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
+        """Check quantized values as :meth:`decode` does, and leave them to be decoded where they are written."""
+        codes, norms = self._parts(buffer, count, ops)
+        return Codes(codes, norms, self.bucket, self.bits, 0, count)
+
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read quantized values. Damaged bytes of the right length give finite values.
 
         Args:
             buffer: uint8 [num_bytes(count)].
             count: number of values.
             ops: the array backend.
-            out: float32 [count] that receives them; by default a new array.
-            add: whether they are added to ``out`` instead.
 
         Returns:
             float32 [count].
@@ -73,8 +83,12 @@ class StochasticCodec:
         Raises:
             WireError: the number of bytes is wrong.
         """
+        codes, norms = self._parts(buffer, count, ops)
+        return ops.dequantize(codes, norms, self.bucket, self.bits, count)
+
+    def _parts(self, buffer: Array, count: int, ops: Ops) -> tuple[Array, Array]:
+        """Return the codes and the norms of ``count`` values."""
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of quantized values, expected {self.num_bytes(count)}")
         edge = self._edge(count)
-        norms = ops.from_bytes(buffer[:edge], "float32")
-        return ops.dequantize(buffer[edge:], norms, self.bucket, self.bits, count, out, add)
+        return buffer[edge:], ops.from_bytes(buffer[:edge], "float32")

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context
 from hvdcompress.ops.spec import Ops
+from hvdcompress.parts.sums import put
 from hvdcompress.parts.wire import WireError
 
 HEAD = 8  #: bytes of the range: max and −min
@@ -49,7 +50,7 @@ class RangeFloatCodec:
         """Return the bytes of ``count`` values."""
         return HEAD + -(-count * self.bits // 8)
 
-    def encode(self, x: Array, ctx: Context | None, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context | None, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         """Write values; uses no random numbers.
 
         Args:
@@ -57,13 +58,18 @@ class RangeFloatCodec:
             ctx: not used.
             ops: the array backend.
             stream: not used.
+            out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
         bounds = ops.float_bounds(x)  # [2] float32
         codes = ops.range_codes(x, bounds, self.bits, self.mantissa_bits)  # [count] int32
-        return ops.concat([ops.to_bytes(bounds), ops.pack_bits(codes, self.bits)])
+        return put([ops.to_bytes(bounds), ops.pack_bits(codes, self.bits)], out, ops)
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
+        """Read values, as :meth:`decode` does."""
+        return self.decode(buffer, count, ops)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read values. Damaged bytes of the right length give finite values.

@@ -14,12 +14,12 @@ import zlib
 
 import numpy as np
 
+from hvdcompress import ops
 from hvdcompress.method import Context
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.shared import MIX_FACTORS, mix
+from hvdcompress.ops.shared import MIX_FACTORS
 
 _MASK = 0xFFFFFFFF
-_ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
 
 
 def _key(*words: int) -> np.ndarray:
@@ -54,31 +54,8 @@ def uniform(key: np.ndarray, count: int) -> np.ndarray:
 
 
 def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:
-    """Draw k distinct indices: the first k of a random permutation of 0 … n − 1.
+    """Draw k distinct indices below n, ascending [k]: the first k of a random permutation, from a stream's key.
 
-    The permutation is a Feistel network over the least power of four ≥ n. Images beyond n − 1 are permuted again until
-    they are in range ("cycle walking", Black & Rogaway 2002). The cost is therefore proportional to k, not n. No index
-    passes through float32, which cannot represent all integers above 2^24.
-
-    Args:
-        key: the key of a stream, uint32 [1].
-        k: number of indices, at most n.
-        n: number of elements.
-
-    Returns:
-        The indices, int64 [k], ascending.
+    No index passes through float32, which cannot represent all integers above 2^24.
     """
-    half = max((n - 1).bit_length() + 1, 2) // 2
-    mask = np.uint32((1 << half) - 1)
-
-    def permute(x: np.ndarray) -> np.ndarray:
-        left, right = (x >> half).astype(np.uint32), (x & int(mask)).astype(np.uint32)
-        for number in range(_ROUNDS):
-            round_key = mix(key + np.uint32(number))
-            left, right = right, left ^ mix(right * np.uint32(0x9E3779B1) ^ round_key) & mask
-        return left.astype(np.int64) << half | right.astype(np.int64)
-
-    index = permute(np.arange(k, dtype=np.int64))
-    while (outside := index >= n).any():
-        index[outside] = permute(index[outside])
-    return np.sort(index)
+    return ops.fast.distinct_indices(key, k, n)

@@ -25,9 +25,8 @@ from hvdcompress.method import (
     Reduced,
     Route,
     TensorSpec,
-    add_shares,
 )
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Coded, Joined, Ops, Sum
 from hvdcompress.parts import wire
 
 
@@ -39,7 +38,7 @@ class Codec(Protocol):
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Array:
+    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         """Write values.
 
         Args:
@@ -47,9 +46,25 @@ class Codec(Protocol):
             ctx: rank, step, tensor and seed, for random streams and counters.
             ops: the array backend.
             stream: a number that differs between the calls of one exchange, so that their random numbers differ.
+            out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
+        """
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Array | Coded:
+        """Check values as :meth:`decode` does, and leave them to be decoded where they are written.
+
+        Args:
+            buffer: uint8 [num_bytes(count)]; read when the values are written.
+            count: number of values.
+            ops: the array backend.
+
+        Returns:
+            The values [count]; decoded, if the array verbs do not know the format.
+
+        Raises:
+            WireError: the bytes are not such values.
         """
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
@@ -68,6 +83,17 @@ class Codec(Protocol):
         """
 
 
+def put(parts: list[Array], out: Array | None, ops: Ops) -> Array:
+    """Write the parts of a payload one after another to ``out``; without it, to a new array, which is returned."""
+    if out is None:
+        return ops.concat(parts)
+    start = 0
+    for part in parts:
+        out[start : start + len(part)] = part
+        start += len(part)
+    return out
+
+
 def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int:
     """Return the payload bytes that a rank hands to its collectives to sum ``count`` values."""
     if route == "gather":
@@ -75,7 +101,7 @@ def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int
     return (world + 1) * codec.num_bytes(-(-count // world))
 
 
-def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Array, Any]]:
+def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Joined, Any]]:
     """Sum ``x`` over ranks by scatter-reduce.
 
     Args:
@@ -89,31 +115,41 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
         An all-to-all and an all-gather.
 
     Returns:
-        The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False.
+        The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False; neither is decoded yet.
     """
     n, shard = len(x), -(-len(x) // ctx.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
     start, stop = bounds[ctx.rank]
     width, first = codec.num_bytes(shard), stream * (ctx.world + 1)
 
-    def filled(codes: Array) -> Array:
-        missing = width - len(codes)
-        return ops.concat([codes, ops.zeros(missing, "uint8", like=codes)]) if missing else codes
+    def written(values: Array, number: int, out: Array) -> None:
+        edge = codec.num_bytes(len(values))
+        codec.encode(values, ctx, ops, first + number, out[:edge])
+        if edge < width:
+            ops.fill(out[edge:], 0)
 
-    def read(piece: Array, count: int) -> Array:
-        return codec.decode(piece[: codec.num_bytes(count)], count, ops)
+    def read(piece: Array, count: int) -> Any:
+        return codec.coded(piece[: codec.num_bytes(count)], count, ops)
 
-    mine = [codec.encode(x[a:b], ctx, ops, stream=first + r) for r, (a, b) in enumerate(bounds)]
-    pieces = yield AllToAll(ops.concat([filled(codes) for codes in mine]))
-    summed = ops.add_all([read(piece, stop - start) for piece in pieces])
-    again = codec.encode(summed, ctx, ops, stream=first + ctx.world)
-    shards = yield AllGather(filled(again))
-    total = ops.concat([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
+    payload = ctx.buffer(f"shards.{stream}", width * ctx.world, "uint8", ops, x)
+    mine = [payload[r * width : (r + 1) * width] for r in range(ctx.world)]
+    for r, (a, b) in enumerate(bounds):
+        written(x[a:b], r, mine[r])
+    pieces = yield AllToAll(payload)
+    summed = ctx.buffer(f"summed.{stream}", stop - start, "float32", ops, x)
+    ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
+    again = ctx.buffer(f"again.{stream}", width, "uint8", ops, x)
+    written(summed, ctx.world, again)
+    shards = yield AllGather(again)
+    total = Joined([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
     if not ctx.needs_own:
         return total, None
-    own = ops.concat([codec.decode(codes, b - a, ops) for codes, (a, b) in zip(mine, bounds, strict=True)])
-    error = total[start:stop] - summed
-    return total, ops.concat([own[:start], own[start:stop] + error, own[stop:]])
+    own = [read(codes, b - a) for codes, (a, b) in zip(mine, bounds, strict=True)]
+    error = ctx.buffer(f"error.{stream}", stop - start, "float32", ops, x)  # of the second encoding
+    ops.write(error, total.parts[ctx.rank], 1.0)
+    ops.subtract(error, summed, 1.0)
+    own[ctx.rank] = Sum([own[ctx.rank], error])
+    return total, Joined(own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +169,16 @@ class Quantizer(Method):
         return reduced_num_bytes(spec.size, self.codec, self.route, world)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        header = np.frombuffer(wire.pack(self._header(len(x))), np.uint8)
-        return ops.concat([ops.asarray(header, like=x), self.codec.encode(x, ctx, ops)])
+        payload = self.payload(ctx, ops, like=x)
+        self.codec.encode(x, ctx, ops, out=payload[wire.NUM_BYTES :])
+        return payload
+
+    def payload(self, ctx: Context, ops: Ops, like: Array) -> Array:
+        """Return the tensor's payload, the same in every step, with its header; the codes are to be written."""
+        header = self._header(ctx.spec.size)
+        payload = ctx.buffer("payload", header.length, "uint8", ops, like)
+        payload[: wire.NUM_BYTES] = ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
+        return payload
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array:
         n = ctx.spec.size
@@ -157,5 +201,6 @@ class Quantizer(Method):
 
     def summed(self, pieces: list[Array], x: Array, ctx: Context, ops: Ops) -> Reduced:
         """Decode all ranks' payloads and add them in the order of ranks; ``x``: what this rank encoded."""
-        shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
+        n = len(x)
+        shares = [self.codec.coded(self.codes(piece, n, ops), n, ops) for piece in pieces]
+        return Reduced(total=Sum(shares), own=shares[ctx.rank])

@@ -17,7 +17,7 @@ from hvdcompress import registry
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
-from hvdcompress.ops.spec import Half, Ops
+from hvdcompress.ops.spec import Coded, Ops
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -201,10 +201,8 @@ def _tensors(value: Any) -> Any:
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     if isinstance(value, list):
         return [_tensors(item) for item in value]
-    if isinstance(value, Sparse):
-        return Sparse(*map(_tensors, value))
-    if isinstance(value, Half):
-        return Half(_tensors(value.values), value.scale)
+    if isinstance(value, Sparse | Coded):
+        return type(value)(*map(_tensors, value))
     return value
 
 

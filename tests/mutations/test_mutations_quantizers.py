@@ -25,6 +25,7 @@ from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import codes
 from hvdcompress.ops.shared import level_values
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Scan
 from hvdcompress.parts import quantize, seed, sums
 
 FAST = "hvdcompress.ops.fast"
@@ -54,7 +55,8 @@ def _drawn(patch: Patch, change: Callable[[Any], Any]) -> None:
     """The reference's random numbers are changed, and the compiled verb gives way to it."""
     uniform = codes.uniform
     patch.setattr(codes, "uniform", lambda *rest: change(uniform(*rest)))
-    patch.setattr(f"{FAST}.quantize", reference.quantize)
+    for verb in ("quantize", "quantize_max", "quantize_fields"):
+        patch.setattr(f"{FAST}.{verb}", getattr(reference, verb))
 
 
 def levels_are_rounded_to_nearest(patch: Patch) -> None:
@@ -69,10 +71,39 @@ def random_numbers_stop_short_of_one(patch: Patch) -> None:
     _drawn(patch, lambda u: u * np.float32(0.9))
 
 
+def _unfused_signs(patch: Patch) -> None:
+    """The pass that finds signs and mean of a sum asks the verbs that find them alone."""
+    for ops in (fast, reference):
+        accumulate = ops.accumulate
+
+        def apart(
+            gradient: Any,
+            residual: Any,
+            scale: float,
+            out: Any,
+            scan: Scan = NOTHING,
+            *rest: Any,
+            ops: Any = ops,
+            accumulate: Any = accumulate,
+        ) -> Found:
+            found = accumulate(gradient, residual, scale, out, scan._replace(signs=False), *rest)
+            if not scan.signs or not found.finite:
+                return found
+            return found._replace(signs=(ops.pack_signs(out), ops.bucket_norms(out, out.size, "mean")))
+
+        patch.setattr(ops, "accumulate", apart)
+
+
 def _norms(patch: Patch, change: Callable[..., Any]) -> None:
+    def quantize_max(ops: Any, x: Any, bucket: int, bits: int, key: Any, out: Any = None) -> Any:
+        norms = ops.bucket_norms(x, bucket, "max")
+        return norms, ops.quantize(x, norms, bucket, bits, key, out)
+
+    _unfused_signs(patch)
     found = {ops: ops.bucket_norms for ops in (fast, reference)}
     for ops, verb in found.items():
         patch.setattr(ops, "bucket_norms", lambda *rest, verb=verb: change(verb, *rest))
+        patch.setattr(ops, "quantize_max", lambda *rest, ops=ops: quantize_max(ops, *rest))
 
 
 def one_norm_for_the_whole_tensor(patch: Patch) -> None:
@@ -124,23 +155,19 @@ def the_norms_are_forgotten_in_the_formula(patch: Patch) -> None:
 
 
 def length_is_not_checked(patch: Patch) -> None:
-    def decode(self: Any, buffer: Any, count: int, ops: Any, out: Any = None, add: bool = False) -> Any:
+    def parts(self: Any, buffer: Any, count: int, ops: Any) -> Any:
         edge = self._edge(count)
-        norms = ops.from_bytes(buffer[:edge], "float32")
-        return ops.dequantize(buffer[edge:], norms, self.bucket, self.bits, count, out, add)
+        return buffer[edge:], ops.from_bytes(buffer[:edge], "float32")
 
-    patch.setattr(CODEC, "decode", decode)
+    patch.setattr(CODEC, "_parts", parts)
 
 
 def damaged_norms_are_believed(patch: Patch) -> None:
-    def believe(buffer: Any, norms: Any, bucket: int, bits: int, count: int, out: Any = None, add: bool = False) -> Any:
+    def believe(buffer: Any, norms: Any, bucket: int, bits: int, count: int) -> Any:
         each = np.unpackbits(buffer, count=count * bits, bitorder="little").reshape(count, bits)
         number = each @ (1 << np.arange(bits))
         with np.errstate(all="ignore"):
-            decoded = level_values(bits)[number] * norms[np.arange(count) // bucket]
-            if out is not None:
-                out[:] = out + decoded if add else decoded
-            return decoded if out is None else out
+            return level_values(bits)[number] * norms[np.arange(count) // bucket]
 
     for ops in (fast, reference):
         patch.setattr(ops, "dequantize", believe)
@@ -161,11 +188,13 @@ def the_second_rounding_is_nobodys(patch: Patch) -> None:
 
 
 def zeros_are_sent_as_minus(patch: Patch) -> None:
+    _unfused_signs(patch)
     for ops in (fast, reference):
         patch.setattr(ops, "pack_signs", lambda x: np.packbits(x <= 0, bitorder="little"))
 
 
 def signs_are_turned(patch: Patch) -> None:
+    _unfused_signs(patch)
     for ops in (fast, reference):
         patch.setattr(ops, "pack_signs", lambda x: np.packbits(x >= 0, bitorder="little"))
 
@@ -176,9 +205,13 @@ def signs_go_as_bytes(patch: Patch) -> None:
 
 def the_residual_forgets_the_magnitude(patch: Patch) -> None:
     """Signs without the mean magnitude, as signSGD without its fix has them."""
-    unpack = reference.unpack_signs
-    for ops in (fast, reference):
-        patch.setattr(ops, "unpack_signs", lambda b, scale, count: unpack(b, np.ones_like(scale), count))
+    coded = signsgd.SignCodec.coded
+
+    def ones(self: Any, *rest: Any) -> Any:
+        found = coded(self, *rest)
+        return found._replace(norms=np.ones_like(found.norms))
+
+    patch.setattr(signsgd.SignCodec, "coded", ones)
 
 
 def fields_are_too_narrow(patch: Patch) -> None:
@@ -208,10 +241,10 @@ def scalers_are_ones_own(patch: Patch) -> None:
 
 
 def _clipping(patch: Patch, limit: Callable[[float, float, float], float]) -> None:
-    def clipped(x: Any, factor: float, ops: Any) -> Any:
-        return ops.scaled(x, 1.0, limit(factor, *ops.moments(x))) if factor and len(x) else x
+    def limit_of(x: Any, factor: float, ops: Any) -> float:
+        return limit(factor, *ops.moments(x)) if factor and len(x) else FP32_MAX
 
-    patch.setattr(terngrad, "clipped", clipped)
+    patch.setattr(terngrad, "limit_of", limit_of)
 
 
 def clipping_forgets_constants(patch: Patch) -> None:
@@ -227,8 +260,8 @@ def clipping_is_at_one_sigma(patch: Patch) -> None:
 
 
 def clipping_is_always_on(patch: Patch) -> None:
-    clipped = terngrad.clipped
-    patch.setattr(terngrad, "clipped", lambda x, factor, ops: clipped(x, 1.0, ops))
+    limit_of = terngrad.limit_of
+    patch.setattr(terngrad, "limit_of", lambda x, factor, ops: limit_of(x, 1.0, ops))
 
 
 def _mean(bits: int = 4, **options: Any) -> Guard:

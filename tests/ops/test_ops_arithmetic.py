@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Half, Scan, Sparse, Velocity
+from hvdcompress.ops.spec import Codes, Fields, Half, Joined, Scan, Sparse, Sum, Velocity, piece_of
 
 INDEX = ("int32", "int64")
 
@@ -39,7 +39,7 @@ def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.n
     gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
     found = o.accumulate(gradient, put(r), scale, out, scan, clear=clear)
     above = None if found.above is None else tuple(found.above)
-    return found.finite, found.offsets, above, found.moments is not None, out, gradient
+    return found.finite, found.offsets, above, found.signs, found.moments is not None, out, gradient
 
 
 def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
@@ -48,6 +48,56 @@ def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np
     found = o.accumulate(gradient, put(r[::-1].copy()), scale, out, scan, clear, Velocity(put(r), new, 0.9))
     above = None if found.above is None else tuple(found.above)
     return found.finite, found.offsets, above, found.moments is not None, out, new, gradient
+
+
+def coded(kind: str, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """Coded vectors of n elements, made by the reference."""
+    n, key = x.size, np.array([77], np.uint32)
+    mean = reference.bucket_norms(x, n, "mean") if n else np.zeros(1, np.float32)
+    if kind == "fp16":
+        return Half(put(reference.to_fp16(r, 1.0)[0]), 3.0)
+    if kind == "bf16":
+        return Half(put(reference.to_bf16(r)), 0.3)
+    if kind == "signs":
+        return Codes(put(reference.pack_signs(r)), put(mean), max(n, 1), 1, 0, n)
+    if kind == "fields":
+        words = reference.quantize_fields(r, 1.5, np.float32([1.5]), 3, key)
+        return Fields(put(words), 3, 2, put(np.float32([0.7])), 0, n)
+    bits, bucket = map(int, kind.split("/"))
+    norms, codes = reference.quantize_max(r, bucket, bits, key)
+    return Codes(put(codes), put(norms), bucket, bits, 0, n)
+
+
+KINDS = ["fp16", "bf16", "signs", "fields", *(f"{bits}/512" for bits in range(2, 9)), "4/3", "2/1000000", "8/1"]
+CUT = ("fp16", "bf16", "signs", "fields", "3/512", "8/1")
+
+
+def totals(put: Any, x: np.ndarray, r: np.ndarray) -> dict[str, Any]:
+    """Coded vectors of all kinds; sums, pieces, and vectors end to end."""
+    found = {kind: coded(kind, put, x, r) for kind in KINDS}
+    found |= {f"two of {kind}": Sum([coded(kind, put, x, r), coded(kind, put, r, x)]) for kind in CUT}
+    found["three"] = Sum([coded("4/512", put, x, r), put(x), coded("bf16", put, x, r)])
+    found["array first"] = Sum([put(r), coded("signs", put, x, r)])
+    third, n = x.size // 3, x.size
+    for kind in (*CUT, "two of 8/1", "two of signs", "three"):
+        cuts = [piece_of(found[kind], a, b) for a, b in ((third, 2 * third), (2 * third, n), (0, third))]
+        found[f"{kind}, cut"] = Joined([cuts[2], cuts[0], put(np.full(0, 1, np.float32)), cuts[1]])
+        found[f"{kind}, cut again"] = Joined([found[f"{kind}, cut"].piece(third // 2, n), put(r[: third // 2])])
+    return found
+
+
+def each(o: Any, put: Any, x: np.ndarray, r: np.ndarray, function: Any, dtype: str = "float32") -> Any:
+    return tuple(
+        changed(o, put, x.astype(dtype), lambda out, y=y: function(out, y)) for y in totals(put, x, r).values()
+    )
+
+
+call("dense")(lambda o, put, x, r: tuple(o.dense(y) for y in totals(put, x, r).values()))
+call("dense")(lambda o, put, x, r: o.dense(put(x)))
+for factor in (1.0, 1 / 3):
+    call("write")(lambda o, put, x, r, f=factor: each(o, put, x, r, lambda out, y: o.write(out, y, f)))
+    call("subtract")(lambda o, put, x, r, f=factor: each(o, put, x, r, lambda out, y: o.subtract(out, y, f)))
+call("write")(lambda o, put, x, r: each(o, put, x, r, lambda out, y: o.write(out, y, 0.3), "float64"))
 
 
 for scale in (1.0, 0.3, 2.0**-16):
@@ -63,9 +113,11 @@ for scale in (1.0, 0.3, 2.0**-16):
             Scan(above=-1.0, capacity=10**6),
             Scan(moments=True, above=0.5, capacity=10**6),
             Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
+            Scan(signs=True),
+            Scan(signs=True, chunk=7),
         ):
             call("accumulate")(partial(accumulated, scan, scale, clear))
-        for scan in (Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7)):
+        for scan in (Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7), Scan(signs=True)):
             call("accumulate")(partial(with_velocity, scan, scale, clear))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
     call("subtract")(
@@ -74,11 +126,6 @@ for scale in (1.0, 0.3, 2.0**-16):
         )
     )
     call("write")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.write(out, put(r), s)))
-    call("write")(
-        lambda o, put, x, r, s=scale: changed(
-            o, put, x, lambda out: o.write(out, Half(put(reference.to_fp16(r, 1.0)[0]), 3.0), s)
-        )
-    )
     call("write")(
         lambda o, put, x, r, s=scale: changed(
             o, put, 0 * r, lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True)

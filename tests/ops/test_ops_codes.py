@@ -23,12 +23,24 @@ def damaged(x: np.ndarray, count: int) -> np.ndarray:
     return np.resize(np.concatenate([np.float32([np.nan, -np.inf, np.inf, -1]), x]), count)
 
 
-def onto(bucket: int, bits: int, add: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
-    """Decoded into an array that is there, or added to it."""
+def onto(bucket: int, bits: int, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """Codes that are written to memory that is there."""
     norms = reference.bucket_norms(x, bucket, "max")
-    packed = reference.quantize(x, norms, bucket, bits, KEY)
-    there = np.full_like(r, 0.1)
-    return changed(o, put, there, lambda out: o.dequantize(put(packed), put(norms), bucket, bits, x.size, out, add))
+    there, again = (np.full(-(-x.size * bits // 8), 7, np.uint8) for _ in range(2))
+    found = []
+    codes = changed(o, put, there, lambda out: o.quantize(put(x), put(norms), bucket, bits, KEY, out))
+    by_max = changed(o, put, again, lambda out: found.append(o.quantize_max(put(x), bucket, bits, KEY, out)[0]))
+    return codes, by_max, found[0]
+
+
+def fields(width: int, limit: float, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """Ternaries, with a norm above the limit, or below, or of 0; as a new array, and written to one that is there."""
+    there, found = np.full(-(-x.size // (32 // width)), 7, np.int32), []
+    for norm in (2 * limit, 0.5 * limit, 0.0):
+        rest = limit, put(np.float32([norm])), width, KEY
+        found.append(o.quantize_fields(put(x), *rest))
+        found.append(changed(o, put, there, lambda out, rest=rest: o.quantize_fields(put(x), *rest, out)))
+    return tuple(found)
 
 
 for count in (0, 1, 7, 5000):
@@ -50,8 +62,15 @@ for bucket in (1, 3, 512, 1 << 62):
                 put(x.view(np.uint8)), put(damaged(x, 32 * x.size)), b, w, 32 * x.size // w
             )
         )
-        for add in (False, True):
-            call("dequantize")(partial(onto, bucket, bits, add))
+for bucket in (1, 3, 512, 1 << 62):
+    for bits in range(2, 9):
+        call("quantize_max")(partial(onto, bucket, bits))
+for width in (2, 3, 4, 5, 6, 8, 16, 17):
+    for limit in (0.4, 2.5, MAX):
+        call("quantize_fields")(partial(fields, width, limit))
+call("distinct_indices")(
+    lambda o, put, x, r: tuple(o.distinct_indices(KEY, k, x.size + 1) for k in (1, x.size // 3 + 1, x.size + 1))
+)
 call("pack_signs")(lambda o, put, x, r: o.pack_signs(put(x)))
 for scale in (0.0, 0.3, MAX, -1.0, np.nan, np.inf):
     call("unpack_signs")(
@@ -136,6 +155,27 @@ def test_there_is_one_zero(backend: Any) -> None:
     packed = backend.quantize(put(x), put(norms), 5, 4, KEY)
     found = np.asarray(backend.dequantize(packed, put(norms), 5, 4, 5))
     assert get(found) == get(np.float32([0, 0, 0, 0, 1]))
+
+
+def test_the_sum_of_two_floats_is_as_exact_as_a_division() -> None:
+    """The kernel's level·high + level·low, with high + low = 1/s, is the float32 next to level/s: for all levels."""
+    numba_coded = pytest.importorskip("hvdcompress.ops.numba.coded")
+    for bits in range(2, 9):
+        high, low = numba_coded._parts(bits)
+        level = np.arange(1 << (bits - 1), dtype=np.float32)
+        assert get(level * high + level * low) == get(level / np.float32((1 << (bits - 1)) - 1)), bits
+
+
+# -- indices without repeats ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 63, 1000, 65_537, 2**24 + 3, 2**31 - 1, 2**31, 2**33 + 1])
+def test_distinct_indices_of_any_size(backend: Any, n: int) -> None:
+    for k in {1, min(n, 700), min(n, 3000)}:
+        found = backend.distinct_indices(key(k), k, n)
+        assert found.dtype == (np.int32 if n < 2**31 else np.int64) and len(set(found.tolist())) == k
+        assert found[0] >= 0 and found[-1] < n and (np.diff(found) > 0).all()
+        assert get(found) == get(reference.distinct_indices(key(k), k, n))
 
 
 # -- fields that add ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from comparing import MAX, Put, call, get
+from comparing import MAX, Put, call, changed, get
 
 from hvdcompress.ops import numpy as reference
 
@@ -17,6 +17,9 @@ for scale in (1.0, 0.3, 2.0**-16):
     call("to_fp16")(lambda o, put, x, r, s=scale: o.to_fp16(put(x), s, 65504.0 * (1 - 2**-9) / 3))
     call("from_fp16")(lambda o, put, x, r, s=scale: o.from_fp16(put(x.astype(np.float16)), s))
 call("to_bf16")(lambda o, put, x, r: o.to_bf16(put(x)))
+call("to_bf16")(
+    lambda o, put, x, r: changed(o, put, np.full(2 * x.size, 7, np.uint8), lambda out: o.to_bf16(put(x), out))
+)
 call("from_bf16")(lambda o, put, x, r: o.from_bf16(put(reference.to_bf16(x))))
 call("float_bounds")(lambda o, put, x, r: o.float_bounds(put(x)))
 call("float_bounds")(lambda o, put, x, r: (o.float_bounds(put(np.abs(x))), o.float_bounds(put(-np.abs(x)))))

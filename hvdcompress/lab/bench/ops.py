@@ -29,14 +29,15 @@ import hvdcompress
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
+from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Scan, Velocity
+from hvdcompress.ops.spec import Codes, Fields, Half, Scan, Sum, Velocity
 from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]
 DENSITY = 0.01
+BUCKET = 512  # of what is quantized
 EARNED = 1.15  # a kernel that is this much faster at neither 1M nor 16M elements is dropped
 
 #: Written, measured as the others are, and dropped; ratios at 1M and 16M elements, from the run that decided it.
@@ -74,6 +75,12 @@ def cases(n: int) -> list[Case]:
     coded = reference.elias_fano(index, 6, num_bits)
     shares = Sparse(np.concatenate([index, index]), np.concatenate([values, values]))
     places = np.unique(index % (3 * k))
+    key, packed_signs, codes = np.array([7], np.uint32), reference.pack_signs(x), np.zeros(n // 2 + 1, np.uint8)
+    norms, levels = reference.quantize_max(x, BUCKET, 4, key)
+    one = np.ones(1, np.float32)
+    words = reference.quantize_fields(x, 2.5, one, 3, key)
+    by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
+    fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
@@ -91,6 +98,12 @@ def cases(n: int) -> list[Case]:
             12 * n,
             lambda o: o.accumulate(x, zeros, 1.0, out, Scan(above=0.9 * threshold, capacity=6 * k)),
         ),
+        Case(
+            "accumulate",
+            "signs",
+            12 * n + n // 8,
+            lambda o: o.accumulate(x, residual, 1.0, out, Scan(signs=True)),
+        ),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
@@ -101,6 +114,20 @@ def cases(n: int) -> list[Case]:
         Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),
         Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
         Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),
+        Case("write", "2 of bfloat16", 8 * n, lambda o: o.write(out, Sum([short, short]), 0.5)),
+        Case("write", "2 of signs", 17 * n // 4, lambda o: o.write(out, Sum([signs, signs]), 0.5)),
+        Case("write", "2 of 4 bits", 5 * n, lambda o: o.write(out, Sum([by_bucket, by_bucket]), 0.5)),
+        Case("write", "fields of 3 bits", 4 * n + 4 * words.size, lambda o: o.write(out, fields, 0.5)),
+        Case("subtract", "signs", 65 * n // 8, lambda o: o.subtract(out, signs, 1.0)),
+        Case("subtract", "4 bits", 17 * n // 2, lambda o: o.subtract(out, by_bucket, 1.0)),
+        Case("dequantize", "4 bits", 9 * n // 2, lambda o: o.dequantize(levels, norms, BUCKET, 4, n)),
+        Case("quantize", "4 bits", 9 * n // 2, lambda o: o.quantize(x, norms, BUCKET, 4, key, codes[: levels.size])),
+        Case("quantize_max", "4 bits", 9 * n // 2, lambda o: o.quantize_max(x, BUCKET, 4, key, codes[: levels.size])),
+        Case("quantize_fields", "3 bits", 4 * n + 4 * words.size, lambda o: o.quantize_fields(x, 2.5, one, 3, key)),
+        Case("unpack_fields", "3 bits", 4 * n + 4 * words.size, lambda o: o.unpack_fields(words, 3, n, 2)),
+        Case("pack_signs", "", 33 * n // 8, lambda o: o.pack_signs(x)),
+        Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
+        Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),

@@ -4,16 +4,18 @@ Kernels take float32 in plain memory; everything else goes to the reference. Res
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
 """
 
-from hvdcompress.ops.numba.arithmetic import (
-    accumulate,
-    blend,
-    merge,
-    subtract,
-    write,
-    zero_where,
-)
+from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, merge, subtract, write, zero_where
 from hvdcompress.ops.numba.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
-from hvdcompress.ops.numba.codes import dequantize, quantize
+from hvdcompress.ops.numba.codes import (
+    dequantize,
+    distinct_indices,
+    pack_signs,
+    quantize,
+    quantize_fields,
+    quantize_max,
+    unpack_fields,
+    unpack_signs,
+)
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -45,7 +47,6 @@ from hvdcompress.ops.numpy import (
     orthonormalise,
     outer_sum,
     pack_fields,
-    pack_signs,
     pair_places,
     permute,
     principal,
@@ -58,19 +59,18 @@ from hvdcompress.ops.numpy import (
     take,
     to_bytes,
     uniform,
-    unpack_fields,
-    unpack_signs,
     zeros,
 )
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
     "accumulate", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax",
-    "chunk_positions", "combine", "concat", "count_above", "dequantize", "elias_fano", "fill", "find_bits",
-    "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16",
-    "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of", "magnitudes",
-    "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits",
-    "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize", "range_codes", "range_values",
-    "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k",
-    "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
+    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
+    "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of",
+    "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum",
+    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize", "quantize_fields",
+    "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take",
+    "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "zero_where", "zeros",
 ]  # fmt: skip

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import floats
 from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
+from hvdcompress.ops.numba.codes import pack_signs
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
-from hvdcompress.ops.numba.statistics import all_finite, moments
-from hvdcompress.ops.shared import Finders, find, index_dtype, moments_of
-from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse, Velocity
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, moments
+from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
+from hvdcompress.ops.spec import NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
 
 
 def accumulate(
@@ -31,11 +33,13 @@ def accumulate(
 ) -> Found:
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
         return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
+    fused = [scan.moments or (scan.above is not None and velocity is None), scan.chunk, scan.signs, velocity]
     if (
-        (scan.above is not None and scan.above < 0)
-        or (scan.chunk and (scan.above is not None or scan.moments))
-        or (velocity is not None and (scan.chunk or scan.moments))
-    ):  # rare
+        sum(map(bool, fused)) > 1
+        or (velocity is not None and scan.moments)
+        or (scan.above is not None and scan.above < 0)
+        or (scan.signs and out.size <= PIECE)
+    ):  # rare, or little: one pass for each thing
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
             return Found(False)
         return find(out, scan, FINDERS)
@@ -44,7 +48,13 @@ def accumulate(
         offsets = np.empty(-(-out.size // scan.chunk), np.int32)
         most = kernels.accumulate_argmax(*passed, scan.chunk, offsets)
         return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
-    if not scan.moments and scan.above is None and velocity is None:
+    if scan.signs:
+        sums, signs = np.empty((1, -(-out.size // PIECE))), np.empty(-(-out.size // 8), np.uint8)
+        kernels.accumulate_signs(*passed, sums[0], signs)
+        total = fold(sums)
+        finite = bool(np.isfinite(total[0]))
+        return Found(True, signs=(signs, norms_of(total, out.size, out.size, "mean"))) if finite else Found(False)
+    if not any(fused):
         return Found(kernels.accumulate(*passed) < INF_BITS)
     low, room = kernels.MAGNITUDE, 0
     if scan.above is not None:
@@ -71,8 +81,14 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     return kernels.blend(x, residual, np.float32(beta), np.float32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
-    if plain_sparse(own, x):
+def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
+    if isinstance(own, Joined):
+        for part, piece in _pieces(x, own):
+            subtract(part, piece, factor)
+    elif isinstance(own, Coded):
+        if factor != 1.0 or not coded.subtract(x, own):
+            reference.subtract(x, own, factor)
+    elif plain_sparse(own, x):
         kernels.add_at(x, int64(own.index), own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
     elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
         kernels.subtract(x, own, np.float32(factor))
@@ -97,19 +113,32 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
     return reference.merge(a, b, n)
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
-    if (
-        isinstance(total, Half)
-        and plain(total.values, dtype=np.float16)
-        and plain(out)
-        and out.size == total.values.size
-    ):
-        bits = out.view(np.uint32)
-        floats.from_fp16(total.values.view(np.uint16), np.float32(total.scale), np.float32(factor), out, bits)
-        return
-    if plain_sparse(total, out):
+def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Joined):
+        for part, piece in _pieces(out, total):
+            write(part, piece, factor)
+    elif isinstance(total, Coded):
+        if not coded.write(out, total, factor):
+            reference.write(out, total, factor)
+    elif plain_sparse(total, out):
         if not cleared:
             ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
         kernels.add_at(out, int64(total.index), total.values, np.float32(factor))
     else:
         reference.write(out, total, factor, cleared)
+
+
+def dense(x: Array | Coded) -> Array:
+    if not isinstance(x, Coded):
+        return x
+    out = np.empty(x.size, np.float32)
+    write(out, x, 1.0)
+    return out
+
+
+def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
+    """Pair the parts of a joined vector with the parts of ``x`` where they belong."""
+    stops = np.cumsum([size_of(part) for part in joined.parts]).tolist()
+    if stops[-1] != x.size:
+        raise ValueError(f"parts of {stops[-1]} elements do not fill {x.size}")
+    return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Scalar, Sparse
 
+ONE = np.float32(1.0)
 INF_BITS = 0x7F800000  #: of a float32; those of NaNs lie above
 
 

@@ -1,36 +1,82 @@
-"""Codes, compiled: random rounding to levels (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Codes, compiled: random rounding to levels, signs, and fields that add (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
-from hvdcompress.ops.numba.arrays import plain
-from hvdcompress.ops.numpy.codes import finite_norms
-from hvdcompress.ops.shared import level_values
+from hvdcompress.ops.numba.arrays import ONE, plain
+from hvdcompress.ops.shared import half_bits, index_dtype, round_keys
+from hvdcompress.ops.spec import Codes, Fields
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
-def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Array:
-    if not plain(x) or norms.size * bucket < x.size:
-        return reference.quantize(x, norms, bucket, bits, key)
-    out, safe = np.empty(-(-x.size * bits // 8), np.uint8), np.where(norms > 0, norms, np.float32(1))
-    kernels.quantize(x, x.view(np.uint32), safe, bucket, bits, key[0], out)
+def distinct_indices(key: Array, k: int, n: int) -> Array:
+    half = half_bits(n)
+    dtype = np.int32 if half < 16 else np.int64  # indices that are beyond n and drawn again must fit, too
+    out, other = np.empty(k, dtype), np.empty(k, dtype)
+    swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
+    return (other if swapped else out).astype(index_dtype(n), copy=False)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
+    codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
+    if not _fits(x, norms, bucket, codes):
+        return reference.quantize(x, norms, bucket, bits, key, out)
+    kernels.quantize(x, x.view(np.int32), norms, norms.view(np.int32), False, bucket, bits, key[0], codes)
+    return codes
+
+
+def quantize_max(x: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> tuple[Array, Array]:
+    bucket = max(1, min(bucket, x.size))
+    codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
+    norms = np.empty(-(-x.size // bucket), np.float32)
+    if not _fits(x, norms, bucket, codes):
+        return reference.quantize_max(x, bucket, bits, key, out)
+    kernels.quantize(x, x.view(np.int32), norms, norms.view(np.int32), True, bucket, bits, key[0], codes)
+    return norms, codes
+
+
+def _fits(x: Array, norms: Array, bucket: int, codes: Array) -> bool:
+    enough = norms.size * bucket >= x.size
+    return enough and plain(x) and plain(norms) and plain(codes, dtype=np.uint8)
+
+
+def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array, out: Array | None = None) -> Array:
+    words = np.empty(-(-x.size // (32 // width)), np.int32) if out is None else out
+    if not x.size or not plain(x) or not plain(words, dtype=np.int32) or words.size != -(-x.size // (32 // width)):
+        return reference.quantize_fields(x, limit, norm, width, key, out)
+    unit = np.float32(norm[0])
+    kernels.quantize_fields(x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words)
+    return words
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+    out = np.empty(count, np.float32)
+    if not coded.write(out, Codes(buffer, norms, bucket, bits, 0, count), 1.0):
+        return reference.dequantize(buffer, norms, bucket, bits, count)
     return out
 
 
-def dequantize(
-    buffer: Array,
-    norms: Array,
-    bucket: int,
-    bits: int,
-    count: int,
-    out: Array | None = None,
-    add: bool = False,
-) -> Array:
-    kept = np.empty(count, np.float32) if out is None else out
-    if not plain(buffer, dtype=np.uint8) or not plain(kept) or kept.size != count or norms.size * bucket < count:
-        return reference.dequantize(buffer, norms, bucket, bits, count, out, add)
-    kernels.dequantize(buffer, finite_norms(norms), bucket, bits, level_values(bits), kept, add)
-    return kept
+def pack_signs(x: Array) -> Array:
+    if not plain(x):
+        return reference.pack_signs(x)
+    out = np.empty(-(-x.size // 8), np.uint8)
+    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.uint8), out)
+    return out
+
+
+def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
+    out = np.empty(count, np.float32)
+    if not coded.write(out, Codes(buffer, scale, max(count, 1), 1, 0, count), 1.0):
+        return reference.unpack_signs(buffer, scale, count)
+    return out
+
+
+def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
+    out = np.empty(count, np.float32)
+    if not coded.write(out, Fields(words, width, bound, np.ones(1, np.float32), 0, count), 1.0):
+        return reference.unpack_fields(words, width, count, bound)
+    return out

@@ -6,7 +6,7 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
-from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.spec import FP16_MAX
 from hvdcompress.ops.spec import NumpyArray as Array
 
@@ -22,16 +22,16 @@ def from_fp16(x: Array, scale: float) -> Array:
     if not plain(x, dtype=np.float16):
         return reference.from_fp16(x, scale)
     out = np.empty(x.size, np.float32)
-    kernels.from_fp16(x.view(np.uint16), np.float32(scale), np.float32(1.0), out, out.view(np.uint32))
+    kernels.add_fp16(x.view(np.uint16), np.float32(scale), out, False, ONE)
     return out
 
 
-def to_bf16(x: Array) -> Array:
-    if not plain(x):
-        return reference.to_bf16(x)
-    out = np.empty(x.size, np.uint16)
-    kernels.to_bf16(x.view(np.uint32), out)
-    return out
+def to_bf16(x: Array, out: Array | None = None) -> Array:
+    bits = np.empty(x.size, np.uint16) if out is None else out.view(np.uint16)
+    if not plain(x) or not plain(bits, dtype=np.uint16) or bits.size != x.size:
+        return reference.to_bf16(x, out)
+    kernels.to_bf16(x.view(np.uint32), bits)
+    return bits if out is None else out
 
 
 def from_bf16(bits: Array) -> Array:

@@ -7,6 +7,7 @@ from hvdcompress.ops.numpy.arithmetic import (
     accumulate,
     add_all,
     blend,
+    dense,
     merge,
     scaled,
     split,
@@ -17,9 +18,12 @@ from hvdcompress.ops.numpy.arithmetic import (
 from hvdcompress.ops.numpy.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numpy.codes import (
     dequantize,
+    distinct_indices,
     pack_fields,
     pack_signs,
     quantize,
+    quantize_fields,
+    quantize_max,
     uniform,
     unpack_fields,
     unpack_signs,
@@ -62,11 +66,12 @@ from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
     "accumulate", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax",
-    "chunk_positions", "combine", "concat", "count_above", "dequantize", "elias_fano", "fill", "find_bits",
-    "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano", "from_fp16",
-    "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of", "magnitudes",
-    "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits",
-    "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize", "range_codes", "range_values",
-    "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k",
-    "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
+    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
+    "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of",
+    "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum",
+    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize", "quantize_fields",
+    "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take",
+    "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "zero_where", "zeros",
 ]  # fmt: skip

@@ -6,14 +6,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcompress.ops.numpy.floats import from_fp16
+from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
+from hvdcompress.ops.numpy.floats import from_bf16, from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
-from hvdcompress.ops.numpy.statistics import all_finite, moments
+from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, moments
 from hvdcompress.ops.shared import Finders, find, index_dtype
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Half, Scan, Sparse, Velocity
+from hvdcompress.ops.spec import (
+    FP32_MAX,
+    NOTHING,
+    Coded,
+    Codes,
+    Fields,
+    Found,
+    Half,
+    Joined,
+    Scan,
+    Sparse,
+    Sum,
+    Velocity,
+)
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
 
 
 def accumulate(
@@ -49,8 +63,10 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x += np.float32(1.0 - beta) * residual
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
     f = np.float32(factor)
+    if isinstance(own, Coded):
+        own = dense(own)
     if isinstance(own, Sparse):
         np.subtract.at(x, own.index, f * own.values)
     else:
@@ -64,9 +80,9 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
-    if isinstance(total, Half):
-        total = from_fp16(total.values, total.scale)
+def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Coded):
+        total = dense(total)
     if isinstance(total, Sparse):
         if not cleared:
             out[...] = 0
@@ -75,6 +91,24 @@ def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool
         out[...] = total
     else:
         np.multiply(total, total.dtype.type(factor), out=out, casting="same_kind")
+
+
+def dense(x: Array | Coded) -> Array:
+    if isinstance(x, Half):
+        if x.values.dtype == np.float16:
+            return from_fp16(x.values, x.scale)
+        return from_bf16(x.values) * np.float32(x.scale)
+    if isinstance(x, Codes) and x.bits == 1:
+        return unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
+    if isinstance(x, Codes):
+        return dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
+    if isinstance(x, Fields):
+        return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
+    if isinstance(x, Sum):
+        return add_all([dense(share) for share in x.shares])
+    if isinstance(x, Joined):
+        return np.concatenate([dense(part) for part in x.parts])
+    return x
 
 
 def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numpy.bits import bits_of
-from hvdcompress.ops.shared import FP32_MAX_BITS, level_values, mix
+from hvdcompress.ops.numpy.statistics import bucket_norms
+from hvdcompress.ops.shared import FP32_MAX_BITS, drawn_indices, level_values, mix
 from hvdcompress.ops.spec import NumpyArray as Array
 
 _SLICE = 1 << 15  # elements at a time, a multiple of 8: what is made on the way stays in the processor's cache
@@ -16,8 +17,12 @@ def uniform(key: Array, count: int, like: Array, start: int = 0) -> Array:
     return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Array:
-    levels, out = np.float32((1 << (bits - 1)) - 1), np.empty(-(-x.size * bits // 8), np.uint8)
+def distinct_indices(key: Array, k: int, n: int) -> Array:
+    return drawn_indices(key, k, n)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
+    levels, out = np.float32((1 << (bits - 1)) - 1), np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
     safe = np.where(norms > 0, norms, np.float32(1))
     for start in range(0, x.size, _SLICE):
         part = np.ascontiguousarray(x[start : start + _SLICE])
@@ -34,25 +39,30 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array) -> Arra
     return out
 
 
-def dequantize(
-    buffer: Array,
-    norms: Array,
-    bucket: int,
-    bits: int,
-    count: int,
-    out: Array | None = None,
-    add: bool = False,
-) -> Array:
-    values, norms = level_values(bits), finite_norms(norms)
-    out = np.zeros(count, np.float32) if out is None else out
+def quantize_max(x: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> tuple[Array, Array]:
+    norms = bucket_norms(x, bucket, "max")
+    return norms, quantize(x, norms, bucket, bits, key, out)
+
+
+def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array, out: Array | None = None) -> Array:
+    clipped = np.clip(x, -np.float32(limit), np.float32(limit))
+    codes = quantize(clipped, norm, max(x.size, 1), 2, key)
+    words = pack_fields(dequantize(codes, np.ones(1, np.float32), max(x.size, 1), 2, x.size), width)
+    if out is None:
+        return words
+    out[...] = words
+    return out
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
+    values, norms, out = level_values(bits), finite_norms(norms), np.zeros(count, np.float32)
     for start in range(0, count, _SLICE):
         part = out[start : start + _SLICE]
         split = np.zeros((part.size, 8), np.uint8)
         packed = buffer[start * bits // 8 : start * bits // 8 + -(-part.size * bits // 8)]
         split[:, :bits] = bits_of(packed, part.size * bits).reshape(-1, bits)
         codes = np.packbits(split.ravel(), bitorder="little")
-        decoded = values[codes] * norms[np.arange(start, start + part.size) // bucket]
-        part[:] = part + decoded if add else decoded
+        part[:] = values[codes] * norms[np.arange(start, start + part.size) // bucket]
     return out
 
 

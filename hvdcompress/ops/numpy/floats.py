@@ -21,11 +21,15 @@ def from_fp16(x: Array, scale: float) -> Array:
     return np.clip(x.astype(np.float32), -FP16_MAX, FP16_MAX) * np.float32(scale)
 
 
-def to_bf16(x: Array) -> Array:
+def to_bf16(x: Array, out: Array | None = None) -> Array:
     bits = np.ascontiguousarray(x).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
     rounded = np.where((rounded & 0x7FFF) >= 0x7F80, (bits >> 16) & 0x8000 | 0x7F7F, rounded)
-    return rounded.astype(np.uint16)
+    rounded = rounded.astype(np.uint16)
+    if out is None:
+        return rounded
+    out[...] = rounded.view(np.uint8)
+    return out
 
 
 def from_bf16(bits: Array) -> Array:

@@ -7,14 +7,29 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import Finders, find, index_dtype
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Array, Found, Half, Scan, Sparse, Velocity
-from hvdcompress.ops.torch.floats import from_fp16
+from hvdcompress.ops.spec import (
+    FP32_MAX,
+    NOTHING,
+    Array,
+    Coded,
+    Codes,
+    Fields,
+    Found,
+    Half,
+    Joined,
+    Scan,
+    Sparse,
+    Sum,
+    Velocity,
+)
+from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
+from hvdcompress.ops.torch.floats import from_bf16, from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
-from hvdcompress.ops.torch.statistics import all_finite, moments
+from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
 
 
 def accumulate(
@@ -45,7 +60,9 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x.mul_(f32(beta)).add_(residual * f32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
+    if isinstance(own, Coded):
+        own = dense(own)
     if isinstance(own, Sparse):  # repeats are added in any order, but adding ±0 changes nothing in any order
         x.index_add_(0, own.index, own.values * -f32(factor))
     else:
@@ -60,9 +77,9 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
-    if isinstance(total, Half):
-        total = from_fp16(total.values, total.scale)
+def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Coded):
+        total = dense(total)
     if isinstance(total, Sparse):
         if not cleared:
             out.zero_()
@@ -93,6 +110,22 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
         now = order[start : start + size]
         out.index_add_(0, index[now], values[now])
         start += size
+
+
+def dense(x: Array | Coded) -> Array:
+    if isinstance(x, Half):
+        return from_fp16(x.values, x.scale) if x.values.dtype == torch.float16 else from_bf16(x.values) * f32(x.scale)
+    if isinstance(x, Codes) and x.bits == 1:
+        return unpack_signs(x.codes, x.norms, x.start + x.size)[x.start :]
+    if isinstance(x, Codes):
+        return dequantize(x.codes, x.norms, x.bucket, x.bits, x.start + x.size)[x.start :]
+    if isinstance(x, Fields):
+        return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
+    if isinstance(x, Sum):
+        return add_all([dense(share) for share in x.shares])
+    if isinstance(x, Joined):
+        return torch.cat([dense(part) for part in x.parts])
+    return x
 
 
 def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:

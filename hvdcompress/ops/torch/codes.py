@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, level_values
+from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, drawn_indices, level_values
 from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.bits import packed, unpacked
-from hvdcompress.ops.torch.tensors import in_rows
+from hvdcompress.ops.torch.statistics import bucket_norms
+from hvdcompress.ops.torch.tensors import f32, in_rows
 
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
@@ -37,31 +38,38 @@ def _shift(x: Array, places: int) -> Array:
     return (x >> places) & ((1 << (32 - places)) - 1)
 
 
-def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray) -> Array:
+def distinct_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
+    return drawn_indices(key, k, n)
+
+
+def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None) -> Array:
     safe = torch.where(norms > 0, norms, 1.0)
     share = x.abs().div_(_each(safe, bucket, len(x)))
     share = torch.fmin(share, share.new_ones(1)).mul_((1 << (bits - 1)) - 1)
     level = share.floor()
     share.sub_(level)  # exact
     level += uniform(key, len(x), x) < share
-    return packed(level.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << (bits - 1)), bits)
+    codes = packed(level.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << (bits - 1)), bits)
+    return codes if out is None else out.copy_(codes)
 
 
-def dequantize(
-    buffer: Array,
-    norms: Array,
-    bucket: int,
-    bits: int,
-    count: int,
-    out: Array | None = None,
-    add: bool = False,
+def quantize_max(x: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None) -> tuple[Array, Array]:
+    norms = bucket_norms(x, bucket, "max")
+    return norms, quantize(x, norms, bucket, bits, key, out)
+
+
+def quantize_fields(
+    x: Array, limit: float, norm: Array, width: int, key: NumpyArray, out: Array | None = None
 ) -> Array:
+    share = x.abs().clamp_(max=f32(limit)).div_(torch.where(norm > 0, norm, 1.0))
+    words = pack_fields((uniform(key, len(x), x) < share) * torch.sign(x), width)
+    return words if out is None else out.copy_(words)
+
+
+def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
     values = torch.from_numpy(level_values(bits)).to(buffer.device)
     codes = unpacked(buffer, bits, count).to(torch.int32)
-    decoded = values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
-    if out is None:
-        return decoded
-    return out.add_(decoded) if add else out.copy_(decoded)
+    return values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
 
 
 def _each(norms: Array, bucket: int, n: int) -> Array:

@@ -6,7 +6,7 @@ import torch
 
 from hvdcompress.ops import shared
 from hvdcompress.ops.spec import FP16_MAX, Array
-from hvdcompress.ops.torch.tensors import f32, host
+from hvdcompress.ops.torch.tensors import f32, host, view_as
 
 
 def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
@@ -20,11 +20,12 @@ def from_fp16(x: Array, scale: float) -> Array:
     return x.to(torch.float32).clamp_(-FP16_MAX, FP16_MAX).mul_(f32(scale))
 
 
-def to_bf16(x: Array) -> Array:
+def to_bf16(x: Array, out: Array | None = None) -> Array:
     bits = x.contiguous().view(torch.int32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the sign is shifted in, so that int16 holds it
     largest = ((bits >> 31) & -0x8000) | 0x7F7F
-    return torch.where((rounded & 0x7FFF) >= 0x7F80, largest, rounded).to(torch.int16)
+    half = torch.where((rounded & 0x7FFF) >= 0x7F80, largest, rounded).to(torch.int16)
+    return half if out is None else out.copy_(view_as(half, torch.uint8))
 
 
 def from_bf16(bits: Array) -> Array:

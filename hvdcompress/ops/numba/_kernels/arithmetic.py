@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels.codes import pack_signs
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, compiled
 from hvdcompress.ops.numba._kernels.selection import first_of, flagged
+from hvdcompress.ops.shared import PIECE
 
 
 @compiled
@@ -111,6 +113,40 @@ def accumulate_moments(gradient, residual, scale, out, clear, low, index, values
             values[found + j] = out[start + places[j]]
         found += count
     return most, found
+
+
+@compiled
+def fold(wide):
+    """The sum of PIECE numbers, added by halves; they are overwritten."""
+    for i in range(128):
+        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
+    for i in range(64):
+        wide[i] += wide[i + 64]
+    for i in range(32):
+        wide[i] += wide[i + 32]
+    for i in range(16):
+        wide[i] += wide[i + 16]
+    for i in range(8):
+        wide[i] += wide[i + 8]
+    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
+
+
+@compiled
+def accumulate_signs(gradient, residual, scale, out, clear, sums, signs):
+    """``sums``: of the magnitudes of each piece."""
+    wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.uint8)
+    for piece in range(sums.size):
+        start, stop = piece * PIECE, (piece + 1) * PIECE
+        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        for i in range(o.size):
+            value = scale * g[i] + r[i]
+            o[i] = value
+            wide[i] = abs(np.float64(value))
+        if clear:
+            g[:] = np.float32(0)
+        wide[o.size :] = 0.0
+        sums[piece] = fold(wide)
+        pack_signs(o, flag, signs[start // 8 : stop // 8])
 
 
 @compiled

@@ -37,16 +37,30 @@ def to_fp16(x, scale, limit, out):
 
 
 @compiled
-def from_fp16(half, scale, factor, out, out_bits):
+def widened(half, held, scale, factor, out):
+    """Set out = scale·value·factor; ``held``: halves as float32 with their bits moved, [BLOCK]."""
+    for i in range(half.size):
+        m = np.int32(half[i] & np.uint16(0x7FFF))
+        value = np.float32(m) * np.float32(2.0**-24) if m < 0x400 else min(held[i], np.float32(FP16_MAX))
+        value = np.float32(np.nan) if m > 0x7C00 else value
+        out[i] = (-value if half[i] >= np.uint16(0x8000) else value) * scale * factor
+
+
+@compiled
+def add_fp16(half, scale, out, add, factor):
+    """Set out = (out + scale·value)·factor, or without ``add`` out = scale·value·factor."""
+    held, values = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+    bits = held.view(np.uint32)
     for start in range(0, half.size, BLOCK):
-        h, o, bits = half[start : start + BLOCK], out[start : start + BLOCK], out_bits[start : start + BLOCK]
+        h, o = half[start : start + BLOCK], out[start : start + BLOCK]
         for i in range(h.size):
             bits[i] = (np.uint32(h[i] & np.uint16(0x7FFF)) << np.uint32(13)) + np.uint32(0x38000000)
-        for i in range(h.size):
-            m = np.int32(h[i] & np.uint16(0x7FFF))
-            value = np.float32(m) * np.float32(2.0**-24) if m < 0x400 else min(o[i], np.float32(FP16_MAX))
-            value = np.float32(np.nan) if m > 0x7C00 else value
-            o[i] = (-value if h[i] >= np.uint16(0x8000) else value) * scale * factor
+        if add:
+            widened(h, held, scale, np.float32(1), values)
+            for i in range(h.size):
+                o[i] = (o[i] + values[i]) * factor
+        else:
+            widened(h, held, scale, factor, o)
 
 
 @compiled
@@ -62,3 +76,20 @@ def to_bf16(bits, out):
 def from_bf16(bits, out):
     for i in range(bits.size):
         out[i] = np.uint32(bits[i]) << np.uint32(16)
+
+
+@compiled
+def add_bf16(half, scale, out, add, factor):
+    """As :func:`add_fp16`."""
+    held = np.zeros(BLOCK, np.float32)
+    bits = held.view(np.uint32)
+    for start in range(0, half.size, BLOCK):
+        h, o = half[start : start + BLOCK], out[start : start + BLOCK]
+        for i in range(h.size):
+            bits[i] = np.uint32(h[i]) << np.uint32(16)
+        if add:
+            for i in range(h.size):
+                o[i] = (o[i] + held[i] * scale) * factor
+        else:
+            for i in range(h.size):
+                o[i] = held[i] * scale * factor

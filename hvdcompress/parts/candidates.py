@@ -1,0 +1,124 @@
+"""Candidates: the few elements of a vector that may be selected, noted while it is made.
+
+Methods that select by magnitude remember the threshold of the last step. Elements that are above a somewhat lower one
+are noted in the pass that adds gradient and residual (``ops.accumulate``). Where they turn out to be enough, nothing
+needs to look at the others, and the selection is the same as if it had.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.method import Array, Context, Sparse
+from hvdcompress.ops.spec import NOTHING, Ops, Scalar, Scan
+
+THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [3, places]: the last threshold of each place, the one before,
+# and by how much the next may be less than expected and its elements still be among the candidates
+SLACK, MOST_SLACK, LEAST_SLACK = 0.1, 0.5, 0.005
+MANY = 3  #: candidates are too many if they are so many times as many as wanted
+ROOM = 16  #: and are not noted if they are so many
+
+
+def scan(wanted: int, place: int, ctx: Context, moments: bool = False) -> Scan:
+    """Return what to look for in gradient + residual: elements that may be selected, by the last steps' thresholds.
+
+    Args:
+        wanted: how many elements have to be among the candidates.
+        place: which of the remembered thresholds is meant, from 0.
+        ctx: its ``scratch`` has the thresholds.
+        moments: whether the moments are needed, too.
+    """
+    known = ctx.scratch.get(THRESHOLDS)
+    if known is None or place >= known.shape[1] or not known[0, place] > 0:
+        return Scan(moments)
+    now, before, slack = known[:, place].tolist()
+    expected = now + max(now - before, -now) / 2 if before else now  # as residuals grow, so does it
+    return Scan(moments, above=np.float32((1.0 - slack) * expected), capacity=ROOM * wanted + 64)
+
+
+def scan_whole(wanted: int, ctx: Context, moments: bool = False) -> Scan:
+    """Return what to look for if elements are selected from the vector as a whole: nothing where it is a bucket."""
+    return scan(wanted, 0, ctx, moments) if len(ctx.spec.parts) == 1 else NOTHING
+
+
+def of(place: int, ctx: Context) -> Sparse | None:
+    """Return the candidates that were noted in a part of the vector, or None if they were not or were too many."""
+    return ctx.scanned[place].above if ctx.scanned else None
+
+
+def remember(threshold: float, found: int | None, wanted: int, place: int, ctx: Context) -> None:
+    """Remember the threshold of a selection for the next step.
+
+    Args:
+        threshold: what all selected elements reach or exceed.
+        found: the number of candidates that there were, or None if they were not noted or too many.
+        wanted: how many there had to be.
+        place: which of the thresholds this is.
+        ctx: its ``scratch`` keeps them.
+    """
+    known = ctx.scratch.get(THRESHOLDS)
+    if known is None or place >= known.shape[1]:
+        known = np.zeros((3, max(place + 1, len(ctx.spec.parts))), np.float32)
+        known[2] = SLACK
+        ctx.scratch[THRESHOLDS] = known
+    elif known[0, place] > 0:  # candidates were looked for
+        slack = known[2, place]
+        if found is None or found > MANY * wanted:
+            known[2, place] = max(slack / 2, LEAST_SLACK)
+        elif found < wanted:
+            known[2, place] = min(slack * 2, MOST_SLACK)
+    known[:2, place] = threshold, known[0, place]
+
+
+class Elements:
+    """The elements of a vector, which are asked for those above thresholds.
+
+    Args:
+        x: float32 [n].
+        near: the elements with |x| > low, if they are known.
+        low: what these exceed, if they are known.
+        ops: the array backend.
+    """
+
+    def __init__(self, x: Array, near: Sparse | None, low: Scalar | None, ops: Ops):
+        self.x, self.near, self.low, self.ops = x, near, low or 0.0, ops
+
+    def largest(self) -> float:
+        """Return the largest |x|, or 0 for no elements."""
+        return self.ops.max_abs(self.x if self.near is None or not len(self.near.index) else self.near.values)
+
+    def count_above(self, threshold: np.float32, enough: int) -> int:
+        """Return the number of elements with |x| > threshold; if they are more than ``enough``, perhaps less than that.
+
+        A number of ``enough`` or less is always right.
+        """
+        if self.near is None or threshold < self.low and len(self.near.index) <= enough:
+            return self.ops.count_above(self.x, threshold)
+        return len(self.near.index) if threshold < self.low else self.ops.count_above(self.near.values, threshold)
+
+    def narrow(self, threshold: np.float32, count: int) -> None:
+        """Note the ``count`` elements above a threshold if they are few: only they will be asked for from now on."""
+        if self.near is None:
+            if 4 * count < len(self.x):
+                self.near, self.low = self._chosen(self.ops.first_above(self.x, threshold, count)), threshold
+        elif threshold > self.low and 4 * count < len(self.near.index):
+            self.near, self.low = self.above(threshold, count), threshold
+
+    def above(self, threshold: np.float32, capacity: int) -> Sparse:
+        """Return the first ``capacity`` elements with |x| > threshold."""
+        if self.near is None or threshold < self.low:
+            return self._chosen(self.ops.first_above(self.x, threshold, capacity))
+        return self._among(self.ops.first_above(self.near.values, threshold, capacity))
+
+    def equal(self, magnitude: np.float32, capacity: int) -> Sparse:
+        """Return the first ``capacity`` elements with |x| = magnitude."""
+        if self.near is None or magnitude <= self.low:
+            return self._chosen(self.ops.first_equal(self.x, magnitude, capacity))
+        return self._among(self.ops.first_equal(self.near.values, magnitude, capacity))
+
+    def _chosen(self, index: Array) -> Sparse:
+        return Sparse(index, self.ops.take(self.x, index))
+
+    def _among(self, places: Array) -> Sparse:
+        assert self.near is not None
+        return Sparse(self.ops.take(self.near.index, places), self.ops.take(self.near.values, places))
