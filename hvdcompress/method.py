@@ -137,7 +137,8 @@ class Context:
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
     scanned: list[Any] | None = None
-    """What :meth:`Method.scan` found in each part of the vector, or None without feedback: it is not called then."""
+    """What :meth:`Method.scan` or, without feedback, :meth:`Method.look` found in each part of the vector; None where
+    neither was asked."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
 
@@ -399,6 +400,21 @@ class Method:
             ops: the array backend.
         """
         return scale
+
+    def look(self, gradient: Array, ctx: Context, ops: Ops) -> tuple[bool, Any]:
+        """Look at one tensor's gradient, which goes to ``exchange`` as it is: what :meth:`scan` is with feedback.
+
+        Override it to find what the exchange needs in the pass over memory that looks for an Inf or a NaN.
+
+        Args:
+            gradient: this rank's gradient; read only.
+            ctx: rank, world, step and the tensor, or the bucket that it is part of.
+            ops: the array backend.
+
+        Returns:
+            Whether ``gradient`` is finite; and anything, which ``exchange`` finds in ``ctx.scanned``.
+        """
+        return ops.all_finite(gradient), None
 
     def scan(
         self,

@@ -224,6 +224,7 @@ class Rank:
             if slot not in spare:
                 spare[slot] = ops.zeros(spec.size, "float32", like=like)
         with_feedback, count = method.feedback != "none", len(bucket.members)
+        looks = type(method).look is not Method.look and scale == 1.0  # what it finds is of the unscaled gradient
         ctx = Context(
             self.rank,
             self.world,
@@ -234,7 +235,7 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
-            scanned=[None] * count if with_feedback else None,
+            scanned=[None] * count if with_feedback or looks else None,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted)
@@ -275,9 +276,12 @@ class Rank:
             )
             exchange.cleared[place] = clear
         else:
-            finite = ops.all_finite(gradient)
+            finite, found = method.look(gradient, exchange.ctx, ops)
             if not finite:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
+                _, found = method.look(gradient, exchange.ctx, ops)
+            if exchange.ctx.scanned is not None:
+                exchange.ctx.scanned[place] = found
             if exchange.scale != 1.0:
                 gradient = gradient * np.float32(exchange.scale)
             if len(bucket.members) == 1:

@@ -33,9 +33,11 @@ residual grows with the steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
@@ -48,17 +50,18 @@ WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
 
 
-def limit_of(x: Array, factor: float, ops: Ops) -> float:
-    """Return what x [n] is clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
-    if not factor or not len(x):
-        return FP32_MAX
-    mean, std = ops.moments(x)
-    return max(factor * std, abs(mean))
+Spread = tuple[float, float, float]  #: mean, standard deviation and largest magnitude
 
 
-def scaler_of(x: Array, limit: float, ops: Ops) -> Array:
+def limit_of(spread: Spread, factor: float) -> float:
+    """Return what values are clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
+    mean, std, _ = spread
+    return max(factor * std, abs(mean)) if factor else FP32_MAX
+
+
+def scaler_of(x: Array, spread: Spread, limit: float, ops: Ops) -> Array:
     """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
-    return ops.scaled(ops.bucket_norms(x, WHOLE, "max"), 1.0, limit)
+    return ops.asarray(np.minimum(np.array([spread[2]], np.float32), np.float32(limit))[: len(x)], like=x)
 
 
 def field_width(world: int) -> int:
@@ -77,7 +80,8 @@ class TernaryCodec(StochasticCodec):
 
     def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        scaler, edge = scaler_of(x, limit_of(x, self.clip_factor, ops), ops), self._edge(len(x))
+        spread, edge = ops.spread(x), self._edge(len(x))
+        scaler = scaler_of(x, spread, limit_of(spread, self.clip_factor), ops)
         out[:edge] = ops.to_bytes(scaler)
         ops.quantize(x, scaler, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # |x| > scaler counts as it
         return out
@@ -112,12 +116,18 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
+    def look(self, gradient: Array, ctx: Context, ops: Ops) -> tuple[bool, Any]:
+        spread = ops.spread(gradient)
+        return math.isfinite(spread[1]), spread
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, ops))
         n, width = len(x), field_width(ctx.world)
-        limit = limit_of(x, self.clip_factor, ops)
-        scaler = yield AllReduce(scaler_of(x, limit, ops), op="max")  # [1]
+        looked = self.feedback == "none" and ctx.scanned is not None and len(ctx.scanned) == 1
+        spread = ctx.scanned[0] if looked else ops.spread(x)  # type: ignore[index]
+        limit = limit_of(spread, self.clip_factor)
+        scaler = yield AllReduce(scaler_of(x, spread, limit, ops), op="max")  # [1]
         words = ctx.buffer("words", -(-n // (32 // width)), "int32", ops, x)
         ternary = Fields(words, width, 1, scaler, 0, n)  # −1, 0 or 1
         ops.quantize_fields(x, limit, scaler, width, seed.private_key(ctx), words)

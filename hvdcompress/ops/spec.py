@@ -344,6 +344,13 @@ class Ops(Protocol):
         of none is exactly 0.
         """
 
+    def spread(self, x: Array) -> tuple[float, float, float]:
+        """Return the :meth:`moments` and :meth:`max_abs` of ``x``, in one pass over memory where possible.
+
+        Returns:
+            Mean, standard deviation and largest magnitude. The deviation is finite if and only if ``x`` is.
+        """
+
     def max_abs(self, x: Array) -> float:
         """Return the largest |x|, or 0 for an empty array."""
 

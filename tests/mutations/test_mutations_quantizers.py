@@ -230,8 +230,8 @@ def scalers_are_ones_own(patch: Patch) -> None:
 
 
 def _clipping(patch: Patch, limit: Callable[[float, float, float], float]) -> None:
-    def limit_of(x: Any, factor: float, ops: Any) -> float:
-        return limit(factor, *ops.moments(x)) if factor and len(x) else FP32_MAX
+    def limit_of(spread: Any, factor: float) -> float:
+        return limit(factor, *spread[:2]) if factor else FP32_MAX
 
     patch.setattr(terngrad, "limit_of", limit_of)
 
@@ -250,7 +250,7 @@ def clipping_is_at_one_sigma(patch: Patch) -> None:
 
 def clipping_is_always_on(patch: Patch) -> None:
     limit_of = terngrad.limit_of
-    patch.setattr(terngrad, "limit_of", lambda x, factor, ops: limit_of(x, 1.0, ops))
+    patch.setattr(terngrad, "limit_of", lambda spread, factor: limit_of(spread, 1.0))
 
 
 def _mean(bits: int = 4, **options: Any) -> Guard:

@@ -16,6 +16,7 @@ from hvdcompress.parts import select
 
 
 call("moments")(lambda o, put, x, r: None)  # in float64: test_moments
+call("spread")(lambda o, put, x, r: o.spread(put(x))[2])  # the moments, in float64: test_moments
 call("max_abs")(lambda o, put, x, r: o.max_abs(put(x)))
 call("l2_norm")(lambda o, put, x, r: float(np.float32(o.l2_norm(put(x / np.float32(1e4))))))
 for bucket in (1, 3, 512, 1 << 62):
@@ -42,6 +43,7 @@ def test_moments(backend: Any, kind: str) -> None:
         out = np.zeros_like(x)
         for found in (
             backend.moments(Put(backend)(x)),
+            backend.spread(Put(backend)(x))[:2],
             backend.accumulate_moments(Put(backend)(x), Put(backend)(0 * x), 1.0, Put(backend)(out, changes=True)),
         ):
             assert abs(found[0] - mean) <= 1e-12 * size
@@ -49,6 +51,16 @@ def test_moments(backend: Any, kind: str) -> None:
             if kind == "normal":  # the threshold of Gaussian-k is the same float
                 start = [np.float32(select.gaussian_threshold(*m, 0.01)) for m in (found, (mean, std))]
                 assert start[0] == start[1]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_spread_is_finite_where_all_elements_are(backend: Any, bad: float) -> None:
+    for place in (0, 300, 999):
+        x = np.full(1000, MAX, np.float32)
+        assert np.isfinite(backend.spread(Put(backend)(x))).all()
+        x[place] = bad
+        with np.errstate(all="ignore"):
+            assert not math.isfinite(backend.spread(Put(backend)(x))[1])
 
 
 def test_equal_elements_deviate_by_nothing(backend: Any) -> None:

@@ -36,7 +36,7 @@ from hvdcompress.ops.numba.selection import (
     largest_of,
     top_k,
 )
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, spread
 from hvdcompress.ops.numpy import (
     add_all,
     all_below,
@@ -83,6 +83,7 @@ __all__ = [
     "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of", "magnitudes", "matmul", "matmul_transposed",
     "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits", "pack_fields", "pack_signs",
     "pair_places", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",
-    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes",
-    "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "spread", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "zero_where", "zeros",
 ]  # fmt: skip

@@ -21,6 +21,15 @@ def moments(x: Array) -> tuple[float, float]:
     return moments_of(total.sum(), squares.sum(), x.size)
 
 
+def spread(x: Array) -> tuple[float, float, float]:
+    if not plain(x):
+        return reference.spread(x)
+    total, squares, most = np.zeros(kernels.LANES), np.zeros(kernels.LANES), np.zeros(kernels.LANES, np.int32)
+    kernels.spread(x, x.view(np.int32), total, squares, most)
+    mean, std = moments_of(total.sum(), squares.sum(), x.size)
+    return mean, std, float(most.max().view(np.float32))
+
+
 def max_abs(x: Array) -> float:
     return float(np.int32(kernels.largest(x.view(np.int32))).view(np.float32)) if plain(x) else reference.max_abs(x)
 

@@ -15,6 +15,11 @@ def moments(x: Array) -> tuple[float, float]:
     return moments_of(x.sum(dtype=np.float64), np.square(x, dtype=np.float64).sum(), x.size)
 
 
+def spread(x: Array) -> tuple[float, float, float]:
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
+        return *moments(x), max_abs(x)
+
+
 def max_abs(x: Array) -> float:
     return float(np.abs(x).max(initial=0.0))
 

@@ -66,7 +66,7 @@ from hvdcompress.ops.torch.selection import (
     top_k,
 )
 from hvdcompress.ops.torch.spectra import irfft, magnitudes, pair_places, rfft
-from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
+from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments, spread
 
 __all__ = [
     "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "accumulate_signs", "add_all",
@@ -76,6 +76,7 @@ __all__ = [
     "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of", "magnitudes", "matmul", "matmul_transposed",
     "max_abs", "merge", "moments", "orthonormalise", "outer_sum", "pack_bits", "pack_fields", "pack_signs",
     "pair_places", "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes",
-    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes",
-    "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "spread", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "zero_where", "zeros",
 ]  # fmt: skip

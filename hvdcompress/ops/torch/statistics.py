@@ -15,6 +15,10 @@ def moments(x: Array) -> tuple[float, float]:
     return moments_of(total, squares, len(x))
 
 
+def spread(x: Array) -> tuple[float, float, float]:
+    return *moments(x), max_abs(x)
+
+
 def max_abs(x: Array) -> float:
     return host(x.abs().max()) if len(x) else 0.0
 

@@ -22,6 +22,18 @@ def moments(x, total, squares):
 
 
 @compiled
+def spread(x, bits, total, squares, most):
+    for start in range(0, x.size, LANES):
+        part, magnitude = x[start : start + LANES], bits[start : start + LANES]
+        for i in range(part.size):
+            wide = np.float64(part[i])
+            total[i] += wide
+            squares[i] += wide * wide
+        for i in range(part.size):
+            most[i] = max(most[i], magnitude[i] & MAGNITUDE)
+
+
+@compiled
 def largest(bits):
     most = np.int32(0)
     for i in range(bits.size):
