@@ -49,7 +49,6 @@ from hvdcompress.parts.sums import Codec, Quantizer
 WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
 
-
 Spread = tuple[float, float, float]  #: mean, standard deviation and largest magnitude
 
 
@@ -61,7 +60,8 @@ def limit_of(spread: Spread, factor: float) -> float:
 
 def scaler_of(x: Array, spread: Spread, limit: float, ops: Ops) -> Array:
     """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
-    return ops.asarray(np.minimum(np.array([spread[2]], np.float32), np.float32(limit))[: len(x)], like=x)
+    most = min(spread[2], float(np.float32(limit)))
+    return ops.asarray(np.float32([most] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
 
 
 def field_width(world: int) -> int:
