@@ -27,6 +27,7 @@ from hvdcompress.ops.numba.codes import (
     unpack_signs,
 )
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
     chunk_positions,
@@ -67,7 +68,6 @@ from hvdcompress.ops.numpy import (
     scaled,
     sort,
     split,
-    take,
     to_bytes,
     uniform,
     zero_where,
