@@ -137,7 +137,7 @@ class Context:
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
     scanned: list[Found] | None = None
-    """What :meth:`Method.scan` asked for, in each part of the vector; None without feedback, which alone scans."""
+    """What :meth:`Method.scan` asked for, in each part of the vector; None where nothing was scanned."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
 

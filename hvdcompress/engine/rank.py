@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Found, Ops, Sparse, piece_of
+from hvdcompress.ops.spec import NOTHING, Found, Ops, Sparse, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -234,7 +234,7 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
-            scanned=[Found(True)] * count if with_feedback else None,
+            scanned=[Found(True)] * count,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted)
@@ -265,20 +265,20 @@ class Rank:
         start, stop = bucket.spans[place]
         if len(gradient) != stop - start:
             raise ValueError(f"tensor {exchange.name!r} has {stop - start} elements, {len(gradient)} came")
-        exchange.outs[place] = out
+        exchange.outs[place], ctx = out, exchange.ctx
         if method.feedback != "none":
-            span, spare, ctx = slice(start, stop), exchange.spare, exchange.ctx
+            span, spare = slice(start, stop), exchange.spare
             clear &= method.sparse
-            assert ctx.scanned is not None
             found = feedback.receive(
                 method, gradient, exchange.scale, place, span, exchange.state.slots, spare, ctx, ops, clear
             )
-            ctx.scanned[place], finite = found, found.finite
             exchange.cleared[place] = clear
         else:
-            finite = ops.all_finite(gradient)
-            if not finite:
+            scan = method.scan(place, ctx) if exchange.scale == 1.0 else NOTHING  # it is multiplied afterwards
+            found = ops.look(gradient, scan)
+            if not found.finite:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
+                found = ops.look(gradient, scan)._replace(finite=False)
             if exchange.scale != 1.0:
                 gradient = gradient * np.float32(exchange.scale)
             if len(bucket.members) == 1:
@@ -286,7 +286,9 @@ class Rank:
             else:
                 assert exchange.x is not None
                 ops.write(exchange.x[start:stop], gradient, 1.0)
-        exchange.finite &= finite
+        assert ctx.scanned is not None
+        ctx.scanned[place] = found
+        exchange.finite &= found.finite
         self.worked(exchange.name, time.perf_counter() - began, last=False)
 
     def begin(self, exchange: Exchange) -> None:

@@ -36,10 +36,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import FP32_MAX, Fields, Ops
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Fields, Found, Ops, Scan
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
@@ -47,18 +48,19 @@ from hvdcompress.parts.sums import Codec, Quantizer
 WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
 
-
-def limit_of(x: Array, factor: float, ops: Ops) -> float:
-    """Return what x [n] is clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
-    if not factor or not len(x):
-        return FP32_MAX
-    mean, std = ops.moments(x)
-    return max(factor * std, abs(mean))
+SPREAD = Scan(moments=True, largest=True)
 
 
-def scaler_of(x: Array, limit: float, ops: Ops) -> Array:
+def limit_of(found: Found, factor: float) -> float:
+    """Return what values are clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
+    assert found.moments is not None
+    mean, std = found.moments
+    return max(factor * std, abs(mean)) if factor else FP32_MAX
+
+
+def scaler_of(x: Array, found: Found, limit: float, ops: Ops) -> Array:
     """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
-    return ops.scaled(ops.bucket_norms(x, WHOLE, "max"), 1.0, limit)
+    return ops.asarray(np.minimum(np.array([found.largest], np.float32), np.float32(limit))[: len(x)], like=x)
 
 
 def field_width(world: int) -> int:
@@ -77,7 +79,8 @@ class TernaryCodec(StochasticCodec):
 
     def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        scaler, edge = scaler_of(x, limit_of(x, self.clip_factor, ops), ops), self._edge(len(x))
+        found, edge = ops.look(x, SPREAD), self._edge(len(x))
+        scaler = scaler_of(x, found, limit_of(found, self.clip_factor), ops)
         out[:edge] = ops.to_bytes(scaler)
         ops.quantize(x, scaler, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # |x| > scaler counts as it
         return out
@@ -112,12 +115,16 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
+    def scan(self, place: int, ctx: Context) -> Scan:
+        return SPREAD if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, ops))
         n, width = len(x), field_width(ctx.world)
-        limit = limit_of(x, self.clip_factor, ops)
-        scaler = yield AllReduce(scaler_of(x, limit, ops), op="max")  # [1]
+        found = ctx.scanned[0] if ctx.scanned and ctx.scanned[0].moments else ops.look(x, SPREAD)
+        limit = limit_of(found, self.clip_factor)
+        scaler = yield AllReduce(scaler_of(x, found, limit, ops), op="max")  # [1]
         words = ctx.buffer("words", -(-n // (32 // width)), "int32", ops, x)
         ternary = Fields(words, width, 1, scaler, 0, n)  # −1, 0 or 1
         ops.quantize_fields(x, limit, scaler, width, seed.private_key(ctx), words)

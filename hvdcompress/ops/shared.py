@@ -44,6 +44,7 @@ class Finders(NamedTuple):
     first_above: Callable[[Array, Scalar, int], Array]
     pack_signs: Callable[[Array], Array]
     bucket_norms: Callable[[Array, int, Norm], Array]
+    max_abs: Callable[[Array], float]
 
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
@@ -55,7 +56,7 @@ def find(x: Array, scan: Scan, finders: Finders) -> Found:
     index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
     above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
     signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
-    return Found(True, moments, offsets, above, signs)
+    return Found(True, moments, offsets, above, signs, finders.max_abs(x) if scan.largest else None)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------

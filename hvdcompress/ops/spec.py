@@ -175,6 +175,7 @@ class Scan(NamedTuple):
         above: Find the elements with |x| > above; None: do not.
         capacity: Fewer elements above than this are of use.
         signs: Whether to find :meth:`Ops.pack_signs` and the mean |x|, as of :meth:`Ops.bucket_norms` of one bucket.
+        largest: Whether to find :meth:`Ops.max_abs`.
     """
 
     moments: bool = False
@@ -182,6 +183,7 @@ class Scan(NamedTuple):
     above: Scalar | None = None
     capacity: int = 0
     signs: bool = False
+    largest: bool = False
 
 
 NOTHING = Scan()  #: nothing but whether all elements are finite
@@ -196,6 +198,7 @@ class Found(NamedTuple):
         offsets: Of the largest |x| of each chunk, or None if they were not asked for.
         above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
         signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
+        largest: The largest magnitude, or None if it was not asked for.
     """
 
     finite: bool
@@ -203,6 +206,7 @@ class Found(NamedTuple):
     offsets: Array | None = None
     above: Sparse | None = None
     signs: tuple[Array, Array] | None = None
+    largest: float | None = None
 
 
 class Velocity(NamedTuple):
@@ -292,6 +296,9 @@ class Ops(Protocol):
         Returns:
             What was found. If ``out`` is not finite, the rest of it means nothing.
         """
+
+    def look(self, x: Array, scan: Scan) -> Found:
+        """Report on ``x`` as :meth:`accumulate` does on its result."""
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""

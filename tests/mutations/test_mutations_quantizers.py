@@ -85,8 +85,9 @@ def _unfused_signs(patch: Patch) -> None:
             *rest: Any,
             ops: Any = ops,
             accumulate: Any = accumulate,
+            **more: Any,
         ) -> Found:
-            found = accumulate(gradient, residual, scale, out, scan._replace(signs=False), *rest)
+            found = accumulate(gradient, residual, scale, out, scan._replace(signs=False), *rest, **more)
             if not scan.signs or not found.finite:
                 return found
             return found._replace(signs=(ops.pack_signs(out), ops.bucket_norms(out, out.size, "mean")))
@@ -241,8 +242,8 @@ def scalers_are_ones_own(patch: Patch) -> None:
 
 
 def _clipping(patch: Patch, limit: Callable[[float, float, float], float]) -> None:
-    def limit_of(x: Any, factor: float, ops: Any) -> float:
-        return limit(factor, *ops.moments(x)) if factor and len(x) else FP32_MAX
+    def limit_of(found: Any, factor: float) -> float:
+        return limit(factor, *found.moments) if factor else FP32_MAX
 
     patch.setattr(terngrad, "limit_of", limit_of)
 
@@ -261,7 +262,7 @@ def clipping_is_at_one_sigma(patch: Patch) -> None:
 
 def clipping_is_always_on(patch: Patch) -> None:
     limit_of = terngrad.limit_of
-    patch.setattr(terngrad, "limit_of", lambda x, factor, ops: limit_of(x, 1.0, ops))
+    patch.setattr(terngrad, "limit_of", lambda found, factor: limit_of(found, 1.0))
 
 
 def _mean(bits: int = 4, **options: Any) -> Guard:

@@ -154,6 +154,9 @@ def test_compiled_code_never_writes_out_of_bounds(bad: int) -> None:
         numba_ops.write(np.zeros(100, np.float32), damaged, 1.0)
     with pytest.raises(IndexError):
         numba_ops.subtract(np.zeros(100, np.float32), damaged, 1.0)
+    for index in (damaged.index, damaged.index.astype(np.int64)):
+        with pytest.raises(IndexError):
+            numba_ops.take(np.zeros(100, np.float32), index)
     with pytest.raises(IndexError):
         numba_ops.set_bits(damaged.index, 100)
 

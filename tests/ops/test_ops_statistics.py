@@ -17,6 +17,14 @@ from hvdcompress.parts import select
 
 
 call("moments")(lambda o, put, x, r: None)  # in float64: test_moments
+for scan in (Scan(), Scan(largest=True), Scan(moments=True, largest=True), Scan(signs=True), Scan(chunk=7)):
+
+    @call("look")
+    def _(o, put, x, r, scan=scan):  # the moments, in float64: test_moments
+        found = o.look(put(x), scan)
+        return found.finite, found.moments is None, found.offsets, found.signs, found.largest
+
+
 call("max_abs")(lambda o, put, x, r: o.max_abs(put(x)))
 call("l2_norm")(lambda o, put, x, r: float(np.float32(o.l2_norm(put(x / np.float32(1e4))))))
 for bucket in (1, 3, 512, 1 << 62):
@@ -51,12 +59,25 @@ def test_moments(backend: Any, kind: str) -> None:
             backend.moments(Put(backend)(x)),
             accumulated(backend, x, out, Scan(moments=True)),
             accumulated(backend, x, out, Scan(moments=True, above=0.5, capacity=n)),
+            backend.look(Put(backend)(x), Scan(moments=True, largest=True)).moments,
         ):
             assert abs(found[0] - mean) <= 1e-12 * size
             assert abs(found[1] - std) <= 1e-12 * size
             if kind == "normal":  # the threshold of Gaussian-k is the same float
                 start = [np.float32(select.gaussian_threshold(*m, 0.01)) for m in (found, (mean, std))]
                 assert start[0] == start[1]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_look_tells_what_is_not_finite(backend: Any, bad: float) -> None:
+    for place in (0, 300, 999):
+        x = np.full(1000, MAX, np.float32)
+        for scan in (Scan(), Scan(moments=True, largest=True)):
+            assert backend.look(Put(backend)(x), scan).finite
+        x[place] = bad
+        for scan in (Scan(), Scan(moments=True, largest=True)):
+            with np.errstate(all="ignore"):
+                assert not backend.look(Put(backend)(x), scan).finite
 
 
 def test_equal_elements_deviate_by_nothing(backend: Any) -> None:

@@ -128,6 +128,7 @@ def cases(n: int) -> list[Case]:
         Case("pack_signs", "", 33 * n // 8, lambda o: o.pack_signs(x)),
         Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
         Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
+        Case("take", "", 12 * k, lambda o: o.take(x, index)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),

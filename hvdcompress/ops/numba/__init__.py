@@ -4,7 +4,7 @@ Kernels take float32 in plain memory; everything else goes to the reference. Res
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
 """
 
-from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, merge, subtract, write, zero_where
+from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, look, merge, subtract, write, zero_where
 from hvdcompress.ops.numba.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import (
     dequantize,
@@ -17,6 +17,7 @@ from hvdcompress.ops.numba.codes import (
     unpack_signs,
 )
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
     chunk_positions,
@@ -56,7 +57,6 @@ from hvdcompress.ops.numpy import (
     scaled,
     sort,
     split,
-    take,
     to_bytes,
     uniform,
     zeros,
@@ -68,9 +68,9 @@ __all__ = [
     "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
     "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of",
-    "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "outer_sum",
-    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize", "quantize_fields",
-    "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take",
-    "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
-    "zero_where", "zeros",
+    "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
+    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
+    "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
+    "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip

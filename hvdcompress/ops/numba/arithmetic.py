@@ -10,16 +10,17 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, plain, plain_sparse
+from hvdcompress.ops.numba._kernels import statistics
+from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, magnitude_of, plain, plain_sparse
 from hvdcompress.ops.numba.codes import pack_signs
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, moments
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
 from hvdcompress.ops.spec import NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
 
 
 def accumulate(
@@ -33,7 +34,8 @@ def accumulate(
 ) -> Found:
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
         return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
-    fused = [scan.moments or (scan.above is not None and velocity is None), scan.chunk, scan.signs, velocity]
+    several = scan.moments or scan.largest or (scan.above is not None and velocity is None)
+    fused = [several, scan.chunk, scan.signs, velocity]
     if (
         sum(map(bool, fused)) > 1
         or (velocity is not None and scan.moments)
@@ -54,8 +56,9 @@ def accumulate(
         total = fold(sums)
         finite = bool(np.isfinite(total[0]))
         return Found(True, signs=(signs, norms_of(total, out.size, out.size, "mean"))) if finite else Found(False)
-    if not any(fused):
-        return Found(kernels.accumulate(*passed) < INF_BITS)
+    if not scan.moments and scan.above is None and velocity is None:
+        most = kernels.accumulate(*passed)
+        return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
     low, room = kernels.MAGNITUDE, 0
     if scan.above is not None:
         low, room = magnitude_bits(scan.above), min(scan.capacity, out.size)
@@ -72,7 +75,19 @@ def accumulate(
         most, count = kernels.accumulate_above(*passed, low, index, values)
     if scan.above is not None and count < scan.capacity:
         found["above"] = Sparse(index[:count], values[:count])
+    if scan.largest:
+        found["largest"] = magnitude_of(most)
     return Found(True, **found) if most < INF_BITS else Found(False)
+
+
+def look(x: Array, scan: Scan) -> Found:
+    if scan != Scan(moments=True, largest=True) or not plain(x):
+        return find(x, scan, FINDERS)
+    total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
+    most = statistics.spread(x, total, squares)
+    if most >= INF_BITS:
+        return Found(False)
+    return Found(True, moments_of(total.sum(), squares.sum(), x.size), largest=magnitude_of(most))
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -35,6 +35,11 @@ def magnitude_bits(threshold: Scalar) -> np.int32:
     return (np.float32(threshold) + np.float32(0.0)).view(np.int32)  # + 0 turns -0 into 0
 
 
+def magnitude_of(bits: Any) -> float:
+    """Return the number that these bits of a float32 are."""
+    return float(np.int32(bits).view(np.float32))
+
+
 def int64(index: Array) -> Array:
     """Return indices as the kernels take them."""
     return np.ascontiguousarray(index, np.int64)

@@ -17,7 +17,7 @@ from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.spec import Coded, Codes, Fields, Half, Sum
 from hvdcompress.ops.spec import NumpyArray as Array
 
-_CACHED = 1 << 17  # elements that stay in the processor's second cache while all shares of them are added
+_CACHED = 1 << 19  # elements that stay in a cache while all shares of them are added
 _EXACT = np.uint32(0xFFFFFF00)  # float32 numbers of 16 bits: their products with levels are exact
 _WIDEST = 16  # bits of a field that the kernel reads
 

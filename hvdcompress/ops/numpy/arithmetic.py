@@ -9,7 +9,7 @@ import numpy as np
 from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.numpy.floats import from_bf16, from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
-from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, moments
+from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.shared import Finders, find, index_dtype
 from hvdcompress.ops.spec import (
     FP32_MAX,
@@ -27,7 +27,7 @@ from hvdcompress.ops.spec import (
 )
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
 
 
 def accumulate(
@@ -55,7 +55,11 @@ def accumulate(
             out += residual
     if clear:
         gradient[...] = 0
-    return find(out, scan, FINDERS)
+    return look(out, scan)
+
+
+def look(x: Array, scan: Scan) -> Found:
+    return find(x, scan, FINDERS)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

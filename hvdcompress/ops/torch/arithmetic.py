@@ -26,10 +26,10 @@ from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, u
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
-from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, moments
+from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
 
 
 def accumulate(
@@ -53,7 +53,11 @@ def accumulate(
         torch.mul(gradient, f32(scale), out=out).add_(residual)
     if clear:
         gradient.zero_()
-    return find(out, scan, FINDERS)
+    return look(out, scan)
+
+
+def look(x: Array, scan: Scan) -> Found:
+    return find(x, scan, FINDERS)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

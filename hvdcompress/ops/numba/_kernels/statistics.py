@@ -22,6 +22,21 @@ def moments(x, total, squares):
 
 
 @compiled
+def spread(x, total, squares):
+    """Returns the greatest magnitude's bits; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
+    most = np.int32(0)
+    for start in range(0, x.size, LANES):
+        part = x[start : start + LANES]
+        for i in range(part.size):
+            value = np.float32(part[i])
+            most = max(most, value.view(np.int32) & MAGNITUDE)
+            wide = np.float64(value)
+            total[i] += wide
+            squares[i] += wide * wide
+    return most
+
+
+@compiled
 def largest(bits):
     most = np.int32(0)
     for i in range(bits.size):

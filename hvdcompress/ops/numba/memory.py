@@ -1,0 +1,18 @@
+"""Memory, compiled: elements taken by their indices (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import memory as kernels
+from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.spec import NumpyArray as Array
+
+
+def take(x: Array, index: Array) -> Array:
+    if not plain(x) or index.dtype not in (np.int32, np.int64) or not plain(index, dtype=index.dtype):
+        return reference.take(x, index)
+    out = np.empty(index.size, np.float32)
+    kernels.take(x, index, out)
+    return out
