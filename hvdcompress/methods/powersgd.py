@@ -35,8 +35,6 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 from __future__ import annotations
 
-import numpy as np
-
 from hvdcompress.method import (
     Array,
     Communication,
@@ -44,6 +42,7 @@ from hvdcompress.method import (
     Count,
     FeedbackName,
     Method,
+    Outer,
     Reduced,
     Slot,
     TensorSpec,
@@ -92,8 +91,7 @@ class PowerSGD(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
-        drawn = seed.uniform(seed.shared_key(ctx), r * columns) - np.float32(0.5)
-        q = ops.orthonormalise(state["q"], r, fill=ops.asarray(drawn, like=x))  # [r × columns], from the previous step
+        q = ops.orthonormalise(state["q"], r, seed.shared_key(ctx))  # [r × columns], from the previous step
 
         small = matrices.shrinkage(columns, ctx.world)
         p = ops.matmul_transposed(q * small, x, r, rows)  # Pᵀ = Qᵀ·Mᵀ [r × rows]
@@ -105,7 +103,6 @@ class PowerSGD(Method):
         q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, ops, stream=1)
 
         # no sum of r products exceeds float32: |P̂| ≤ 1
-        total = ops.outer_sum(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
+        total = Outer(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
         # M̂ is the same for every rank, as in the authors' code, so all shares are equal
-        own = total * (1.0 / ctx.world) if ctx.needs_own else None
-        return Reduced(total=total, own=own, state={"q": q})
+        return Reduced(total=total, own=total._replace(scale=1.0 / ctx.world), state={"q": q})

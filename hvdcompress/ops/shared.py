@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, NumpyArray
+from hvdcompress.ops.spec import Array, NumpyArray, Outer
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -120,12 +120,14 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
     return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
 
 
-def outer_sum(p: Array, q: Array, count: int) -> Array:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
-    left, right = p.reshape(count, -1, 1), q.reshape(count, 1, -1)
+def outer_sum(matrix: Outer) -> Array:
+    """Return what an :class:`~hvdcompress.ops.spec.Outer` stands for, flat."""
+    left, right = matrix.left.reshape(matrix.terms, -1, 1), matrix.right.reshape(matrix.terms, 1, -1)
     total = left[0] * right[0]
     for column, row in zip(left[1:], right[1:], strict=True):
         total += column * row  # two steps: a fused one rounds once where this rounds twice
+    if matrix.scale != 1.0:
+        total *= float(np.float32(matrix.scale))
     return total.ravel()
 
 

@@ -50,6 +50,25 @@ class Half(NamedTuple):
     scale: float
 
 
+class Outer(NamedTuple):
+    """A matrix of low rank [m × k], which is computed where it is written: scale · Σ left_i·right_iᵀ.
+
+    Products and sums are rounded one by one, in the order of i, and no matrix library makes them, whose sums depend on
+    the processor and its threads: unlike machines agree to the bit.
+
+    Attributes:
+        left: rows left_i [terms × m] float32.
+        right: rows right_i [terms × k] float32.
+        terms: their number, 1 or more.
+        scale: rounded to float32 first. It multiplies the sum.
+    """
+
+    left: Array
+    right: Array
+    terms: int
+    scale: float = 1.0
+
+
 class Ops(Protocol):
     """The array verbs. A backend is a module with these functions."""
 
@@ -145,26 +164,27 @@ class Ops(Protocol):
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 
-    def subtract(self, x: Array, own: Array | Sparse, factor: float) -> None:
+    def subtract(self, x: Array, own: Array | Sparse | Outer, factor: float) -> None:
         """Set x = x − factor·own, in place.
 
         Args:
             x: [n].
-            own: Dense [n] or sparse. Sparse indices are in [0, n) and distinct, except that repeats with the value 0
-                are allowed. Check indices that came over the network with :meth:`all_below` first.
+            own: Dense [n], of low rank [n], or sparse. Sparse indices are in [0, n) and distinct, except that repeats
+                with the value 0 are allowed. Check indices that came over the network with :meth:`all_below` first.
             factor: Rounded to float32 first.
         """
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+    def write(self, out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n], in 16 bits [n], or sparse, with indices in [0, n). Values of equal indices are added in
-                the order in which they stand, so that all ranks, and all devices, get the same bits.
+            total: Dense [n], in 16 bits [n], of low rank [n], or sparse, with indices in [0, n). Values of equal
+                indices are added in the order in which they stand, so that all ranks, and all devices, get the same
+                bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
             cleared: ``out`` is 0 everywhere already.
         """
@@ -499,21 +519,18 @@ class Ops(Protocol):
     def matmul_transposed(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · bᵀ [rows × columns], to rounding, for a [rows × m] and b [columns × m]."""
 
-    def outer_sum(self, p: Array, q: Array, count: int) -> Array:
-        """Return Σ p_i q_iᵀ [m × k] over ``count`` rows p_i [m] and q_i [k], added in their order.
-
-        It uses no matrix library, whose sums depend on the processor and its threads: unlike machines agree to the
-        bit. The same holds for :meth:`combine`.
-        """
-
-    def orthonormalise(self, x: Array, rows: int, fill: Array | None = None) -> Array:
+    def orthonormalise(self, x: Array, rows: int, key: NumpyArray | None = None) -> Array:
         """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
+
+        It uses no matrix library, whose sums depend on the processor and its threads: unlike machines with the same
+        backend agree to the bit.
 
         Args:
             x: [rows × m] float32 or float64.
             rows: The number of rows.
-            fill: [rows × m]. A row of ``x`` that is zero, or depends on those before it, is replaced by the row of
-                ``fill``; without ``fill`` it becomes zero.
+            key: [1] uint32, on the host, as for :meth:`uniform`. A row of ``x`` that is zero, or depends on those
+                before it, is replaced by the row of :meth:`uniform` [rows × m] less 1/2; without ``key`` it becomes
+                zero.
 
         Returns:
             [rows × m] float32, to rounding.
@@ -537,6 +554,8 @@ class Ops(Protocol):
 
     def combine(self, weights: Array, x: Array, rows: int) -> Array:
         """Return combinations of the rows of ``x``, less the rows' mean, added in a fixed order in float64.
+
+        It uses no matrix library either.
 
         Args:
             weights: [count × rows].

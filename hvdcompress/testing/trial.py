@@ -17,7 +17,7 @@ from hvdcompress import registry
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
-from hvdcompress.ops.spec import Half, Ops
+from hvdcompress.ops.spec import Half, Ops, Outer
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -205,6 +205,8 @@ def _tensors(value: Any) -> Any:
         return Sparse(*map(_tensors, value))
     if isinstance(value, Half):
         return Half(_tensors(value.values), value.scale)
+    if isinstance(value, Outer):
+        return value._replace(left=_tensors(value.left), right=_tensors(value.right))
     return value
 
 

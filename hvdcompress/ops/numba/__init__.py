@@ -16,6 +16,7 @@ from hvdcompress.ops.numba.arithmetic import (
 from hvdcompress.ops.numba.bits import find_bits, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import dequantize, quantize
 from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
     chunk_positions,
@@ -41,11 +42,7 @@ from hvdcompress.ops.numpy import (
     kth_magnitude,
     l2_norm,
     magnitudes,
-    matmul,
-    matmul_transposed,
     merge,
-    orthonormalise,
-    outer_sum,
     pack_fields,
     pack_signs,
     pair_places,
@@ -73,7 +70,7 @@ __all__ = [
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
     "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
     "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
     "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
     "write", "zero_where", "zeros",

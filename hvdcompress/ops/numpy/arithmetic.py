@@ -9,8 +9,8 @@ import numpy as np
 from hvdcompress.ops.numpy.floats import from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.statistics import all_finite, moments
-from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Half, Scalar, Sparse
+from hvdcompress.ops.shared import index_dtype, outer_sum
+from hvdcompress.ops.spec import FP32_MAX, Half, Outer, Scalar, Sparse
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
@@ -57,7 +57,9 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x += np.float32(1.0 - beta) * residual
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+def subtract(x: Array, own: Array | Sparse | Outer, factor: float) -> None:
+    if isinstance(own, Outer):
+        return subtract(x, outer_sum(own), factor)
     f = np.float32(factor)
     if isinstance(own, Sparse):
         np.subtract.at(x, own.index, f * own.values)
@@ -72,9 +74,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Half):
         total = from_fp16(total.values, total.scale)
+    if isinstance(total, Outer):
+        return write(out, outer_sum(total), factor)
     if isinstance(total, Sparse):
         if not cleared:
             out[...] = 0

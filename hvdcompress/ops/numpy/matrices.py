@@ -6,24 +6,31 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed, outer_sum
+from hvdcompress.ops.numpy.codes import uniform
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
 from hvdcompress.ops.spec import NumpyArray as Array
 
-__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "outer_sum", "permute", "principal"]
+__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     return x.reshape(shape).transpose(axes).ravel()
 
 
-def orthonormalise(x: Array, rows: int, fill: Array | None = None) -> Array:
+def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
     given = x.reshape(rows, -1).astype(np.float64)
-    spare = np.zeros_like(given) if fill is None else fill.reshape(rows, -1).astype(np.float64)
     done = np.zeros_like(given)
     for number in range(rows):
         left = _remainder(given[number], done[:number])
-        done[number] = left if left.any() else _remainder(spare[number], done[:number])
+        if key is not None and not left.any():
+            left = _remainder(drawn(key, number, given.shape[1]), done[:number])
+        done[number] = left
     return done.astype(np.float32).ravel()
+
+
+def drawn(key: Array, number: int, size: int) -> Array:
+    """Return a row [size] float64 of the random numbers that replace what vanishes."""
+    return (uniform(key, size, key, number * size) - np.float32(0.5)).astype(np.float64)
 
 
 def _remainder(row: Array, done: Array) -> Array:

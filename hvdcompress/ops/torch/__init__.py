@@ -34,7 +34,6 @@ from hvdcompress.ops.torch.matrices import (
     matmul,
     matmul_transposed,
     orthonormalise,
-    outer_sum,
     permute,
     principal,
 )
@@ -69,7 +68,7 @@ __all__ = [
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
     "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
     "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
     "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
     "write", "zero_where", "zeros",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Array, Half, Scalar, Sparse
+from hvdcompress.ops.shared import index_dtype, outer_sum
+from hvdcompress.ops.spec import FP32_MAX, Array, Half, Outer, Scalar, Sparse
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
@@ -55,7 +55,9 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x.mul_(f32(beta)).add_(residual * f32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse, factor: float) -> None:
+def subtract(x: Array, own: Array | Sparse | Outer, factor: float) -> None:
+    if isinstance(own, Outer):
+        return subtract(x, outer_sum(own), factor)
     if isinstance(own, Sparse):  # repeats are added in any order, but adding ±0 changes nothing in any order
         x.index_add_(0, own.index, own.values * -f32(factor))
     else:
@@ -70,9 +72,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Half):
         total = from_fp16(total.values, total.scale)
+    if isinstance(total, Outer):
+        return write(out, outer_sum(total), factor)
     if isinstance(total, Sparse):
         if not cleared:
             out.zero_()

@@ -1,0 +1,131 @@
+"""The loops of ``numba/matrices.py``: matrices of two dimensions, few of whose rows multiply the tensor.
+
+Each loop over the tensor's columns takes several of its rows, or of those of the factor, while they are in registers.
+"""
+
+# mypy: disable-error-code="assignment"
+# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
+
+_LANES = 16  # how many sums of a scalar product run side by side
+
+
+@reordered
+def products(a, x, out):
+    """Write a · xᵀ to ``out``, for a [r × m], x [n × m]."""
+    for i in range(x.shape[0]):
+        row = x[i]
+        for k in range(0, a.shape[0] - 1, 2):
+            first, second = a[k], a[k + 1]
+            total, other = np.float32(0), np.float32(0)
+            for j in range(row.size):
+                total += row[j] * first[j]
+                other += row[j] * second[j]
+            out[k, i], out[k + 1, i] = total, other
+        if a.shape[0] % 2:
+            last, total = a[-1], np.float32(0)
+            for j in range(row.size):
+                total += row[j] * last[j]
+            out[-1, i] = total
+
+
+@compiled
+def combinations(a, x, out):
+    """Write a · x to ``out``, for a [r × n], x [n × m]."""
+    rows, width = x.shape
+    eights = rows // 8 * 8
+    out[:] = np.float32(0)
+    for start in range(0, width, 2 * BLOCK):
+        stop = min(start + 2 * BLOCK, width)
+        for i in range(0, eights, 8):
+            x0, x1, x2, x3 = x[i, start:stop], x[i + 1, start:stop], x[i + 2, start:stop], x[i + 3, start:stop]
+            x4, x5, x6, x7 = x[i + 4, start:stop], x[i + 5, start:stop], x[i + 6, start:stop], x[i + 7, start:stop]
+            for k in range(a.shape[0]):
+                o, s = out[k, start:stop], a[k, i : i + 8]
+                s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
+                for j in range(o.size):
+                    left = (s0 * x0[j] + s1 * x1[j]) + (s2 * x2[j] + s3 * x3[j])
+                    o[j] += left + ((s4 * x4[j] + s5 * x5[j]) + (s6 * x6[j] + s7 * x7[j]))
+        for i in range(eights, rows):
+            part = x[i, start:stop]
+            for k in range(a.shape[0]):
+                o, share = out[k, start:stop], a[k, i]
+                for j in range(o.size):
+                    o[j] += share * part[j]
+
+
+@compiled
+def outer(left, right, out, factor, subtract):
+    """Write factor · leftᵀ · right, for left [r × n], right [r × m], to ``out``, or subtract it from what is there.
+
+    The last four products are added in registers; LLVM makes a loop of its own of each number of them.
+    """
+    count, width = left.shape[0], out.shape[1]
+    first, before = max(count - 4, 0), np.zeros(BLOCK, np.float32)
+    second, third, fourth = min(first + 1, count - 1), min(first + 2, count - 1), min(first + 3, count - 1)
+    for i in range(out.shape[0]):
+        a, b, c, d = left[first, i], left[second, i], left[third, i], left[fourth, i]
+        for start in range(0, width, BLOCK):
+            stop = min(start + BLOCK, width)
+            for k in range(first):
+                share, row = left[k, i], right[k, start:stop]
+                for j in range(row.size):
+                    before[j] = before[j] + share * row[j] if k else share * row[j]
+            x, y = right[first, start:stop], right[second, start:stop]
+            z, w = right[third, start:stop], right[fourth, start:stop]
+            o = out[i, start:stop]
+            for j in range(o.size):
+                value = a * x[j]
+                if count > 4:
+                    value = before[j] + value
+                if count > 1:
+                    value += b * y[j]
+                if count > 2:
+                    value += c * z[j]
+                if count > 3:
+                    value += d * w[j]
+                o[j] = o[j] - value * factor if subtract else value * factor
+
+
+@compiled
+def dot(x, y):
+    """A scalar product in float64, added in a fixed order."""
+    lanes, whole = np.zeros(_LANES), x.size // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        a, b = x[start : start + _LANES], y[start : start + _LANES]
+        for i in range(_LANES):
+            lanes[i] += a[i] * b[i]
+    total = 0.0
+    for i in range(whole, x.size):
+        total += x[i] * y[i]
+    for lane in lanes:
+        total += lane
+    return total
+
+
+@compiled
+def orthogonalise(rows, number, negligible):
+    """Replace a row by what those before it leave of it, at length 1; returns False if that is nothing."""
+    row = rows[number]
+    if not to_length_1(row, 0.0):
+        return False
+    for _ in range(2):  # the reference says why twice
+        for before in rows[:number]:
+            share = dot(before, row)
+            for j in range(row.size):
+                row[j] -= share * before[j]
+    return to_length_1(row, negligible)
+
+
+@compiled
+def to_length_1(row, least):
+    """Divide a row by its length; without a length above ``least`` it becomes 0, which returns False."""
+    length = np.sqrt(dot(row, row))
+    for j in range(row.size):
+        row[j] = row[j] / length if length > least else 0.0
+    return length > least
