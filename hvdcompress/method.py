@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.ops.spec import Array, Half, Ops, Outer, Sparse
+from hvdcompress.ops.spec import Array, Half, Ops, Outer, Sparse, Waves
 
 # -- what a method and its driver hand each other ------------------------------------------------
 
@@ -98,10 +98,10 @@ def add_shares(shares: list[Any], ops: Ops) -> Array | Sparse:
 class Reduced:
     """The result of an exchange."""
 
-    total: Array | Sparse | Half | Outer
-    """Sum over ranks of what was sent, dense [n], :class:`Sparse`, :class:`Half` or :class:`Outer`; equal on all
-    ranks."""
-    own: Array | Sparse | Outer | None = None
+    total: Array | Sparse | Half | Outer | Waves
+    """Sum over ranks of what was sent, dense [n], :class:`Sparse`, :class:`Half`, :class:`Outer` or :class:`Waves`;
+    equal on all ranks."""
+    own: Array | Sparse | Outer | Waves | None = None
     """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
     state: dict[str, Array] = field(default_factory=dict)
     """New values of the method's slots, in fresh arrays. The old arrays are never written to."""

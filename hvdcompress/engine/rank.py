@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Half, Ops, Sparse
+from hvdcompress.ops.spec import Half, Ops, Outer, Sparse, Waves
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -319,6 +319,10 @@ class Rank:
         elif isinstance(total, Half):
             pieces = [Half(total.values[start:stop], total.scale) for start, stop in spans]
         else:
+            if isinstance(total, Outer | Waves):
+                lazy, like = total, exchange.outs[0]
+                total = exchange.ctx.buffer("total", exchange.bucket.spec.size, "float32", ops, like)
+                ops.write(total, lazy, 1.0)
             pieces = [total[start:stop] for start, stop in spans]
         for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
             if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it

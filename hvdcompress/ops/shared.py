@@ -97,6 +97,12 @@ def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: int, xp:
 # -- spectra --------------------------------------------------------------------------------------------------------
 
 
+def bins(n: int, block: int) -> int:
+    """Return the number of frequencies of n elements in blocks of ``block``."""
+    whole, rest = divmod(n, block)
+    return whole * (block // 2 + 1) + (rest // 2 + 1 if rest else 0)
+
+
 def forward_scale(length: int, block: int) -> float:
     """Return 1/√(length·block), a float32 number: the factor of the spectrum of ``length`` elements."""
     return float(np.float32((length * block) ** -0.5))

@@ -69,6 +69,29 @@ class Outer(NamedTuple):
     scale: float = 1.0
 
 
+class Waves(NamedTuple):
+    """A vector [n] made of some frequencies, which is computed where it is written: the inverse of their sum.
+
+    It is :meth:`Ops.irfft` of ``before`` times the sum of the shares, then multiplied by ``after`` and clipped.
+
+    Attributes:
+        shares: sparse spectra whose sum is meant. Each has distinct indices [m] of bins, ascending, and values [2m]:
+            real and imaginary parts in turns.
+        n: number of elements.
+        block: the length of a block, as of :meth:`Ops.rfft`.
+        before: factor of the spectrum, rounded to float32 first.
+        after: factor of the inverse, rounded to float32 first.
+        limit: what no |element| exceeds.
+    """
+
+    shares: Sequence[Sparse]
+    n: int
+    block: int
+    before: float = 1.0
+    after: float = 1.0
+    limit: float = FP32_MAX
+
+
 class Ops(Protocol):
     """The array verbs. A backend is a module with these functions."""
 
@@ -164,27 +187,30 @@ class Ops(Protocol):
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 
-    def subtract(self, x: Array, own: Array | Sparse | Outer, factor: float) -> None:
+    def subtract(self, x: Array, own: Array | Sparse | Outer | Waves, factor: float) -> None:
         """Set x = x − factor·own, in place.
 
         Args:
             x: [n].
-            own: Dense [n], of low rank [n], or sparse. Sparse indices are in [0, n) and distinct, except that repeats
-                with the value 0 are allowed. Check indices that came over the network with :meth:`all_below` first.
+            own: Dense [n], of low rank [n], made of frequencies [n] (to rounding), or sparse. Sparse indices are in
+                [0, n) and distinct, except that repeats with the value 0 are allowed. Check indices that came over the
+                network with :meth:`all_below` first.
             factor: Rounded to float32 first.
         """
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
+    def write(
+        self, out: Array, total: Array | Sparse | Half | Outer | Waves, factor: float, cleared: bool = False
+    ) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n], in 16 bits [n], of low rank [n], or sparse, with indices in [0, n). Values of equal
-                indices are added in the order in which they stand, so that all ranks, and all devices, get the same
-                bits.
+            total: Dense [n], in 16 bits [n], of low rank [n], made of frequencies [n] (to rounding), or sparse, with
+                indices in [0, n). Values of equal indices are added in the order in which they stand, so that all
+                ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
             cleared: ``out`` is 0 everywhere already.
         """
@@ -505,8 +531,17 @@ class Ops(Protocol):
         Squares are float64, so that none overflows or underflows.
         """
 
-    def pair_places(self, index: Array) -> Array:
-        """Return 2i and 2i + 1 for each index i [2k] int64: where its pair lies among parts in turns."""
+    def largest_waves(self, x: Array, block: int, k: int) -> Sparse:
+        """Return the k frequencies of :meth:`rfft` with the largest :meth:`magnitudes`, to rounding.
+
+        Args:
+            x: [n], finite.
+            block: The length of a block.
+            k: At most the number of bins.
+
+        Returns:
+            The indices of bins [k], ascending, and their real and imaginary parts in turns [2k].
+        """
 
     # -- matrices: layouts, products, orthonormal rows, principal components --------------------------------------
 

@@ -17,7 +17,7 @@ from hvdcompress import registry
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
-from hvdcompress.ops.spec import Half, Ops, Outer
+from hvdcompress.ops.spec import Half, Ops, Outer, Waves
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 
@@ -207,6 +207,8 @@ def _tensors(value: Any) -> Any:
         return Half(_tensors(value.values), value.scale)
     if isinstance(value, Outer):
         return value._replace(left=_tensors(value.left), right=_tensors(value.right))
+    if isinstance(value, Waves):
+        return value._replace(shares=[_tensors(share) for share in value.shares])
     return value
 
 

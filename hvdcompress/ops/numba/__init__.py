@@ -15,7 +15,7 @@ from hvdcompress.ops.numba.arithmetic import (
 )
 from hvdcompress.ops.numba.bits import find_bits, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import dequantize, quantize
-from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.numba.floats import from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -26,6 +26,7 @@ from hvdcompress.ops.numba.selection import (
     largest_of,
     top_k,
 )
+from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy import (
     add_all,
@@ -41,15 +42,11 @@ from hvdcompress.ops.numpy import (
     irfft,
     kth_magnitude,
     l2_norm,
-    magnitudes,
     merge,
     pack_fields,
     pack_signs,
-    pair_places,
     permute,
     principal,
-    range_codes,
-    range_values,
     rfft,
     scaled,
     sort,
@@ -69,9 +66,8 @@ __all__ = [
     "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
     "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
     "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
-    "largest_of", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
-    "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "zero_where", "zeros",
+    "largest_of", "largest_waves", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments",
+    "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize", "range_codes",
+    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes",
+    "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip

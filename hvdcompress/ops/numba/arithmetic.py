@@ -10,8 +10,9 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import floats, matrices
 from hvdcompress.ops.numba.arrays import INF_BITS, in_rows, int64, magnitude_bits, plain, plain_outer, plain_sparse
+from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.shared import index_dtype, moments_of
-from hvdcompress.ops.spec import Half, Outer, Scalar, Sparse
+from hvdcompress.ops.spec import Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
@@ -69,20 +70,25 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     return kernels.blend(x, residual, np.float32(beta), np.float32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse | Outer, factor: float) -> None:
+def subtract(x: Array, own: Array | Sparse | Outer | Waves, factor: float) -> None:
     if plain_outer(own, x, factor):
         matrices.outer(*in_rows(own, x), np.float32(own.scale * factor), True)
+    elif isinstance(own, Waves) and plain(x):
+        write_waves(own, factor, x, subtract=True)
     elif plain_sparse(own, x):
         kernels.add_at(x, int64(own.index), own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
-    elif not isinstance(own, Sparse | Outer) and factor != 1.0 and plain(x, own):
+    elif not isinstance(own, Sparse | Outer | Waves) and factor != 1.0 and plain(x, own):
         kernels.subtract(x, own, np.float32(factor))
     else:
         reference.subtract(x, own, factor)
 
 
-def write(out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half | Outer | Waves, factor: float, cleared: bool = False) -> None:
     if plain_outer(total, out, factor):
         matrices.outer(*in_rows(total, out), np.float32(total.scale * factor), False)
+        return
+    if isinstance(total, Waves) and plain(out):
+        write_waves(total, factor, out, subtract=False)
         return
     if (
         isinstance(total, Half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Scalar, Sparse
+
+_MANY = 1 << 14  #: elements of which a partition takes longer than a histogram and the partition of a few
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
@@ -38,13 +41,28 @@ def top_k(x: Array, k: int) -> Array:
 
 def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
     index, values = candidates
-    magnitudes = np.abs(values)
-    threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    if k < magnitudes.size:
-        chosen = np.empty(k, np.int64)
-        kernels.choose(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
+    chosen, threshold = places_of_largest(np.abs(values), k)
+    if k < values.size:
         index, values = index[chosen], values[chosen]
     return Sparse(index, values), float(threshold)
+
+
+def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
+    """Return where the k largest of them are, ascending [k], among equals the first; and the k-th largest."""
+    threshold = _kth(magnitudes, k)
+    chosen = np.empty(k + 1, np.int64)  # the last place is for what is written and not kept
+    kernels.choose(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
+    return chosen[:k], threshold
+
+
+def _kth(magnitudes: Array, k: int) -> Any:
+    """Return the k-th largest of them. A histogram says in which eighth of an octave it is, if they are many."""
+    if plain(magnitudes) and magnitudes.size > _MANY:
+        bits = magnitudes.view(np.int32)
+        count = kernels.histogram(bits, 1)[::-1].cumsum()
+        bucket = int(np.searchsorted(count, k))
+        magnitudes, k = magnitudes[bits >> 20 == 2047 - bucket], k - int(count[bucket - 1] if bucket else 0)
+    return np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

@@ -8,9 +8,10 @@ import numpy as np
 
 from hvdcompress.ops.numpy.floats import from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
+from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, moments
 from hvdcompress.ops.shared import index_dtype, outer_sum
-from hvdcompress.ops.spec import FP32_MAX, Half, Outer, Scalar, Sparse
+from hvdcompress.ops.spec import FP32_MAX, Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.spec import NumpyArray as Array
 
 
@@ -57,9 +58,9 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x += np.float32(1.0 - beta) * residual
 
 
-def subtract(x: Array, own: Array | Sparse | Outer, factor: float) -> None:
-    if isinstance(own, Outer):
-        return subtract(x, outer_sum(own), factor)
+def subtract(x: Array, own: Array | Sparse | Outer | Waves, factor: float) -> None:
+    if isinstance(own, Outer | Waves):
+        return subtract(x, dense(own), factor)
     f = np.float32(factor)
     if isinstance(own, Sparse):
         np.subtract.at(x, own.index, f * own.values)
@@ -74,11 +75,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half | Outer | Waves, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Half):
         total = from_fp16(total.values, total.scale)
-    if isinstance(total, Outer):
-        return write(out, outer_sum(total), factor)
+    if isinstance(total, Outer | Waves):
+        return write(out, dense(total), factor)
     if isinstance(total, Sparse):
         if not cleared:
             out[...] = 0
@@ -123,3 +124,8 @@ def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
     with np.errstate(over="ignore"):  # Inf is then clipped
         out = x * np.float32(factor)
     return np.clip(out, -np.float32(limit), np.float32(limit), out=out)
+
+
+def dense(lazy: Outer | Waves) -> Array:
+    """Return what is computed where it is written, as a vector [n]."""
+    return outer_sum(lazy) if isinstance(lazy, Outer) else scaled(inverse(lazy), lazy.after, lazy.limit)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import index_dtype, outer_sum
-from hvdcompress.ops.spec import FP32_MAX, Array, Half, Outer, Scalar, Sparse
+from hvdcompress.ops.spec import FP32_MAX, Array, Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
+from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
@@ -55,9 +56,9 @@ def blend(x: Array, residual: Array, beta: float) -> None:
     x.mul_(f32(beta)).add_(residual * f32(1.0 - beta))
 
 
-def subtract(x: Array, own: Array | Sparse | Outer, factor: float) -> None:
-    if isinstance(own, Outer):
-        return subtract(x, outer_sum(own), factor)
+def subtract(x: Array, own: Array | Sparse | Outer | Waves, factor: float) -> None:
+    if isinstance(own, Outer | Waves):
+        return subtract(x, dense(own), factor)
     if isinstance(own, Sparse):  # repeats are added in any order, but adding ±0 changes nothing in any order
         x.index_add_(0, own.index, own.values * -f32(factor))
     else:
@@ -72,11 +73,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Half | Outer, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Half | Outer | Waves, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Half):
         total = from_fp16(total.values, total.scale)
-    if isinstance(total, Outer):
-        return write(out, outer_sum(total), factor)
+    if isinstance(total, Outer | Waves):
+        return write(out, dense(total), factor)
     if isinstance(total, Sparse):
         if not cleared:
             out.zero_()
@@ -134,3 +135,8 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
 
 def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
     return (x * f32(factor)).clamp_(-f32(limit), f32(limit))
+
+
+def dense(lazy: Outer | Waves) -> Array:
+    """Return what is computed where it is written, as a vector [n]."""
+    return outer_sum(lazy) if isinstance(lazy, Outer) else scaled(inverse(lazy), lazy.after, lazy.limit)

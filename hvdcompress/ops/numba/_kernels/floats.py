@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.spec import FP16_MAX
 
 
@@ -62,3 +62,20 @@ def to_bf16(bits, out):
 def from_bf16(bits, out):
     for i in range(bits.size):
         out[i] = np.uint32(bits[i]) << np.uint32(16)
+
+
+@compiled
+def range_codes(bits, first, positive, negative, shift, out):
+    """``bits``: of float32, as int32."""
+    for i in range(bits.size):
+        number = np.int32((bits[i] & MAGNITUDE) >> shift) - (first - np.int32(1))
+        below = min(number, negative)
+        below = positive + below if below > 0 else np.int32(0)
+        out[i] = below if bits[i] < 0 else max(min(number, positive), np.int32(0))
+
+
+@compiled
+def look_up(table, codes, out):
+    last = np.uint64(table.size - 1)
+    for i in range(codes.size):
+        out[i] = table[min(np.uint64(codes[i]), last)]

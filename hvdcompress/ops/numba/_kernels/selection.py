@@ -47,14 +47,13 @@ def find(bits, low, span, out):
 
 @compiled
 def choose(magnitudes, threshold, ties, out):
-    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it."""
+    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it; ``out`` has one more."""
     found = 0
     for i in range(magnitudes.size):
         equal = magnitudes[i] == threshold and ties > 0
-        if magnitudes[i] > threshold or equal:
-            out[found] = i
-            found += 1
-            ties -= equal
+        out[found] = i  # without a branch, which would go either way
+        found += magnitudes[i] > threshold or equal
+        ties -= equal
 
 
 @compiled
