@@ -557,8 +557,8 @@ class Ops(Protocol):
     def orthonormalise(self, x: Array, rows: int, key: NumpyArray | None = None) -> Array:
         """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
 
-        It uses no matrix library, whose sums depend on the processor and its threads: unlike machines with the same
-        backend agree to the bit.
+        It uses no matrix library, whose sums depend on the processor and its threads: unlike machines agree to the
+        bit, and so do the reference and the compiled verb, whose sums are added as those of :meth:`bucket_norms`.
 
         Args:
             x: [rows × m] float32 or float64.

@@ -97,6 +97,16 @@ def test_orthonormal_rows_of_the_same_span(backend: Any, rows: int, columns: int
         np.testing.assert_allclose(before @ wide[: number + 1], found[number], atol=1e-5 * max(1, np.abs(before).max()))
 
 
+@pytest.mark.parametrize("rows,columns", [(1, 1), (3, 2), (4, 511), (3, 513), (2, 5000), (1, 300_000)])
+def test_compiled_orthonormal_rows_are_the_references_to_the_bit(rows: int, columns: int) -> None:
+    """All ranks compute them for themselves, some perhaps without numba."""
+    numba_ops = pytest.importorskip("hvdcompress.ops.numba")
+    x = vector("heavy", rows * columns, 5)
+    x[columns : 2 * columns] = 0  # the second row is drawn
+    for number in (None, key(9)):
+        assert get(numba_ops.orthonormalise(x, rows, number)) == get(reference.orthonormalise(x, rows, number))
+
+
 def test_nearly_parallel_rows_are_orthogonal_nevertheless(backend: Any) -> None:
     """One pass of Gram-Schmidt would leave them at an angle of rounding / difference."""
     x = np.ones((3, 200), np.float64) + 1e-5 * vector("normal", 600).reshape(3, 200)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops.numpy.codes import uniform
+from hvdcompress.ops.numpy.statistics import fold
 from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
 from hvdcompress.ops.spec import NumpyArray as Array
 
@@ -35,14 +36,22 @@ def drawn(key: Array, number: int, size: int) -> Array:
 
 def _remainder(row: Array, done: Array) -> Array:
     """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
-    length = np.sqrt((row * row).sum())
-    if length == 0:
-        return row
-    row = row / length
+    row = _at_length_1(row, 0.0)
     for _ in range(2):  # twice is enough (Giraud et al. 2005): once leaves the rounding of a large part removed
-        row = row - ((done * row).sum(axis=1)[:, None] * done).sum(axis=0)
-    length = np.sqrt((row * row).sum())
-    return row / length if length > NEGLIGIBLE else np.zeros_like(row)
+        for before in done:
+            row = row - _dot(before, row) * before
+    return _at_length_1(row, NEGLIGIBLE)
+
+
+def _at_length_1(row: Array, least: float) -> Array:
+    """Return a row divided by its length, or zeros if that is not above ``least``."""
+    length = np.sqrt(_dot(row, row))
+    return row / length if length > least else np.zeros_like(row)
+
+
+def _dot(x: Array, y: Array) -> Any:
+    """Return a scalar product, added in the order of :func:`fold`."""
+    return fold((x * y)[None])[0]
 
 
 def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
-
-_LANES = 16  # how many sums of a scalar product run side by side
+from hvdcompress.ops.shared import PIECE
 
 
 @reordered
@@ -94,18 +93,30 @@ def outer(left, right, out, factor, subtract):
 
 @compiled
 def dot(x, y):
-    """A scalar product in float64, added in a fixed order."""
-    lanes, whole = np.zeros(_LANES), x.size // _LANES * _LANES
-    for start in range(0, whole, _LANES):
-        a, b = x[start : start + _LANES], y[start : start + _LANES]
-        for i in range(_LANES):
-            lanes[i] += a[i] * b[i]
-    total = 0.0
-    for i in range(whole, x.size):
-        total += x[i] * y[i]
-    for lane in lanes:
-        total += lane
-    return total
+    """A scalar product in float64, added in the order of the spec's :meth:`bucket_norms`."""
+    values = x * y
+    while values.size > PIECE:
+        sums, wide = np.zeros(-(-values.size // PIECE)), np.zeros(PIECE)
+        for piece in range(sums.size):
+            part = values[piece * PIECE : (piece + 1) * PIECE]
+            wide[: part.size] = part
+            wide[part.size :] = 0
+            sums[piece] = folded(wide)
+        values = sums
+    return folded(values)
+
+
+@compiled
+def folded(values):
+    """The sum of numbers, folded by halves in their place."""
+    width = values.size
+    while width > 1:
+        half = (width + 1) // 2
+        low, high = values[:half], values[half:width]
+        for i in range(high.size):
+            low[i] += high[i]
+        width = half
+    return values[0]
 
 
 @compiled
