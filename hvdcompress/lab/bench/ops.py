@@ -29,7 +29,7 @@ import hvdcompress
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.method import Broadcast, Half, Method, Sparse, TensorSpec
+from hvdcompress.method import Broadcast, Half, Method, Outer, Sparse, TensorSpec, Waves
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
 from hvdcompress.plan import plan_of
@@ -70,6 +70,14 @@ def cases(n: int) -> list[Case]:
     bitmap = reference.set_bits(index % (3 * k), 3 * k)  # as dense as Elias-Fano's high parts
     shares = Sparse(np.concatenate([index, index]), np.concatenate([values, values]))
     places = np.unique(index % (3 * k))
+    side = max(int(n**0.5), 1)
+    matrix, image = x[: side * side], out[: side * side]
+    p, q = residual[: 4 * side], residual[-4 * side :]
+    low = Outer(p, q, 4)
+    waves = reference.largest_waves(x, 4096, k)
+    sparse = Waves([waves, waves], n, 4096)
+    bounds = reference.float_bounds(x)
+    codes = reference.range_codes(x, bounds, 10, 6).astype(np.int64)
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
@@ -89,6 +97,16 @@ def cases(n: int) -> list[Case]:
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
         Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
         Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),
+        Case("write", "rank 4", 4 * n, lambda o: o.write(image, low, 0.5)),
+        Case("subtract", "rank 4", 8 * n, lambda o: o.subtract(image, low, 1.0)),
+        Case("write", "frequencies, 2 shares", 4 * n + 24 * k, lambda o: o.write(out, sparse, 0.5)),
+        Case("matmul", "4 rows", 4 * n, lambda o: o.matmul(p, matrix, 4, side)),
+        Case("matmul_transposed", "4 rows", 4 * n, lambda o: o.matmul_transposed(p, matrix, 4, side)),
+        Case("orthonormalise", "4 rows of √n", 32 * side, lambda o: o.orthonormalise(p, 4)),
+        Case("magnitudes", "", 6 * n, lambda o: o.magnitudes(x[: n // 2 * 2])),
+        Case("largest_waves", "blocks of 4096", 4 * n + 12 * k, lambda o: o.largest_waves(x, 4096, k)),
+        Case("range_codes", "10 bits", 8 * n, lambda o: o.range_codes(x, bounds, 10, 6)),
+        Case("range_values", "10 bits", 12 * n, lambda o: o.range_values(codes, bounds, 10, 6)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),
