@@ -53,9 +53,9 @@ def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
 
 
 def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
-    if codes.size < 2 << bits or not plain(codes, dtype=np.int64):
+    if not plain(codes, dtype=np.int64):
         return reference.range_values(codes, bounds, bits, mantissa)
-    table = reference.range_values(np.arange(1 << bits), bounds, bits, mantissa)
+    edges, *space = range_space(bounds, bits, 23 - mantissa)
     out = np.empty(codes.size, np.float32)
-    kernels.look_up(table, codes, out)
+    kernels.range_values(codes, edges, *(one[0] for one in space), np.int32(23 - mantissa), out.view(np.int32))
     return out

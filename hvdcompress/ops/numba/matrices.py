@@ -11,11 +11,11 @@ from hvdcompress.ops.numpy.matrices import drawn
 from hvdcompress.ops.shared import NEGLIGIBLE
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FEW = range(2, 9)  #: rows for which the matrix library needs longer than to read its arguments; for one it does not
+FEW, MANY = range(2, 9), 1 << 18  #: rows and elements for which the matrix library needs longer than to read them
 
 
 def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
-    if rows not in FEW or not (plain(a) and plain(b)):
+    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
         return reference.matmul(a, b, rows, columns)
     out = np.empty((rows, columns), np.float32)
     kernels.combinations(a.reshape(rows, -1), b.reshape(-1, columns), out)
@@ -23,7 +23,7 @@ def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
 
 
 def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
-    if rows not in FEW or not (plain(a) and plain(b)):
+    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
         return reference.matmul_transposed(a, b, rows, columns)
     out = np.empty((rows, columns), np.float32)
     kernels.products(a.reshape(rows, -1), b.reshape(columns, -1), out)

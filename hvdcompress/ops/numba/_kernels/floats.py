@@ -75,7 +75,13 @@ def range_codes(bits, first, positive, negative, shift, out):
 
 
 @compiled
-def look_up(table, codes, out):
-    last = np.uint64(table.size - 1)
+def range_values(codes, edges, first, positive, negative, shift, out):
+    """``out``: the bits of float32, as int32."""
+    last, below, half = positive + negative, first - np.int32(1), np.int32(1) << shift >> np.int32(1)
     for i in range(codes.size):
-        out[i] = table[min(np.uint64(codes[i]), last)]
+        code = np.int32(min(codes[i], np.int64(last)))
+        minus = code > positive
+        number = code - positive if minus else code
+        middle = min(np.int32(((number + below) << shift) + half), edges[1] if minus else edges[0])
+        middle = middle | np.int32(-0x80000000) if minus else middle
+        out[i] = middle if code else np.int32(0)

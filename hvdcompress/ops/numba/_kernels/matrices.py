@@ -16,21 +16,29 @@ from hvdcompress.ops.shared import PIECE
 
 @reordered
 def products(a, x, out):
-    """Write a · xᵀ to ``out``, for a [r × m], x [n × m]."""
+    """Write a · xᵀ to ``out``, for a [r × m], x [n × m]; four rows of a at a time, as far as there are."""
+    last = a.shape[0] - 1
     for i in range(x.shape[0]):
         row = x[i]
-        for k in range(0, a.shape[0] - 1, 2):
-            first, second = a[k], a[k + 1]
-            total, other = np.float32(0), np.float32(0)
+        for k in range(0, last + 1, 4):
+            second, third, fourth = min(k + 1, last), min(k + 2, last), min(k + 3, last)
+            a0, a1, a2, a3 = a[k], a[second], a[third], a[fourth]
+            total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for j in range(row.size):
-                total += row[j] * first[j]
-                other += row[j] * second[j]
-            out[k, i], out[k + 1, i] = total, other
-        if a.shape[0] % 2:
-            last, total = a[-1], np.float32(0)
-            for j in range(row.size):
-                total += row[j] * last[j]
-            out[-1, i] = total
+                total0 += row[j] * a0[j]
+                if k < last:
+                    total1 += row[j] * a1[j]
+                if k + 1 < last:
+                    total2 += row[j] * a2[j]
+                if k + 2 < last:
+                    total3 += row[j] * a3[j]
+            out[k, i] = total0
+            if k < last:
+                out[second, i] = total1
+            if k + 1 < last:
+                out[third, i] = total2
+            if k + 2 < last:
+                out[fourth, i] = total3
 
 
 @compiled

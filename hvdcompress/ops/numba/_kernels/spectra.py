@@ -19,8 +19,8 @@ def magnitudes(pairs, out):
 
 
 @compiled
-def strong(pairs, unit, low, index, found_pairs):
-    """Which pairs have an energy of at least ``low``, in units of ``unit``² and with float32's rounding."""
+def strong(pairs, unit, low, first, index, found_pairs):
+    """Which pairs have an energy of ``low`` or more, in units of 1/``unit``²; ``first``: the first pair's index."""
     found, flag = 0, np.zeros(BLOCK, np.int8)
     eight = flag.view(np.uint64)  # most groups of eight hold none or one
     for start in range(0, pairs.size // 2, BLOCK):
@@ -34,7 +34,7 @@ def strong(pairs, unit, low, index, found_pairs):
             left = eight[group]
             while left:
                 i = np.uint64(8 * group) + first_byte(left)
-                index[found] = start + i
+                index[found] = first + start + i
                 found_pairs[2 * found], found_pairs[2 * found + 1] = part[2 * i], part[2 * i + 1]
                 found += 1
                 left &= left - np.uint64(1)
