@@ -17,7 +17,7 @@ Most methods define only ``encode`` and ``decode``. Error feedback is not their 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -136,6 +136,8 @@ class Context:
     """Whether ``Reduced.own`` is used. It is False without feedback."""
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
+    state: Mapping[str, Array] = field(default_factory=dict)
+    """The method's state, for :meth:`Method.scan`; read only."""
     scanned: list[Any] | None = None
     """What :meth:`Method.scan` found in each part of the vector, or None without feedback: it is not called then."""
     counters: dict[str, Any] = field(default_factory=dict)

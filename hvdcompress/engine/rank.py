@@ -234,6 +234,7 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
+            state=state.slots,
             scanned=[None] * count if with_feedback else None,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)

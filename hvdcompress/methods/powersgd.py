@@ -35,6 +35,8 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hvdcompress.method import (
     Array,
     Communication,
@@ -89,13 +91,30 @@ class PowerSGD(Method):
             codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
+    def scan(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        place: int,
+        ctx: Context,
+        ops: Ops,
+        clear: bool = False,
+    ) -> tuple[bool, Array]:
+        q = self.basis(ctx.state, ctx, ops)
+        return ops.accumulate_products(gradient, residual, scale, out, q, self.matrix_rank, clear)
+
+    def basis(self, state: Mapping[str, Array], ctx: Context, ops: Ops) -> Array:
+        """Return the orthonormal Qᵀ [r × columns] of the previous step, made so small that no sum of P overflows."""
+        q = ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
+        return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world)
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
-        q = ops.orthonormalise(state["q"], r, seed.shared_key(ctx))  # [r × columns], from the previous step
-
-        small = matrices.shrinkage(columns, ctx.world)
-        p = ops.matmul_transposed(q * small, x, r, rows)  # Pᵀ = Qᵀ·Mᵀ [r × rows]
-        p, _ = yield from matrices.all_reduce(p, small, self.values, ctx, ops)
+        # Pᵀ = Qᵀ·Mᵀ [r × rows], which scan has found
+        p = ctx.scanned[0] if ctx.scanned else ops.matmul_transposed(self.basis(state, ctx, ops), x, r, rows)
+        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, ops)
         p = ops.orthonormalise(p, r)  # P's scale does not matter
 
         small = matrices.shrinkage(rows, ctx.world)

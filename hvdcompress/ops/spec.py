@@ -184,6 +184,23 @@ class Ops(Protocol):
             Whether ``out`` is finite, and the elements; all of them if they are fewer than ``capacity``.
         """
 
+    def accumulate_products(
+        self,
+        gradient: Array,
+        residual: Array,
+        scale: float,
+        out: Array,
+        a: Array,
+        rows: int,
+        clear: bool = False,
+    ) -> tuple[bool, Array]:
+        """Do :meth:`accumulate` and return :meth:`matmul_transposed` of ``a`` and ``out``, in one pass where possible.
+
+        Returns:
+            Whether ``out`` is finite, and a · outᵀ [rows × n/m], to rounding, for a [rows × m] and out [n/m × m]. If
+            ``out`` is not finite, neither need that be.
+        """
+
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 

@@ -44,7 +44,7 @@ for count in (1, 2, 3, 4, 5, 9):
 call("write")(lambda o, put, x, r: written(o, put, tame(x, 2, 3), tame(r, 2, 2000), 2, 1.0))  # beyond a block
 for count in (1, 2, 3):
     call("combine")(lambda o, put, x, r, c=count: o.combine(put(tame(r, 12)[: 4 * c]), put(tame(x, 4)), 4))
-for verb in ("matmul", "matmul_transposed", "orthonormalise", "principal"):
+for verb in ("accumulate_products", "matmul", "matmul_transposed", "orthonormalise", "principal"):
     call(verb)(lambda o, put, x, r: None)  # to rounding only: below
 
 
@@ -79,6 +79,35 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
         assert str(np.asarray(found).dtype) == "float32" and np.asarray(found).shape == (rows * columns,)
         np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)
     put.check()
+
+
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize(
+    "rows,inner,columns", [(1, 1, 1), (1, 90, 7), (2, 33, 17), (3, 2100, 3), (4, 64, 64), (11, 5, 40), (3, 2100, 2000)]
+)
+def test_products_while_accumulating(backend: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
+    """What is accumulated is that of accumulate, to the bit; what is found, the product with it."""
+    a, g, r = (vector("normal", n, seed) for n, seed in ((rows * inner, 1), (columns * inner, 2), (columns * inner, 3)))
+    put, n = Put(backend), columns * inner
+    expected = np.zeros(n, np.float32)
+    reference.accumulate(g, r, 0.3, expected)
+    gradient, out = put(g, changes=clear), put(np.full(n, 7, np.float32), changes=True)
+    finite, found = backend.accumulate_products(gradient, put(r), 0.3, out, put(a), rows, clear)
+    put.check()
+    assert finite is True and get(out) == get(expected)
+    assert not clear or not np.asarray(gradient).any()
+    exact = a.reshape(rows, inner).astype(np.float64) @ expected.reshape(columns, inner).T
+    assert str(np.asarray(found).dtype) == "float32" and np.asarray(found).shape == (rows * columns,)
+    np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_products_of_what_is_not_finite(backend: Any, bad: float) -> None:
+    put, g = Put(backend), vector("normal", 60)
+    g[59] = bad
+    out = put(np.zeros(60, np.float32), changes=True)
+    finite, found = backend.accumulate_products(put(g), put(vector("normal", 60, 1)), 1.0, out, put(g[:20]), 1)
+    assert finite is False and np.asarray(found).shape == (3,)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-44, 1e37])

@@ -73,6 +73,7 @@ def cases(n: int) -> list[Case]:
     side = max(int(n**0.5), 1)
     matrix, image = x[: side * side], out[: side * side]
     p, q = residual[: 4 * side], residual[-4 * side :]
+    squares = matrix, residual[: side * side], 1.0, image
     low = Outer(p, q, 4)
     waves = reference.largest_waves(x, 4096, k)
     sparse = Waves([waves, waves], n, 4096)
@@ -89,6 +90,7 @@ def cases(n: int) -> list[Case]:
             12 * n,
             lambda o: o.accumulate_above(x, zeros, 1.0, out, 0.9 * threshold, 6 * k),
         ),
+        Case("accumulate_products", "4 rows", 12 * n, lambda o: o.accumulate_products(*squares, p, 4)),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),

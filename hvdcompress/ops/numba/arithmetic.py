@@ -10,10 +10,13 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import floats, matrices
 from hvdcompress.ops.numba.arrays import INF_BITS, in_rows, int64, magnitude_bits, plain, plain_outer, plain_sparse
+from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.shared import index_dtype, moments_of
 from hvdcompress.ops.spec import Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.spec import NumpyArray as Array
+
+FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
 
 
 def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
@@ -62,6 +65,20 @@ def accumulate_above(
     low, bits = magnitude_bits(threshold), out.view(np.int32)
     found, most = kernels.accumulate_above(gradient, residual, np.float32(scale), out, bits, low, index, values, clear)
     return most < INF_BITS, Sparse(index[:found], values[:found])
+
+
+def accumulate_products(
+    gradient: Array, residual: Array, scale: float, out: Array, a: Array, rows: int, clear: bool = False
+) -> tuple[bool, Array]:
+    columns = out.size * rows // a.size
+    if out.size < LARGE or rows not in FEW or not (plain(gradient, residual, out) and plain(a)):
+        finite = accumulate(gradient, residual, scale, out, clear)
+        return finite, matmul_transposed(a, out, rows, columns) if finite else np.zeros(rows * columns, np.float32)
+    found, bits = np.empty((rows, columns), np.float32), out.view(np.int32)
+    most = matrices.accumulate_products(
+        gradient, residual, np.float32(scale), out, bits, a.reshape(rows, -1), found, clear
+    )
+    return most < INF_BITS, found.ravel()
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

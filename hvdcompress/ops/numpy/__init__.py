@@ -8,6 +8,7 @@ from hvdcompress.ops.numpy.arithmetic import (
     accumulate_above,
     accumulate_argmax,
     accumulate_moments,
+    accumulate_products,
     add_all,
     blend,
     merge,
@@ -63,12 +64,13 @@ from hvdcompress.ops.numpy.statistics import all_below, all_finite, bucket_norms
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "add_all", "all_below",
-    "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine", "concat",
-    "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
-    "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm",
-    "largest_of", "largest_waves", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments",
-    "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize", "range_codes",
-    "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes",
-    "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "accumulate", "accumulate_above", "accumulate_argmax", "accumulate_moments", "accumulate_products", "add_all",
+    "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax", "chunk_positions", "combine",
+    "concat", "count_above", "dequantize", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
+    "from_bf16", "from_bytes", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude",
+    "l2_norm", "largest_of", "largest_waves", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
+    "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
+    "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split", "subtract", "take", "to_bf16",
+    "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "zero_where", "zeros",
 ]  # fmt: skip

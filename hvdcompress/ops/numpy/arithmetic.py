@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcompress.ops.numpy.floats import from_fp16
+from hvdcompress.ops.numpy.memory import zeros
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, moments
-from hvdcompress.ops.shared import index_dtype, outer_sum
+from hvdcompress.ops.shared import index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import FP32_MAX, Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.spec import NumpyArray as Array
 
@@ -51,6 +52,13 @@ def accumulate_above(
 ) -> tuple[bool, Sparse]:
     finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
     return finite, Sparse(index, out[index])
+
+
+def accumulate_products(
+    gradient: Array, residual: Array, scale: float, out: Array, a: Array, rows: int, clear: bool = False
+) -> tuple[bool, Array]:
+    finite, columns = accumulate(gradient, residual, scale, out, clear), len(out) * rows // len(a)
+    return finite, matmul_transposed(a, out, rows, columns) if finite else zeros(rows * columns, "float32", out)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdcompress.ops.shared import index_dtype, outer_sum
+from hvdcompress.ops.shared import index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import FP32_MAX, Array, Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
@@ -50,6 +50,13 @@ def accumulate_above(
 ) -> tuple[bool, Sparse]:
     finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
     return finite, Sparse(index, out[index])
+
+
+def accumulate_products(
+    gradient: Array, residual: Array, scale: float, out: Array, a: Array, rows: int, clear: bool = False
+) -> tuple[bool, Array]:
+    finite, columns = accumulate(gradient, residual, scale, out, clear), len(out) * rows // len(a)
+    return finite, matmul_transposed(a, out, rows, columns) if finite else zeros(rows * columns, "float32", out)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels.arithmetic import accumulate
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
 from hvdcompress.ops.shared import PIECE
 
@@ -24,7 +25,7 @@ def products(a, x, out):
             second, third, fourth = min(k + 1, last), min(k + 2, last), min(k + 3, last)
             a0, a1, a2, a3 = a[k], a[second], a[third], a[fourth]
             total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for j in range(row.size):
+            for j in range(row.size):  # LLVM makes a loop of its own of each number of sums
                 total0 += row[j] * a0[j]
                 if k < last:
                     total1 += row[j] * a1[j]
@@ -39,6 +40,19 @@ def products(a, x, out):
                 out[third, i] = total2
             if k + 2 < last:
                 out[fourth, i] = total3
+
+
+@compiled
+def accumulate_products(gradient, residual, scale, out, bits, a, found, clear):
+    """Returns the greatest magnitude's bits. ``a`` and ``found`` are matrices."""
+    most, width = np.int32(0), a.shape[1]
+    x = out.reshape(found.shape[1], width)
+    step = max(4 * BLOCK // width, 1)  # rows that stay in the cache
+    for first in range(0, x.shape[0], step):
+        part = slice(first * width, (first + step) * width)
+        most = max(most, accumulate(gradient[part], residual[part], scale, out[part], bits[part], clear))
+        products(a, x[first : first + step], found[:, first : first + step])
+    return most
 
 
 @compiled
