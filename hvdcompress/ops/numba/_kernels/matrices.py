@@ -116,16 +116,23 @@ def outer(left, right, out, factor, subtract):
 @compiled
 def dot(x, y):
     """A scalar product in float64, added in the order of the spec's :meth:`bucket_norms`."""
-    values = x * y
-    while values.size > PIECE:
-        sums, wide = np.zeros(-(-values.size // PIECE)), np.zeros(PIECE)
-        for piece in range(sums.size):
-            part = values[piece * PIECE : (piece + 1) * PIECE]
-            wide[: part.size] = part
-            wide[part.size :] = 0
-            sums[piece] = folded(wide)
-        values = sums
-    return folded(values)
+    sums = products_of_pieces(x, y)
+    while sums.size > PIECE:
+        sums = products_of_pieces(sums, np.ones(sums.size))
+    return folded(sums)
+
+
+@compiled
+def products_of_pieces(x, y):
+    """The scalar products of the pieces of two vectors."""
+    sums, wide = np.zeros(-(-x.size // PIECE)), np.zeros(min(x.size, PIECE))
+    for piece in range(sums.size):
+        a, b = x[piece * PIECE : (piece + 1) * PIECE], y[piece * PIECE : (piece + 1) * PIECE]
+        wide[a.size :] = 0
+        for i in range(a.size):
+            wide[i] = a[i] * b[i]
+        sums[piece] = folded(wide)
+    return sums
 
 
 @compiled
