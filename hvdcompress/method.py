@@ -17,7 +17,7 @@ Most methods define only ``encode`` and ``decode``. Error feedback is not their 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -136,6 +136,8 @@ class Context:
     """Whether ``Reduced.own`` is used. It is False without feedback."""
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
+    state: Mapping[str, Array] = field(default_factory=dict)
+    """The method's state, for :meth:`Method.scan`; read only."""
     scanned: list[Found] | None = None
     """What :meth:`Method.scan` asked for, in each part of the vector; None where nothing was scanned."""
     counters: dict[str, Any] = field(default_factory=dict)
@@ -400,7 +402,7 @@ class Method:
         """
         return scale
 
-    def scan(self, place: int, ctx: Context) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
         It is found in the one pass over memory that every gradient makes when it has come, while it is in the
@@ -409,6 +411,7 @@ class Method:
         Args:
             place: which part of a bucket's vector the tensor is, from 0.
             ctx: rank, world, step and the tensor, or the bucket that it is part of.
+            ops: the array backend.
         """
         return NOTHING
 

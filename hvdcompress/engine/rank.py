@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import NOTHING, Found, Ops, Sparse, piece_of
+from hvdcompress.ops.spec import NOTHING, Found, Ops, Outer, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -234,6 +234,7 @@ class Rank:
             state.triggers,
             needs_own=with_feedback,
             scratch=state.scratch,
+            state=state.slots,
             scanned=[Found(True)] * count,
         )
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
@@ -274,7 +275,7 @@ class Rank:
             )
             exchange.cleared[place] = clear
         else:
-            scan = method.scan(place, ctx) if exchange.scale == 1.0 else NOTHING  # it is multiplied afterwards
+            scan = method.scan(place, ctx, ops) if exchange.scale == 1.0 else NOTHING  # it is multiplied afterwards
             found = ops.look(gradient, scan)
             if not found.finite:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
@@ -320,6 +321,10 @@ class Rank:
         elif isinstance(total, Sparse):
             pieces = ops.split(total, [stop - start for start, stop in spans])
         else:
+            if isinstance(total, Outer | Waves):  # they cannot be cut
+                lazy, like = total, exchange.outs[0]
+                total = exchange.ctx.buffer("total", exchange.bucket.spec.size, "float32", ops, like)
+                ops.write(total, lazy, 1.0)
             pieces = [piece_of(total, start, stop) for start, stop in spans]
         for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
             if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it

@@ -63,10 +63,10 @@ from hvdcompress.method import (
     Sparse,
     TensorSpec,
     Values,
-    add_shares,
     method,
 )
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.shared import bins
+from hvdcompress.ops.spec import Ops, Waves
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
 
@@ -110,8 +110,7 @@ class FFT(Method):
 
     def places(self, spec: TensorSpec) -> int:
         """Return B, the number of frequencies."""
-        whole, rest = divmod(spec.size, self.length(spec.size))
-        return whole * (self.length(spec.size) // 2 + 1) + (rest // 2 + 1 if rest else 0)
+        return bins(spec.size, self.length(spec.size))
 
     def reorders(self, spec: TensorSpec) -> bool:
         """Return whether the elements are reordered before the FFT."""
@@ -135,10 +134,8 @@ class FFT(Method):
             x = half.decode(half.encode(x, ctx, ops), len(x), ops)
         if self.reorders(ctx.spec):
             x = matrices.collocated(x, ctx.spec, ops)
-        spectrum = ops.rfft(x, length)  # [2·B] float32, re and im alternating
-        index = ops.top_k(ops.magnitudes(spectrum), self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, ascending
-        chosen = ops.take(spectrum, ops.pair_places(index))  # [2·k] float32
-        chosen = ops.scaled(chosen, length**0.5)  # as of the unitary FFT: values are as large as gradients
+        index, pairs = ops.largest_waves(x, length, self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, [2·k] float32
+        chosen = ops.scaled(pairs, length**0.5)  # as of the unitary FFT: values are as large as gradients
         return pack.encode(Sparse(index, chosen), self.places(ctx.spec), self.values, self.id, ctx, ops, per=2)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
@@ -151,16 +148,17 @@ class FFT(Method):
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
         total = self.invert(shares, FLOAT_MAX, ctx, ops)
         # a quarter of the range, so that the residual is finite too
-        own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, ops) if ctx.needs_own else None
+        own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, ops)
         return Reduced(total=total, own=own)
 
-    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Ops) -> Array:
+    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Ops) -> Waves | Array:
         """Return the gradient [n] whose spectrum is the sum of the shares, clipped to ±``limit``."""
         n, length = ctx.spec.size, self.length(ctx.spec.size)
-        summed = add_shares([Sparse(ops.pair_places(s.index), s.values) for s in shares], ops)
-        spectrum = ops.zeros(2 * self.places(ctx.spec), "float32", like=summed.values)
         # with this margin, even the sum of all frequencies is finite
         room = 2.0 ** (8 * len(shares) * length).bit_length()
-        ops.write(spectrum, summed, 1.0 / room)
-        x = ops.scaled(ops.irfft(spectrum, n, length), room / length**0.5, limit)
-        return matrices.stored_order(x, ctx.spec, ops) if self.reorders(ctx.spec) else x
+        waves = Waves(shares, n, length, 1.0 / room, room / length**0.5, limit)
+        if not self.reorders(ctx.spec):
+            return waves
+        x = ops.zeros(n, "float32", like=shares[0].values)
+        ops.write(x, waves, 1.0)
+        return matrices.stored_order(x, ctx.spec, ops)

@@ -60,7 +60,6 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import (
@@ -211,8 +210,7 @@ class GradiVeQ(Method):
             raise wire.WireError(f"received {d} components, expected 1 to {most}")
         weights = ops.from_bytes(fit[4:], "float32")[: d * lt]
         # random vectors complete the basis if the history spans fewer than d dimensions
-        drawn = seed.uniform(seed.shared_key(ctx), d * size) - np.float32(0.5)
-        basis = ops.orthonormalise(ops.combine(weights, history, lt), d, fill=ops.asarray(drawn, like=history))
+        basis = ops.orthonormalise(ops.combine(weights, history, lt), d, seed.shared_key(ctx))
         unused = ops.zeros((most - d) * size, "float32", like=history)
         return {"basis": ops.concat([basis, unused]), "rank": ops.from_bytes(fit[:4], "int32")}
 

@@ -35,7 +35,7 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
 
 from hvdcompress.method import (
     Array,
@@ -50,7 +50,7 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Ops, Outer, Product, Scan
 from hvdcompress.parts import codecs, matrices, seed
 
 FLOAT32_MAX = 3.4028235e38
@@ -90,14 +90,21 @@ class PowerSGD(Method):
             codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
+    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+        return Scan(product=Product(self.basis(ctx.state, ctx, ops), self.matrix_rank))
+
+    def basis(self, state: Mapping[str, Array], ctx: Context, ops: Ops) -> Array:
+        """Return the orthonormal Qᵀ [r × columns] of the previous step, made so small that no sum of P overflows."""
+        q = ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
+        return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world)
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
-        drawn = seed.uniform(seed.shared_key(ctx), r * columns) - np.float32(0.5)
-        q = ops.orthonormalise(state["q"], r, fill=ops.asarray(drawn, like=x))  # [r × columns], from the previous step
-
-        small = matrices.shrinkage(columns, ctx.world)
-        p = ops.matmul_transposed(q * small, x, r, rows)  # Pᵀ = Qᵀ·Mᵀ [r × rows]
-        p, _ = yield from matrices.all_reduce(p, small, self.values, ctx, ops)
+        # Pᵀ = Qᵀ·Mᵀ [r × rows], which scan has found
+        p = ctx.scanned[0].product if ctx.scanned else None
+        if p is None:
+            p = ops.matmul_transposed(self.basis(state, ctx, ops), x, r, rows)
+        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, ops)
         p = ops.orthonormalise(p, r)  # P's scale does not matter
 
         small = matrices.shrinkage(rows, ctx.world)
@@ -105,7 +112,6 @@ class PowerSGD(Method):
         q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, ops, stream=1)
 
         # no sum of r products exceeds float32: |P̂| ≤ 1
-        total = ops.outer_sum(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
+        total = Outer(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
         # M̂ is the same for every rank, as in the authors' code, so all shares are equal
-        own = total * (1.0 / ctx.world) if ctx.needs_own else None
-        return Reduced(total=total, own=own, state={"q": q})
+        return Reduced(total=total, own=total._replace(scale=1.0 / ctx.world), state={"q": q})

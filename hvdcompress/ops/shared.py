@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, Found, Norm, NumpyArray, Scalar, Scan, Sparse
+from hvdcompress.ops.spec import Array, Found, Norm, NumpyArray, Outer, Scalar, Scan, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -45,6 +45,7 @@ class Finders(NamedTuple):
     pack_signs: Callable[[Array], Array]
     bucket_norms: Callable[[Array, int, Norm], Array]
     max_abs: Callable[[Array], float]
+    matmul_transposed: Callable[[Array, Array, int, int], Array]
 
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
@@ -56,7 +57,11 @@ def find(x: Array, scan: Scan, finders: Finders) -> Found:
     index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
     above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
     signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
-    return Found(True, moments, offsets, above, signs, finders.max_abs(x) if scan.largest else None)
+    largest, product = finders.max_abs(x) if scan.largest else None, None
+    if scan.product is not None:
+        a, rows = scan.product
+        product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
+    return Found(True, moments, offsets, above, signs, largest, product)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------
@@ -152,6 +157,12 @@ def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: int, xp:
 # -- spectra --------------------------------------------------------------------------------------------------------
 
 
+def bins(n: int, block: int) -> int:
+    """Return the number of frequencies of n elements in blocks of ``block``."""
+    whole, rest = divmod(n, block)
+    return whole * (block // 2 + 1) + (rest // 2 + 1 if rest else 0)
+
+
 def forward_scale(length: int, block: int) -> float:
     """Return 1/√(length·block), a float32 number: the factor of the spectrum of ``length`` elements."""
     return float(np.float32((length * block) ** -0.5))
@@ -175,12 +186,14 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
     return (a.reshape(rows, -1) @ b.reshape(columns, -1).T).ravel()
 
 
-def outer_sum(p: Array, q: Array, count: int) -> Array:
-    """See :class:`~hvdcompress.ops.spec.Ops`."""
-    left, right = p.reshape(count, -1, 1), q.reshape(count, 1, -1)
+def outer_sum(matrix: Outer) -> Array:
+    """Return what an :class:`~hvdcompress.ops.spec.Outer` stands for, flat."""
+    left, right = matrix.left.reshape(matrix.terms, -1, 1), matrix.right.reshape(matrix.terms, 1, -1)
     total = left[0] * right[0]
     for column, row in zip(left[1:], right[1:], strict=True):
         total += column * row  # two steps: a fused one rounds once where this rounds twice
+    if matrix.scale != 1.0:
+        total *= float(np.float32(matrix.scale))
     return total.ravel()
 
 

@@ -152,8 +152,60 @@ class Joined(NamedTuple):
         return Joined(found or [piece_of(self.parts[0], 0, 0)])
 
 
+class Outer(NamedTuple):
+    """A matrix of low rank [m × k], which is computed where it is written: scale · Σ left_i·right_iᵀ.
+
+    Products and sums are rounded one by one, in the order of i, and no matrix library makes them, whose sums depend on
+    the processor and its threads: unlike machines agree to the bit.
+
+    Attributes:
+        left: rows left_i [terms × m] float32.
+        right: rows right_i [terms × k] float32.
+        terms: their number, 1 or more.
+        scale: rounded to float32 first. It multiplies the sum.
+    """
+
+    left: Array
+    right: Array
+    terms: int
+    scale: float = 1.0
+
+    @property
+    def size(self) -> int:
+        """The number of elements, m·k."""
+        return len(self.left) // self.terms * (len(self.right) // self.terms)
+
+
+class Waves(NamedTuple):
+    """A vector [n] made of some frequencies, which is computed where it is written: the inverse of their sum.
+
+    It is :meth:`Ops.irfft` of ``before`` times the sum of the shares, then multiplied by ``after`` and clipped.
+
+    Attributes:
+        shares: sparse spectra whose sum is meant. Each has distinct indices [m] of bins, ascending, and values [2m]:
+            real and imaginary parts in turns.
+        n: number of elements.
+        block: the length of a block, as of :meth:`Ops.rfft`.
+        before: factor of the spectrum, rounded to float32 first.
+        after: factor of the inverse, rounded to float32 first.
+        limit: what no |element| exceeds.
+    """
+
+    shares: Sequence[Sparse]
+    n: int
+    block: int
+    before: float = 1.0
+    after: float = 1.0
+    limit: float = FP32_MAX
+
+    @property
+    def size(self) -> int:
+        """The number of elements, n."""
+        return self.n
+
+
 #: Dense vectors that are decoded where they are written, in float32: what is as large as a gradient is not made twice.
-Coded = Half | Codes | Fields | Sum | Joined
+Coded = Half | Codes | Fields | Sum | Joined | Outer | Waves
 
 
 def size_of(x: Array | Coded) -> int:
@@ -162,8 +214,21 @@ def size_of(x: Array | Coded) -> int:
 
 
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
-    """Return elements ``start`` to ``stop`` of a dense vector."""
-    return x.piece(start, stop) if isinstance(x, Coded) else x[start:stop]
+    """Return elements ``start`` to ``stop`` of a dense vector, which is no :class:`Outer` and no :class:`Waves`."""
+    assert not isinstance(x, Outer | Waves)
+    return x.piece(start, stop) if isinstance(x, Half | Codes | Fields | Sum | Joined) else x[start:stop]
+
+
+class Product(NamedTuple):
+    """A product that is asked for: of ``a`` with a vector, read as a matrix, as by :meth:`Ops.matmul_transposed`.
+
+    Attributes:
+        a: [rows × m].
+        rows: The number of rows.
+    """
+
+    a: Array
+    rows: int
 
 
 class Scan(NamedTuple):
@@ -176,6 +241,7 @@ class Scan(NamedTuple):
         capacity: Fewer elements above than this are of use.
         signs: Whether to find :meth:`Ops.pack_signs` and the mean |x|, as of :meth:`Ops.bucket_norms` of one bucket.
         largest: Whether to find :meth:`Ops.max_abs`.
+        product: What to multiply with the vector, read as a matrix of rows of m elements; None: do not.
     """
 
     moments: bool = False
@@ -184,6 +250,7 @@ class Scan(NamedTuple):
     capacity: int = 0
     signs: bool = False
     largest: bool = False
+    product: Product | None = None
 
 
 NOTHING = Scan()  #: nothing but whether all elements are finite
@@ -199,6 +266,7 @@ class Found(NamedTuple):
         above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
         signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
         largest: The largest magnitude, or None if it was not asked for.
+        product: The product [rows × n/m], to rounding, or None if it was not asked for.
     """
 
     finite: bool
@@ -207,6 +275,7 @@ class Found(NamedTuple):
     above: Sparse | None = None
     signs: tuple[Array, Array] | None = None
     largest: float | None = None
+    product: Array | None = None
 
 
 class Velocity(NamedTuple):
@@ -705,8 +774,17 @@ class Ops(Protocol):
         Squares are float64, so that none overflows or underflows.
         """
 
-    def pair_places(self, index: Array) -> Array:
-        """Return 2i and 2i + 1 for each index i [2k] int64: where its pair lies among parts in turns."""
+    def largest_waves(self, x: Array, block: int, k: int) -> Sparse:
+        """Return the k frequencies of :meth:`rfft` with the largest :meth:`magnitudes`, to rounding.
+
+        Args:
+            x: [n], finite.
+            block: The length of a block.
+            k: At most the number of bins.
+
+        Returns:
+            The indices of bins [k], ascending, and their real and imaginary parts in turns [2k].
+        """
 
     # -- matrices: layouts, products, orthonormal rows, principal components --------------------------------------
 
@@ -719,21 +797,18 @@ class Ops(Protocol):
     def matmul_transposed(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · bᵀ [rows × columns], to rounding, for a [rows × m] and b [columns × m]."""
 
-    def outer_sum(self, p: Array, q: Array, count: int) -> Array:
-        """Return Σ p_i q_iᵀ [m × k] over ``count`` rows p_i [m] and q_i [k], added in their order.
+    def orthonormalise(self, x: Array, rows: int, key: NumpyArray | None = None) -> Array:
+        """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
 
         It uses no matrix library, whose sums depend on the processor and its threads: unlike machines agree to the
-        bit. The same holds for :meth:`combine`.
-        """
-
-    def orthonormalise(self, x: Array, rows: int, fill: Array | None = None) -> Array:
-        """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
+        bit, and so do the reference and the compiled verb, whose sums are added as those of :meth:`bucket_norms`.
 
         Args:
             x: [rows × m] float32 or float64.
             rows: The number of rows.
-            fill: [rows × m]. A row of ``x`` that is zero, or depends on those before it, is replaced by the row of
-                ``fill``; without ``fill`` it becomes zero.
+            key: [1] uint32, on the host, as for :meth:`uniform`. A row of ``x`` that is zero, or depends on those
+                before it, is replaced by the row of :meth:`uniform` [rows × m] less 1/2; without ``key`` it becomes
+                zero.
 
         Returns:
             [rows × m] float32, to rounding.
@@ -757,6 +832,8 @@ class Ops(Protocol):
 
     def combine(self, weights: Array, x: Array, rows: int) -> Array:
         """Return combinations of the rows of ``x``, less the rows' mean, added in a fixed order in float64.
+
+        It uses no matrix library either.
 
         Args:
             weights: [count × rows].

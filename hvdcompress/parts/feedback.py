@@ -75,7 +75,7 @@ def receive(
     Returns:
         What ``method.scan`` asked for, and whether x is finite with this gradient.
     """
-    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx)
+    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops)
     factor = method.clip(gradient, scale, ctx, ops)
     velocity = None
     if method.feedback == "momentum":

@@ -91,6 +91,8 @@ def put(parts: list[Array], out: Array | None, ops: Ops) -> Array:
     for part in parts:
         out[start : start + len(part)] = part
         start += len(part)
+    if start != len(out):
+        raise ValueError(f"{start} bytes were written to a payload of {len(out)}")
     return out
 
 

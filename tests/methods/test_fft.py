@@ -13,6 +13,7 @@ from hvdcompress import testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numpy import spectra
 from hvdcompress.testing import Trial, check_method, numbers
 
 
@@ -160,11 +161,11 @@ def inverses_of_a_step(expected: dict[str, int]) -> None:
     """Count the inverse FFTs of 4 ranks in one step, and compare with the result of each rank alone."""
     gradients = [numbers((200,), rank) for rank in range(4)]
     alone = [Loopback("fft", world=1, min_elements=1, values="fp32").allreduce([g])[0] for g in gradients]
-    calls, irfft = [], reference.irfft
+    calls, irfft = [], spectra.irfft
     for feedback, number in expected.items():
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "irfft", lambda *rest: (calls.append(1), irfft(*rest))[1])
+            patch.setattr(spectra, "irfft", lambda *rest: (calls.append(1), irfft(*rest))[1])
             net = Loopback("fft", world=4, ops=reference, min_elements=1, feedback=feedback, values="fp32")
             out = net.allreduce(gradients, op="sum")[0]
         assert len(calls) == number
@@ -369,3 +370,15 @@ def test_more_than_2_to_the_24_elements(block: int) -> None:
         g += np.where(np.arange(n) % 2, -1, 1).astype(np.float32)
     net = Loopback("fft", world=1, density=1e-4, block=block, values="fp32")
     np.testing.assert_allclose(net.allreduce([g])[0], g, atol=0.06 if block else 1e-4)
+
+
+@pytest.mark.parametrize("feedback", ["none", "plain"])
+def test_joined_tensors_are_transformed_as_one(feedback: str) -> None:
+    options = {"world": 2, "density": 0.2, "feedback": feedback, "block": 64, "min_elements": 1}
+    joined, alone = Loopback("fft", bucket_elements=10_000, **options), Loopback("fft", **options)
+    for step in range(2):
+        parts = [{name: numbers((n,), rank, step, n) for name, n in (("a", 150), ("b", 333))} for rank in range(2)]
+        outs = joined.allreduce_many(parts)
+        whole = alone.allreduce([np.concatenate([part["a"], part["b"]]) for part in parts], "whole")
+        for out, expected in zip(outs, whole, strict=True):
+            assert np.concatenate([out["a"], out["b"]]).tolist() == expected.tolist()

@@ -77,24 +77,24 @@ def first_q_is_each_ranks_own(patch: Patch) -> None:
 
 
 def p_is_not_orthonormal(patch: Patch) -> None:
-    both(patch, "orthonormalise", lambda old, x, rows, fill=None: x if fill is None else old(x, rows, fill))
+    both(patch, "orthonormalise", lambda old, x, rows, key=None: x if key is None else old(x, rows, key))
 
 
 def what_is_lost_of_q_stays_lost(patch: Patch) -> None:
     """Nothing is drawn, but for the very first Q."""
     first = []
 
-    def unfilled(old: Any, x: Any, rows: int, fill: Any = None) -> Any:
-        if fill is not None:
-            first.append(fill)
-        return old(x, rows, fill if len(first) <= 2 else None)  # one for each of two ranks
+    def unfilled(old: Any, x: Any, rows: int, key: Any = None) -> Any:
+        if key is not None:
+            first.append(key)
+        return old(x, rows, key if len(first) <= 2 else None)  # one for each of two ranks
 
     both(patch, "orthonormalise", unfilled)
 
 
 def own_share_is_the_ranks_own_projection(patch: Patch) -> None:
     """x − M̂ is the authors' residual; half of it does not add up."""
-    returned(patch, "powersgd", lambda reduced, ctx, state: replace(reduced, own=reduced.own * 0.5))
+    returned(patch, "powersgd", lambda reduced, ctx, state: replace(reduced, own=reduced.own._replace(scale=0.25)))
 
 
 def nothing_is_made_small(patch: Patch) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, get, vector
+from comparing import MAX, Put, call, changed, get, key, vector
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Outer, Product, Scan
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
@@ -19,10 +20,29 @@ def tame(x: np.ndarray, rows: int = 3, most: int = 40) -> np.ndarray:
     return np.clip(x[:size], -1e18, 1e18)
 
 
+def written(o: Any, put: Any, p: np.ndarray, q: np.ndarray, count: int, factor: float, scale: float = 1.0) -> Any:
+    """A matrix of low rank, written."""
+    out = np.full(p.size // count * (q.size // count), 7, np.float32)
+    return changed(o, put, out, lambda out: o.write(out, Outer(put(p), put(q), count, scale), factor))
+
+
+def subtracted(o: Any, put: Any, p: np.ndarray, q: np.ndarray, count: int, factor: float, scale: float) -> Any:
+    out = vector("normal", p.size // count * (q.size // count))
+    return changed(o, put, out, lambda out: o.subtract(out, Outer(put(p), put(q), count, scale), factor))
+
+
 call("permute")(lambda o, put, x, r: o.permute(put(x), (x.size, 1), (1, 0)))
 call("permute")(lambda o, put, x, r: o.permute(put(tame(x, 12)), (2, tame(x, 12).size // 12, 3, 2), (2, 3, 1, 0)))
+for count in (1, 2, 3, 4, 5, 9):
+    for factor, scale in ((1.0, 1.0), (0.3, 1.0), (1.0, 1 / 3), (0.1, 0.7)):
+        call("write")(
+            lambda o, put, x, r, c=count, f=factor, s=scale: written(o, put, tame(x, c), tame(r, c, 7), c, f, s)
+        )
+        call("subtract")(
+            lambda o, put, x, r, c=count, f=factor, s=scale: subtracted(o, put, tame(x, c, 7), tame(r, c), c, f, s)
+        )
+call("write")(lambda o, put, x, r: written(o, put, tame(x, 2, 3), tame(r, 2, 2000), 2, 1.0))  # beyond a block
 for count in (1, 2, 3):
-    call("outer_sum")(lambda o, put, x, r, c=count: o.outer_sum(put(tame(x, c)), put(tame(r, c)), c))
     call("combine")(lambda o, put, x, r, c=count: o.combine(put(tame(r, 12)[: 4 * c]), put(tame(x, 4)), 4))
 for verb in ("matmul", "matmul_transposed", "orthonormalise", "principal"):
     call(verb)(lambda o, put, x, r: None)  # to rounding only: below
@@ -43,7 +63,10 @@ def test_permute_moves_each_element(backend: Any, shape: tuple[int, ...], axes: 
         assert moved[tuple(place[a] for a in axes)] == x.reshape(shape)[place]
 
 
-@pytest.mark.parametrize("rows,inner,columns", [(1, 1, 1), (1, 9, 4), (5, 1, 3), (17, 33, 2), (4, 300, 65)])
+@pytest.mark.parametrize(
+    "rows,inner,columns",
+    [(1, 1, 1), (1, 9, 4), (5, 1, 3), (17, 33, 2), (4, 300, 65), (2, 2100, 7), (3, 19, 2100), (8, 64, 33)],
+)
 def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
     a, b = vector("normal", rows * inner, 1), vector("normal", inner * columns, 2)
     exact = a.reshape(rows, inner).astype(np.float64) @ b.reshape(inner, columns)
@@ -58,10 +81,26 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
     put.check()
 
 
-def test_outer_sum_is_the_product(backend: Any) -> None:
-    p, q = vector("normal", 3 * 20, 1), vector("normal", 3 * 31, 2)
-    found = array(backend.outer_sum(Put(backend)(p), Put(backend)(q), 3)).reshape(20, 31)
-    np.testing.assert_allclose(found, p.reshape(3, 20).T.astype(np.float64) @ q.reshape(3, 31), atol=1e-5)
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize(
+    "rows,inner,columns", [(1, 1, 1), (1, 90, 7), (2, 33, 17), (3, 2100, 3), (4, 64, 64), (11, 5, 40), (3, 2100, 2000)]
+)
+def test_products_while_accumulating(backend: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
+    """What is accumulated is that of accumulate, to the bit; what is found, the product with it."""
+    a, g, r = (vector("normal", n, seed) for n, seed in ((rows * inner, 1), (columns * inner, 2), (columns * inner, 3)))
+    put, n = Put(backend), columns * inner
+    expected = np.zeros(n, np.float32)
+    reference.accumulate(g, r, 0.3, expected)
+    gradient, out = put(g, changes=clear), put(np.full(n, 7, np.float32), changes=True)
+    wanted = Scan(product=Product(put(a), rows))
+    result = backend.accumulate(gradient, put(r), 0.3, out, wanted, clear)
+    found = result.product
+    put.check()
+    assert result.finite and get(out) == get(expected)
+    assert not clear or not np.asarray(gradient).any()
+    exact = a.reshape(rows, inner).astype(np.float64) @ expected.reshape(columns, inner).T
+    assert str(np.asarray(found).dtype) == "float32" and np.asarray(found).shape == (rows * columns,)
+    np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-44, 1e37])
@@ -80,6 +119,16 @@ def test_orthonormal_rows_of_the_same_span(backend: Any, rows: int, columns: int
         np.testing.assert_allclose(before @ wide[: number + 1], found[number], atol=1e-5 * max(1, np.abs(before).max()))
 
 
+@pytest.mark.parametrize("rows,columns", [(1, 1), (3, 2), (4, 511), (3, 513), (2, 5000), (1, 300_000)])
+def test_compiled_orthonormal_rows_are_the_references_to_the_bit(rows: int, columns: int) -> None:
+    """All ranks compute them for themselves, some perhaps without numba."""
+    numba_ops = pytest.importorskip("hvdcompress.ops.numba")
+    x = vector("heavy", rows * columns, 5)
+    x[columns : 2 * columns] = 0  # the second row is drawn
+    for number in (None, key(9)):
+        assert get(numba_ops.orthonormalise(x, rows, number)) == get(reference.orthonormalise(x, rows, number))
+
+
 def test_nearly_parallel_rows_are_orthogonal_nevertheless(backend: Any) -> None:
     """One pass of Gram-Schmidt would leave them at an angle of rounding / difference."""
     x = np.ones((3, 200), np.float64) + 1e-5 * vector("normal", 600).reshape(3, 200)
@@ -88,16 +137,17 @@ def test_nearly_parallel_rows_are_orthogonal_nevertheless(backend: Any) -> None:
 
 
 def test_dependent_rows_are_zero_or_filled(backend: Any) -> None:
-    a, b, fill = vector("normal", 40, 1), vector("normal", 40, 2), vector("normal", 160, 3)
+    a, b = vector("normal", 40, 1), vector("normal", 40, 2)
+    fill = (reference.uniform(key(3), 160, a) - np.float32(0.5)).reshape(4, 40)
     x = np.concatenate([a, 3 * a, 0 * a, a - b])
     put = Put(backend)
     found = array(backend.orthonormalise(put(x), 4)).reshape(4, 40)
     assert not found[1:3].any()
     np.testing.assert_allclose(found @ found.T, np.diag([1, 0, 0, 1]), atol=1e-6)
-    filled = array(backend.orthonormalise(put(x), 4, fill=put(fill))).reshape(4, 40)
+    filled = array(backend.orthonormalise(put(x), 4, key(3))).reshape(4, 40)
     np.testing.assert_allclose(filled @ filled.T, np.eye(4), atol=1e-6)
     np.testing.assert_allclose(filled[0], found[0], atol=1e-7)
-    drawn = fill.reshape(4, 40)[1] - (fill.reshape(4, 40)[1] @ found[0]) * found[0]
+    drawn = fill[1] - (fill[1] @ found[0]) * found[0]
     np.testing.assert_allclose(filled[1], drawn / np.linalg.norm(drawn), atol=1e-6)
     zero = np.asarray(backend.orthonormalise(put(0 * x), 4))
     assert not zero.any() and np.isfinite(zero).all()
@@ -138,6 +188,6 @@ def test_what_all_ranks_compute_is_equal_to_the_bit_in_every_backend(backend: An
     put, x, w = Put(backend), vector("heavy", 700), vector("normal", 21)
     assert get(backend.combine(put(w), put(x), 7)) == get(reference.combine(w, x, 7))
     p, q = vector("heavy", 60), vector("normal", 90)
-    assert get(backend.outer_sum(put(p), put(q), 3)) == get(reference.outer_sum(p, q, 3))
-    large = backend.outer_sum(put(np.ones(3, np.float32)), put(np.full(3, MAX / 4, np.float32)), 3)
+    assert get(written(backend, put, p, q, 3, 1.0)) == get(written(reference, Put(reference), p, q, 3, 1.0))
+    large = written(backend, put, np.ones(3, np.float32), np.full(3, MAX / 4, np.float32), 3, 1.0)
     assert np.isfinite(np.asarray(large)).all()

@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, chosen, get, vector
+from comparing import MAX, Put, call, changed, get, vector
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.spec import Sparse, Waves
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
 
 call("magnitudes")(lambda o, put, x, r: o.magnitudes(put(np.stack([x, r], 1).ravel())))
-call("pair_places")(lambda o, put, x, r: (o.pair_places(put(chosen(x))), o.pair_places(put(chosen(x).astype("int64")))))
 call("rfft")(lambda o, put, x, r: None)  # to rounding only: below
 call("irfft")(lambda o, put, x, r: None)
+call("largest_waves")(lambda o, put, x, r: None)
 
 
 # -- transforms: the definition, in float64 -----------------------------------------------------------------------
@@ -106,7 +107,76 @@ def test_magnitudes_neither_overflow_nor_vanish(backend: Any) -> None:
     np.testing.assert_allclose(found, [5e37, 5e-40, 0, MAX / np.sqrt(2)], rtol=1e-5)
 
 
-def test_pair_places_above_2_to_the_31(backend: Any) -> None:
-    index = np.array([2**24 + 1, 2**31 - 1], np.int32)
-    expected = np.array([2**25 + 2, 2**25 + 3, 2**32 - 2, 2**32 - 1], np.int64)
-    assert get(backend.pair_places(Put(backend)(index))) == get(expected)
+# -- the largest frequencies, and what is made of some -------------------------------------------------------------
+
+
+def waves(n: int, block: int, scale: float = 1.0) -> np.ndarray:
+    """Blocks of very different size."""
+    return vector("normal", n, 8) * np.repeat(np.float32(scale) * vector("heavy", -(-n // block), 9), block)[:n]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e15])
+@pytest.mark.parametrize("n,block", [*SIZES[1:], (20_000, 32), (8_200, 16), (70_001, 256)])
+def test_largest_waves_are_the_largest(backend: Any, n: int, block: int, scale: float) -> None:
+    x, put = waves(n, block, scale), Put(backend)
+    pairs = np.asarray(backend.rfft(put(x), block)).reshape(-1, 2)
+    size = np.asarray(backend.magnitudes(put(pairs.ravel())))
+    for k in {1, size.size // 100 or 1, size.size // 7 or 1, size.size}:
+        index, found = map(np.asarray, backend.largest_waves(put(x), block, k))
+        put.check()
+        assert index.dtype == np.int32 and index.shape == (k,) and found.dtype == np.float32
+        assert (np.diff(index) > 0).all()
+        np.testing.assert_allclose(found, pairs[index].ravel(), rtol=1e-4, atol=1e-6 * size.max())
+        left_out = np.delete(size, index)
+        assert left_out.max(initial=0) <= size[index].min() * (1 + 1e-5) + 1e-6 * size.max()
+
+
+@pytest.mark.parametrize("kind", ["zero", "first", "last", "constant"])
+def test_largest_waves_of_blocks_that_no_sample_shows(backend: Any, kind: str) -> None:
+    """All energy in one block, in none, or in one frequency of each: the first of equals are taken."""
+    block, blocks = 16, 400
+    x = np.zeros((blocks, block), np.float32)
+    x[{"zero": slice(0), "first": 3, "last": -2, "constant": slice(None)}[kind]] = 1.0
+    x[:, ::2] *= 3
+    expected = reference.largest_waves(x.ravel(), block, 50)
+    found = backend.largest_waves(Put(backend)(x.ravel()), block, 50)
+    assert get(found.index) == get(expected.index)
+    np.testing.assert_allclose(np.asarray(found.values), expected.values, atol=1e-6)
+
+
+def spectra(n: int, block: int, ranks: int) -> list[Sparse]:
+    return [reference.largest_waves(vector("normal", n, rank), block, max(n // 5, 1)) for rank in range(ranks)]
+
+
+def lazy(put: Put, shares: list[Sparse], *rest: Any) -> Waves:
+    return Waves([Sparse(put(share.index), put(share.values)) for share in shares], *rest)
+
+
+@pytest.mark.parametrize("limit", [MAX, 0.5])
+@pytest.mark.parametrize("n,block", [*SIZES[1:], (300_000, 1024)])
+def test_waves_are_the_inverse_of_their_sum(backend: Any, n: int, block: int, limit: float) -> None:
+    put, shares = Put(backend), spectra(n, block, 3)
+    expected = 0.0
+    for share in shares:
+        pairs = np.zeros((reference.rfft(np.zeros(n, np.float32), block).size // 2, 2), np.float32)
+        pairs[share.index] = share.values.reshape(-1, 2)
+        expected = expected + reference.irfft(pairs.ravel(), n, block).astype(np.float64)
+    expected = np.clip(expected / 2, -limit, limit)
+    total = lazy(put, shares, n, block, 2.0**-3, 2.0**2, limit)
+    for factor in (1.0, 0.25):
+        out = changed(backend, put, np.full(n, 7, np.float32), lambda out, f=factor: backend.write(out, total, f))
+        np.testing.assert_allclose(np.asarray(out), factor * expected, atol=1e-5)
+        left = changed(backend, put, np.full(n, 7, np.float32), lambda x, f=factor: backend.subtract(x, total, f))
+        np.testing.assert_allclose(np.asarray(left), 7 - factor * expected, atol=1e-5)
+    put.check()
+
+
+@pytest.mark.parametrize("index", [[3, 2], [0, 99_999], [-1, 3], [70_000, 5]])
+def test_waves_that_are_damaged_write_nowhere_else(index: list[int]) -> None:
+    numba_ops = pytest.importorskip("hvdcompress.ops.numba")
+    share, out = Sparse(np.array(index, np.int32), np.ones(4, np.float32)), np.zeros(65_536, np.float32)
+    if index == [3, 2]:  # what stays in its piece is as good as in order
+        numba_ops.write(out, Waves([share], out.size, 16), 1.0)
+    else:
+        with pytest.raises(IndexError):
+            numba_ops.write(out, Waves([share], out.size, 16), 1.0)

@@ -32,7 +32,7 @@ from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Codes, Fields, Half, Scan, Sum, Velocity
+from hvdcompress.ops.spec import Codes, Fields, Half, Outer, Product, Scan, Sum, Velocity, Waves
 from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]
@@ -81,6 +81,15 @@ def cases(n: int) -> list[Case]:
     words = reference.quantize_fields(x, 2.5, one, 3, key)
     by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
     fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
+    side = max(int(n**0.5), 1)
+    matrix, image = x[: side * side], out[: side * side]
+    p, q = residual[: 4 * side], residual[-4 * side :]
+    squares = matrix, residual[: side * side], 1.0, image
+    low = Outer(p, q, 4)
+    waves = reference.largest_waves(x, 4096, k)
+    sparse = Waves([waves, waves], n, 4096)
+    bounds = reference.float_bounds(x)
+    ranged = reference.range_codes(x, bounds, 10, 6).astype(np.int64)
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
@@ -104,6 +113,7 @@ def cases(n: int) -> list[Case]:
             12 * n + n // 8,
             lambda o: o.accumulate(x, residual, 1.0, out, Scan(signs=True)),
         ),
+        Case("accumulate", "product, 4 rows", 12 * n, lambda o: o.accumulate(*squares, Scan(product=Product(p, 4)))),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
@@ -129,6 +139,16 @@ def cases(n: int) -> list[Case]:
         Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
         Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
         Case("take", "", 12 * k, lambda o: o.take(x, index)),
+        Case("write", "rank 4", 4 * n, lambda o: o.write(image, low, 0.5)),
+        Case("subtract", "rank 4", 8 * n, lambda o: o.subtract(image, low, 1.0)),
+        Case("write", "frequencies, 2 shares", 4 * n + 24 * k, lambda o: o.write(out, sparse, 0.5)),
+        Case("matmul", "4 rows", 4 * n, lambda o: o.matmul(p, matrix, 4, side)),
+        Case("matmul_transposed", "4 rows", 4 * n, lambda o: o.matmul_transposed(p, matrix, 4, side)),
+        Case("orthonormalise", "4 rows of √n", 32 * side, lambda o: o.orthonormalise(p, 4)),
+        Case("magnitudes", "", 6 * n, lambda o: o.magnitudes(x[: n // 2 * 2])),
+        Case("largest_waves", "blocks of 4096", 4 * n + 12 * k, lambda o: o.largest_waves(x, 4096, k)),
+        Case("range_codes", "10 bits", 8 * n, lambda o: o.range_codes(x, bounds, 10, 6)),
+        Case("range_values", "10 bits", 12 * n, lambda o: o.range_values(ranged, bounds, 10, 6)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),

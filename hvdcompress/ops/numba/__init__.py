@@ -16,7 +16,8 @@ from hvdcompress.ops.numba.codes import (
     unpack_fields,
     unpack_signs,
 )
-from hvdcompress.ops.numba.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.numba.floats import from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
+from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -27,6 +28,7 @@ from hvdcompress.ops.numba.selection import (
     largest_of,
     top_k,
 )
+from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy import (
     add_all,
@@ -42,17 +44,9 @@ from hvdcompress.ops.numpy import (
     irfft,
     kth_magnitude,
     l2_norm,
-    magnitudes,
-    matmul,
-    matmul_transposed,
-    orthonormalise,
-    outer_sum,
     pack_fields,
-    pair_places,
     permute,
     principal,
-    range_codes,
-    range_values,
     rfft,
     scaled,
     sort,
@@ -68,8 +62,8 @@ __all__ = [
     "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
     "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of",
-    "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments",
+    "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
     "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
     "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
     "unpack_signs", "write", "zero_where", "zeros",

@@ -10,17 +10,29 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import statistics
-from hvdcompress.ops.numba.arrays import INF_BITS, int64, magnitude_bits, magnitude_of, plain, plain_sparse
+from hvdcompress.ops.numba._kernels import matrices, statistics
+from hvdcompress.ops.numba.arrays import (
+    INF_BITS,
+    in_rows,
+    int64,
+    magnitude_bits,
+    magnitude_of,
+    plain,
+    plain_outer,
+    plain_sparse,
+)
 from hvdcompress.ops.numba.codes import pack_signs
+from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
+from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
-from hvdcompress.ops.spec import NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, size_of
+from hvdcompress.ops.spec import NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, Waves, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
+FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
 
 
 def accumulate(
@@ -35,12 +47,13 @@ def accumulate(
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
         return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
     several = scan.moments or scan.largest or (scan.above is not None and velocity is None)
-    fused = [several, scan.chunk, scan.signs, velocity]
+    fused = [several, scan.chunk, scan.signs, scan.product, velocity]
     if (
         sum(map(bool, fused)) > 1
         or (velocity is not None and scan.moments)
         or (scan.above is not None and scan.above < 0)
         or (scan.signs and out.size <= PIECE)
+        or (scan.product is not None and not (out.size >= LARGE and scan.product.rows in FEW and plain(scan.product.a)))
     ):  # rare, or little: one pass for each thing
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
             return Found(False)
@@ -56,6 +69,11 @@ def accumulate(
         total = fold(sums)
         finite = bool(np.isfinite(total[0]))
         return Found(True, signs=(signs, norms_of(total, out.size, out.size, "mean"))) if finite else Found(False)
+    if scan.product is not None:
+        a, rows = scan.product
+        product = np.empty((rows, out.size * rows // a.size), np.float32)
+        most = matrices.accumulate_products(*passed, a.reshape(rows, -1), product)
+        return Found(True, product=product.ravel()) if most < INF_BITS else Found(False)
     if not scan.moments and scan.above is None and velocity is None:
         most = kernels.accumulate(*passed)
         return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
@@ -100,6 +118,10 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
     if isinstance(own, Joined):
         for part, piece in _pieces(x, own):
             subtract(part, piece, factor)
+    elif plain_outer(own, x, factor):
+        matrices.outer(*in_rows(own, x), np.float32(own.scale * factor), True)
+    elif isinstance(own, Waves) and plain(x):
+        write_waves(own, factor, x, subtract=True)
     elif isinstance(own, Coded):
         if factor != 1.0 or not coded.subtract(x, own):
             reference.subtract(x, own, factor)
@@ -132,6 +154,10 @@ def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: boo
     if isinstance(total, Joined):
         for part, piece in _pieces(out, total):
             write(part, piece, factor)
+    elif plain_outer(total, out, factor):
+        matrices.outer(*in_rows(total, out), np.float32(total.scale * factor), False)
+    elif isinstance(total, Waves) and plain(out):
+        write_waves(total, factor, out, subtract=False)
     elif isinstance(total, Coded):
         if not coded.write(out, total, factor):
             reference.write(out, total, factor)

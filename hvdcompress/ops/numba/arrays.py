@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar, Sparse
+from hvdcompress.ops.spec import Outer, Scalar, Sparse
 
 ONE = np.float32(1.0)
 INF_BITS = 0x7F800000  #: of a float32; those of NaNs lie above
@@ -28,6 +28,22 @@ def plain(*arrays: Array, dtype: Any = np.float32) -> bool:
 def plain_sparse(y: Any, x: Array) -> TypeGuard[Sparse]:
     """Return whether ``y`` is a sparse vector that the kernels can add to ``x``."""
     return isinstance(y, Sparse) and plain(x) and plain(y.values) and y.index.size == y.values.size
+
+
+def plain_outer(y: Any, x: Array, factor: float) -> TypeGuard[Outer]:
+    """Return whether ``y`` is a matrix of low rank that a kernel can compute in the place of ``x``, times a factor.
+
+    The kernel multiplies once: of scale and factor, one is 1.
+    """
+    if not isinstance(y, Outer) or 1.0 not in (y.scale, factor) or not (plain(x) and plain(y.left) and plain(y.right)):
+        return False
+    return y.left.size * y.right.size == y.terms**2 * x.size and y.left.size % y.terms == y.right.size % y.terms == 0
+
+
+def in_rows(y: Outer, x: Array) -> tuple[Array, Array, Array]:
+    """Return both factors and ``x`` with the dimensions that they have as matrices."""
+    left, right = y.left.reshape(y.terms, -1), y.right.reshape(y.terms, -1)
+    return left, right, x.reshape(left.shape[1], right.shape[1])
 
 
 def magnitude_bits(threshold: Scalar) -> np.int32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Scalar, Sparse
+
+_MANY = 1 << 14  #: elements of which a partition takes longer than a histogram and the partition of a few
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
@@ -48,6 +51,17 @@ def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
         kernels.choose(index, bits, low, ties, chosen, values, kept)
         index, values = chosen[:k], kept[:k]
     return Sparse(index, values), float(np.int32(low).view(np.float32))
+
+
+def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
+    """Return where the k largest of them are, ascending [k], among equals the first; and the k-th largest."""
+    if plain(magnitudes) and k:
+        threshold = np.int32(kernels.kth(magnitudes.view(np.int32).copy(), k)).view(np.float32)
+    else:
+        threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
+    chosen = np.empty(k + 1, np.int64)  # the last place is for what is written and not kept
+    kernels.places(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
+    return chosen[:k], threshold
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

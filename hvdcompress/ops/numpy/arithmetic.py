@@ -9,8 +9,9 @@ import numpy as np
 from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.numpy.floats import from_bf16, from_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
+from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.shared import Finders, find, index_dtype
+from hvdcompress.ops.shared import Finders, find, index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import (
     FP32_MAX,
     NOTHING,
@@ -20,14 +21,16 @@ from hvdcompress.ops.spec import (
     Found,
     Half,
     Joined,
+    Outer,
     Scan,
     Sparse,
     Sum,
     Velocity,
+    Waves,
 )
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
 
 
 def accumulate(
@@ -110,6 +113,10 @@ def dense(x: Array | Coded) -> Array:
         return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
     if isinstance(x, Sum):
         return add_all([dense(share) for share in x.shares])
+    if isinstance(x, Outer):
+        return outer_sum(x)
+    if isinstance(x, Waves):
+        return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return np.concatenate([dense(part) for part in x.parts])
     return x

@@ -42,18 +42,18 @@ def float_bounds(x: Array) -> Array:
 
 def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
     shift = 23 - mantissa
-    space = _range_space(bounds, bits, shift)[1:]
+    space = range_space(bounds, bits, shift)[1:]
     return shared.range_codes_of(np.ascontiguousarray(x).view(np.int32), space, shift, np)
 
 
 def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
     shift = 23 - mantissa
-    edges, first, positive, negative = _range_space(bounds, bits, shift)
+    edges, first, positive, negative = range_space(bounds, bits, shift)
     found = shared.range_bits_of(codes.astype(np.int32), edges, (first, positive, negative), shift, np)
     return found.astype(np.int32, copy=False).view(np.float32)
 
 
-def _range_space(bounds: Array, bits: int, shift: int) -> tuple[Array, Array, Array, Array]:
+def range_space(bounds: Array, bits: int, shift: int) -> tuple[Array, Array, Array, Array]:
     """Return the bits [2] int32 of finite bounds, and :func:`hvdcompress.ops.shared.range_space`."""
     edges = np.clip(bounds.view(np.int32), 0, shared.FP32_MAX_BITS)  # damaged bounds become some finite range
     return edges, *shared.range_space(edges, bits, shift, np)

@@ -6,36 +6,52 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed, outer_sum
+from hvdcompress.ops.numpy.codes import uniform
+from hvdcompress.ops.numpy.statistics import fold
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
 from hvdcompress.ops.spec import NumpyArray as Array
 
-__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "outer_sum", "permute", "principal"]
+__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     return x.reshape(shape).transpose(axes).ravel()
 
 
-def orthonormalise(x: Array, rows: int, fill: Array | None = None) -> Array:
+def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
     given = x.reshape(rows, -1).astype(np.float64)
-    spare = np.zeros_like(given) if fill is None else fill.reshape(rows, -1).astype(np.float64)
     done = np.zeros_like(given)
     for number in range(rows):
         left = _remainder(given[number], done[:number])
-        done[number] = left if left.any() else _remainder(spare[number], done[:number])
+        if key is not None and not left.any():
+            left = _remainder(drawn(key, number, given.shape[1]), done[:number])
+        done[number] = left
     return done.astype(np.float32).ravel()
+
+
+def drawn(key: Array, number: int, size: int) -> Array:
+    """Return a row [size] float64 of the random numbers that replace what vanishes."""
+    return (uniform(key, size, key, number * size) - np.float32(0.5)).astype(np.float64)
 
 
 def _remainder(row: Array, done: Array) -> Array:
     """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
-    length = np.sqrt((row * row).sum())
-    if length == 0:
-        return row
-    row = row / length
+    row = _at_length_1(row, 0.0)
     for _ in range(2):  # twice is enough (Giraud et al. 2005): once leaves the rounding of a large part removed
-        row = row - ((done * row).sum(axis=1)[:, None] * done).sum(axis=0)
-    length = np.sqrt((row * row).sum())
-    return row / length if length > NEGLIGIBLE else np.zeros_like(row)
+        for before in done:
+            row = row - _dot(before, row) * before
+    return _at_length_1(row, NEGLIGIBLE)
+
+
+def _at_length_1(row: Array, least: float) -> Array:
+    """Return a row divided by its length, or zeros if that is not above ``least``."""
+    length = np.sqrt(_dot(row, row))
+    return row / length if length > least else np.zeros_like(row)
+
+
+def _dot(x: Array, y: Array) -> Any:
+    """Return a scalar product, added in the order of :func:`fold`."""
+    return fold((x * y)[None])[0]
 
 
 def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:

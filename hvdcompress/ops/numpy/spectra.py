@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import scipy.fft
 
-from hvdcompress.ops.shared import forward_scale, inverse_scale
+from hvdcompress.ops.numpy.selection import top_k
+from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
 from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.spec import Sparse, Waves
 
 _SLICE = 1 << 14  # pairs at a time: what is made on the way stays in the processor's cache
 
@@ -41,5 +43,15 @@ def magnitudes(pairs: Array) -> Array:
     return out
 
 
-def pair_places(index: Array) -> Array:
-    return (2 * index.astype(np.int64)[:, None] + np.arange(2)).ravel()
+def largest_waves(x: Array, block: int, k: int) -> Sparse:
+    pairs = rfft(x, block)
+    index = top_k(magnitudes(pairs), k)
+    return Sparse(index, pairs.reshape(-1, 2)[index].ravel())
+
+
+def inverse(waves: Waves) -> Array:
+    """Return what :class:`~hvdcompress.ops.spec.Waves` stand for, before it is scaled and clipped [n]."""
+    spectrum = np.zeros((bins(waves.n, waves.block), 2), np.float32)
+    for share in waves.shares:
+        np.add.at(spectrum, share.index, share.values.reshape(-1, 2) * np.float32(waves.before))
+    return irfft(spectrum.ravel(), waves.n, waves.block)

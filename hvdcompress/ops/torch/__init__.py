@@ -31,15 +31,7 @@ from hvdcompress.ops.torch.codes import (
     unpack_signs,
 )
 from hvdcompress.ops.torch.floats import float_bounds, from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
-from hvdcompress.ops.torch.matrices import (
-    combine,
-    matmul,
-    matmul_transposed,
-    orthonormalise,
-    outer_sum,
-    permute,
-    principal,
-)
+from hvdcompress.ops.torch.matrices import combine, matmul, matmul_transposed, orthonormalise, permute, principal
 from hvdcompress.ops.torch.memory import (
     asarray,
     concat,
@@ -62,7 +54,7 @@ from hvdcompress.ops.torch.selection import (
     largest_of,
     top_k,
 )
-from hvdcompress.ops.torch.spectra import irfft, magnitudes, pair_places, rfft
+from hvdcompress.ops.torch.spectra import irfft, largest_waves, magnitudes, rfft
 from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 
 __all__ = [
@@ -70,8 +62,8 @@ __all__ = [
     "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
     "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "kth_magnitude", "l2_norm", "largest_of",
-    "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise",
-    "outer_sum", "pack_bits", "pack_fields", "pack_signs", "pair_places", "permute", "principal", "quantize",
+    "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge", "moments",
+    "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
     "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
     "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
     "unpack_signs", "write", "zero_where", "zeros",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdcompress.ops.shared import Finders, find, index_dtype
+from hvdcompress.ops.shared import Finders, find, index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import (
     FP32_MAX,
     NOTHING,
@@ -17,19 +17,22 @@ from hvdcompress.ops.spec import (
     Found,
     Half,
     Joined,
+    Outer,
     Scan,
     Sparse,
     Sum,
     Velocity,
+    Waves,
 )
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
+from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs)
+FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
 
 
 def accumulate(
@@ -127,6 +130,10 @@ def dense(x: Array | Coded) -> Array:
         return unpack_fields(x.words, x.width, x.start + x.size, x.bound)[x.start :] * x.scale
     if isinstance(x, Sum):
         return add_all([dense(share) for share in x.shares])
+    if isinstance(x, Outer):
+        return outer_sum(x)
+    if isinstance(x, Waves):
+        return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return torch.cat([dense(part) for part in x.parts])
     return x

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed, outer_sum
-from hvdcompress.ops.spec import Array
+from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
+from hvdcompress.ops.spec import Array, NumpyArray
+from hvdcompress.ops.torch.codes import uniform
 
-__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "outer_sum", "permute", "principal"]
+__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
     return x.view(shape).permute(axes).reshape(-1)
 
 
-def orthonormalise(x: Array, rows: int, fill: Array | None = None) -> Array:
+def orthonormalise(x: Array, rows: int, key: NumpyArray | None = None) -> Array:
     given = x.view(rows, -1).double()
-    spare = None if fill is None else fill.view(rows, -1).double()
+    spare = None if key is None else (uniform(key, len(x), x) - 0.5).view(rows, -1).double()
     done = torch.zeros_like(given)
     for number in range(rows):
         left = _remainder(given[number], done[:number])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hvdcompress.ops.shared import forward_scale, inverse_scale
-from hvdcompress.ops.spec import Array
+from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
+from hvdcompress.ops.spec import Array, Sparse, Waves
+from hvdcompress.ops.torch.selection import top_k
+from hvdcompress.ops.torch.tensors import f32
 
 
 def rfft(x: Array, block: int) -> Array:
@@ -34,5 +36,15 @@ def magnitudes(pairs: Array) -> Array:
     return pairs.view(-1, 2).double().square().sum(1).sqrt().to(torch.float32)
 
 
-def pair_places(index: Array) -> Array:
-    return (2 * index.long()[:, None] + torch.arange(2, device=index.device)).view(-1)
+def largest_waves(x: Array, block: int, k: int) -> Sparse:
+    pairs = rfft(x, block)
+    index = top_k(magnitudes(pairs), k)
+    return Sparse(index, pairs.view(-1, 2)[index].view(-1))
+
+
+def inverse(waves: Waves) -> Array:
+    """Return what :class:`~hvdcompress.ops.spec.Waves` stand for, before it is scaled and clipped [n]."""
+    spectrum = waves.shares[0].values.new_zeros(bins(waves.n, waves.block), 2)
+    for share in waves.shares:
+        spectrum.index_add_(0, share.index, share.values.view(-1, 2) * f32(waves.before))
+    return irfft(spectrum.view(-1), waves.n, waves.block)

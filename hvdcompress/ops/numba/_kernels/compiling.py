@@ -12,9 +12,14 @@ LANES = 256  #: how many sums run side by side
 BLOCK = 1024  #: how many elements stay in the processor's nearest cache
 
 
-def compiled(function: Any) -> Any:
+def compiled(function: Any, **options: Any) -> Any:
     """Compile ``function`` when it is first called; the result is kept on disk, for all ranks and later runs."""
     try:
-        return njit(function, cache=True, nogil=True)
+        return njit(function, cache=True, nogil=True, **options)
     except RuntimeError:  # neither beside the kernel's file nor in the user's cache can anything be written
-        return njit(function, nogil=True)
+        return njit(function, nogil=True, **options)
+
+
+def reordered(function: Any) -> Any:
+    """Do :func:`compiled` for a verb "to rounding": sums may be added in the order that suits the processor."""
+    return compiled(function, fastmath={"reassoc"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.spec import FP16_MAX
 
 
@@ -93,3 +93,26 @@ def add_bf16(half, scale, out, add, factor):
         else:
             for i in range(h.size):
                 o[i] = held[i] * scale * factor
+
+
+@compiled
+def range_codes(bits, first, positive, negative, shift, out):
+    """``bits``: of float32, as int32."""
+    for i in range(bits.size):
+        number = np.int32((bits[i] & MAGNITUDE) >> shift) - (first - np.int32(1))
+        below = min(number, negative)
+        below = positive + below if below > 0 else np.int32(0)
+        out[i] = below if bits[i] < 0 else max(min(number, positive), np.int32(0))
+
+
+@compiled
+def range_values(codes, edges, first, positive, negative, shift, out):
+    """``out``: the bits of float32, as int32."""
+    last, below, half = positive + negative, first - np.int32(1), np.int32(1) << shift >> np.int32(1)
+    for i in range(codes.size):
+        code = np.int32(min(codes[i], np.int64(last)))
+        minus = code > positive
+        number = code - positive if minus else code
+        middle = min(np.int32(((number + below) << shift) + half), edges[1] if minus else edges[0])
+        middle = middle | np.int32(-0x80000000) if minus else middle
+        out[i] = middle if code else np.int32(0)

@@ -112,6 +112,17 @@ def choose(index, bits, low, ties, chosen, values, out):
 
 
 @compiled
+def places(magnitudes, threshold, ties, out):
+    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it; ``out`` has one more."""
+    found = 0
+    for i in range(magnitudes.size):
+        equal = magnitudes[i] == threshold and ties > 0
+        out[found] = i  # without a branch, which would go either way
+        found += magnitudes[i] > threshold or equal
+        ties -= equal
+
+
+@compiled
 def histogram(bits, stride):
     """How many of every stride-th |x| share sign-less exponent and first 3 bits of the mantissa [2048]."""
     count = np.zeros(2048, np.int64)

@@ -1,0 +1,171 @@
+"""The loops of ``numba/matrices.py``: matrices of two dimensions, few of whose rows multiply the tensor.
+
+Each loop over the tensor's columns takes several of its rows, or of those of the factor, while they are in registers.
+"""
+
+# mypy: disable-error-code="assignment"
+# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops.numba._kernels.arithmetic import accumulate
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
+from hvdcompress.ops.shared import PIECE
+
+
+@reordered
+def products(a, x, out):
+    """Write a · xᵀ to ``out``, for a [r × m], x [n × m]; four rows of a at a time, as far as there are."""
+    last = a.shape[0] - 1
+    for i in range(x.shape[0]):
+        row = x[i]
+        for k in range(0, last + 1, 4):
+            second, third, fourth = min(k + 1, last), min(k + 2, last), min(k + 3, last)
+            a0, a1, a2, a3 = a[k], a[second], a[third], a[fourth]
+            total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for j in range(row.size):  # LLVM makes a loop of its own of each number of sums
+                total0 += row[j] * a0[j]
+                if k < last:
+                    total1 += row[j] * a1[j]
+                if k + 1 < last:
+                    total2 += row[j] * a2[j]
+                if k + 2 < last:
+                    total3 += row[j] * a3[j]
+            out[k, i] = total0
+            if k < last:
+                out[second, i] = total1
+            if k + 1 < last:
+                out[third, i] = total2
+            if k + 2 < last:
+                out[fourth, i] = total3
+
+
+@compiled
+def accumulate_products(gradient, residual, scale, out, clear, a, found):
+    """Returns the greatest magnitude's bits. ``a`` and ``found`` are matrices."""
+    most, width = np.int32(0), a.shape[1]
+    x = out.reshape(found.shape[1], width)
+    step = max(4 * BLOCK // width, 1)  # rows that stay in the cache
+    for first in range(0, x.shape[0], step):
+        part = slice(first * width, (first + step) * width)
+        most = max(most, accumulate(gradient[part], residual[part], scale, out[part], clear))
+        products(a, x[first : first + step], found[:, first : first + step])
+    return most
+
+
+@compiled
+def combinations(a, x, out):
+    """Write a · x to ``out``, for a [r × n], x [n × m]."""
+    rows, width = x.shape
+    eights = rows // 8 * 8
+    out[:] = np.float32(0)
+    for start in range(0, width, 2 * BLOCK):
+        stop = min(start + 2 * BLOCK, width)
+        for i in range(0, eights, 8):
+            x0, x1, x2, x3 = x[i, start:stop], x[i + 1, start:stop], x[i + 2, start:stop], x[i + 3, start:stop]
+            x4, x5, x6, x7 = x[i + 4, start:stop], x[i + 5, start:stop], x[i + 6, start:stop], x[i + 7, start:stop]
+            for k in range(a.shape[0]):
+                o, s = out[k, start:stop], a[k, i : i + 8]
+                s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
+                for j in range(o.size):
+                    left = (s0 * x0[j] + s1 * x1[j]) + (s2 * x2[j] + s3 * x3[j])
+                    o[j] += left + ((s4 * x4[j] + s5 * x5[j]) + (s6 * x6[j] + s7 * x7[j]))
+        for i in range(eights, rows):
+            part = x[i, start:stop]
+            for k in range(a.shape[0]):
+                o, share = out[k, start:stop], a[k, i]
+                for j in range(o.size):
+                    o[j] += share * part[j]
+
+
+@compiled
+def outer(left, right, out, factor, subtract):
+    """Write factor · leftᵀ · right, for left [r × n], right [r × m], to ``out``, or subtract it from what is there.
+
+    The last four products are added in registers; LLVM makes a loop of its own of each number of them.
+    """
+    count, width = left.shape[0], out.shape[1]
+    first, before = max(count - 4, 0), np.zeros(BLOCK, np.float32)
+    second, third, fourth = min(first + 1, count - 1), min(first + 2, count - 1), min(first + 3, count - 1)
+    for i in range(out.shape[0]):
+        a, b, c, d = left[first, i], left[second, i], left[third, i], left[fourth, i]
+        for start in range(0, width, BLOCK):
+            stop = min(start + BLOCK, width)
+            for k in range(first):
+                share, row = left[k, i], right[k, start:stop]
+                for j in range(row.size):
+                    before[j] = before[j] + share * row[j] if k else share * row[j]
+            x, y = right[first, start:stop], right[second, start:stop]
+            z, w = right[third, start:stop], right[fourth, start:stop]
+            o = out[i, start:stop]
+            for j in range(o.size):
+                value = a * x[j]
+                if count > 4:
+                    value = before[j] + value
+                if count > 1:
+                    value += b * y[j]
+                if count > 2:
+                    value += c * z[j]
+                if count > 3:
+                    value += d * w[j]
+                o[j] = o[j] - value * factor if subtract else value * factor
+
+
+@compiled
+def dot(x, y):
+    """A scalar product in float64, added in the order of the spec's :meth:`bucket_norms`."""
+    sums = products_of_pieces(x, y)
+    while sums.size > PIECE:
+        sums = products_of_pieces(sums, np.ones(sums.size))
+    return folded(sums)
+
+
+@compiled
+def products_of_pieces(x, y):
+    """The scalar products of the pieces of two vectors."""
+    sums, wide = np.zeros(-(-x.size // PIECE)), np.zeros(min(x.size, PIECE))
+    for piece in range(sums.size):
+        a, b = x[piece * PIECE : (piece + 1) * PIECE], y[piece * PIECE : (piece + 1) * PIECE]
+        wide[a.size :] = 0
+        for i in range(a.size):
+            wide[i] = a[i] * b[i]
+        sums[piece] = folded(wide)
+    return sums
+
+
+@compiled
+def folded(values):
+    """The sum of numbers, folded by halves in their place."""
+    width = values.size
+    while width > 1:
+        half = (width + 1) // 2
+        low, high = values[:half], values[half:width]
+        for i in range(high.size):
+            low[i] += high[i]
+        width = half
+    return values[0]
+
+
+@compiled
+def orthogonalise(rows, number, negligible):
+    """Replace a row by what those before it leave of it, at length 1; returns False if that is nothing."""
+    row = rows[number]
+    if not to_length_1(row, 0.0):
+        return False
+    for _ in range(2):  # the reference says why twice
+        for before in rows[:number]:
+            share = dot(before, row)
+            for j in range(row.size):
+                row[j] -= share * before[j]
+    return to_length_1(row, negligible)
+
+
+@compiled
+def to_length_1(row, least):
+    """Divide a row by its length; without a length above ``least`` it becomes 0, which returns False."""
+    length = np.sqrt(dot(row, row))
+    for j in range(row.size):
+        row[j] = row[j] / length if length > least else 0.0
+    return length > least

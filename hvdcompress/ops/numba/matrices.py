@@ -1,0 +1,39 @@
+"""Matrices, compiled: products with few rows and orthonormal rows (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import matrices as kernels
+from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.numpy.matrices import drawn
+from hvdcompress.ops.shared import NEGLIGIBLE
+from hvdcompress.ops.spec import NumpyArray as Array
+
+FEW, MANY = range(2, 9), 1 << 18  #: rows and elements for which the matrix library needs longer than to read them
+
+
+def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
+    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
+        return reference.matmul(a, b, rows, columns)
+    out = np.empty((rows, columns), np.float32)
+    kernels.combinations(a.reshape(rows, -1), b.reshape(-1, columns), out)
+    return out.ravel()
+
+
+def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
+    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
+        return reference.matmul_transposed(a, b, rows, columns)
+    out = np.empty((rows, columns), np.float32)
+    kernels.products(a.reshape(rows, -1), b.reshape(columns, -1), out)
+    return out.ravel()
+
+
+def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
+    done = x.reshape(rows, -1).astype(np.float64)
+    for number in range(rows):
+        if not kernels.orthogonalise(done, number, NEGLIGIBLE) and key is not None:
+            done[number] = drawn(key, number, done.shape[1])
+            kernels.orthogonalise(done, number, NEGLIGIBLE)
+    return done.astype(np.float32).ravel()

@@ -1,0 +1,117 @@
+"""Spectra, compiled: transforms in pieces that stay in the processor's cache (see :class:`hvdcompress.ops.spec.Ops`).
+
+Neither the spectrum of a tensor nor its sum over ranks is ever in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import scipy.fft
+
+from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import spectra as kernels
+from hvdcompress.ops.numba.arrays import int64, plain
+from hvdcompress.ops.numba.selection import places_of_largest
+from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
+from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.spec import Sparse, Waves
+
+_PIECE = 1 << 18  # elements, about: a piece and its spectrum stay in the processor's cache
+_SAMPLE = 32  # blocks whose spectra tell where the k-th magnitude is, about
+_SURPLUS = 1.3  # how many times k frequencies are looked at by that
+
+
+def magnitudes(pairs: Array) -> Array:
+    if not plain(pairs):
+        return reference.magnitudes(pairs)
+    out = np.empty(pairs.size // 2, np.float32)
+    kernels.magnitudes(pairs, out)
+    return out
+
+
+def largest_waves(x: Array, block: int, k: int) -> Sparse:
+    if not plain(x):
+        return reference.largest_waves(x, block, k)
+    few = x.size // block < 4 * _SAMPLE
+    whole = [reference.rfft(x, block)] if few else []
+    low = _sampled(whole[0] if few else _spectrum_of_some(x, block), k / bins(x.size, block))
+    for least in (low, low / 4, 0.0):  # the sample may mislead
+        index, pairs = _strong(whole or _spectra(x, block), least)
+        found = magnitudes(pairs)
+        if np.count_nonzero(found >= least) >= k:  # no other is as large as the k-th of these
+            break
+    place, _ = places_of_largest(found, k)
+    return Sparse(index[place], pairs.view(np.complex64)[place].view(np.float32))
+
+
+def _spectrum_of_some(x: Array, block: int) -> Array:
+    blocks = x[: x.size // block * block].reshape(-1, block)
+    return reference.rfft(blocks[:: blocks.shape[0] // _SAMPLE].ravel(), block)
+
+
+def _sampled(pairs: Array, share: float) -> float:
+    """Return a magnitude that somewhat more than a share of the frequencies reach, if these are like all others."""
+    some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not in step with blocks
+    found = magnitudes(np.ascontiguousarray(some).view(np.float32))
+    count = min(round(_SURPLUS * share * found.size) + 30, found.size)
+    return float(np.partition(found, found.size - count)[found.size - count])
+
+
+def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
+    """Return the indices and pairs of the frequencies with magnitudes of at least ``least``, and maybe some below.
+
+    Args:
+        spectra: a tensor's pairs, piece by piece.
+        least: the magnitude.
+    """
+    unit = 2.0 ** -max(math.frexp(least)[1], -126)  # so that no square of one as large underflows
+    low = np.float32((least * unit) ** 2 * (1 - 2.0**-20))  # less than the rounding of squares and their sum
+    indices, pairs, first = [], [], 0
+    for spectrum in spectra:
+        index, found = np.empty(spectrum.size // 2, np.int64), np.empty_like(spectrum)
+        count = kernels.strong(spectrum, np.float32(unit), low, first, index, found)
+        indices.append(index[:count].copy())
+        pairs.append(found[: 2 * count].copy())
+        first += spectrum.size // 2
+    return np.concatenate(indices).astype(index_dtype(first)), np.concatenate(pairs)
+
+
+def _spectra(x: Array, block: int) -> Iterator[Array]:
+    for part, length in _pieces(x, block):
+        wave = part.reshape(-1, length) * np.float32(forward_scale(length, block))
+        yield scipy.fft.rfft(wave, overwrite_x=True).ravel().view(np.float32)
+
+
+def write_waves(waves: Waves, factor: float, out: Array, subtract: bool) -> None:
+    """Write factor times the waves to ``out``, or subtract it from what is there."""
+    shares = [Sparse(int64(share.index), share.values) for share in waves.shares]
+    begins = [0] * len(shares)
+    first = 0
+    for part, length in _pieces(out, waves.block):
+        rows = part.size // length
+        spectrum = np.zeros(rows * (length // 2 + 1), np.complex64)
+        last = first + spectrum.size
+        for number, (index, pairs) in enumerate(shares):
+            begin, end = begins[number], max(begins[number], int(np.searchsorted(index, last)))
+            piece = index[begin:end], pairs[2 * begin : 2 * end]
+            kernels.add_pairs(spectrum.view(np.float32), first, *piece, np.float32(waves.before))
+            begins[number] = end
+        wave = scipy.fft.irfft(spectrum.reshape(rows, -1), length, norm="forward").ravel()
+        if length != waves.block:
+            wave *= np.float32(inverse_scale(length, waves.block))
+        kernels.clipped(wave, np.float32(waves.after), np.float32(waves.limit), np.float32(factor), part, subtract)
+        first = last
+    if any(begin != share.index.size for begin, share in zip(begins, shares, strict=True)):
+        raise IndexError("a frequency is outside of the tensor")
+
+
+def _pieces(x: Array, block: int) -> Iterator[tuple[Array, int]]:
+    """Yield the whole blocks of ``x``, several at a time, then the rest; and the length of a block."""
+    whole, step = x.size // block * block, max(_PIECE // block, 1) * block
+    for start in range(0, whole, step):
+        yield x[start : min(start + step, whole)], block
+    if whole < x.size:
+        yield x[whole:], x.size - whole
