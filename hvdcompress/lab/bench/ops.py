@@ -96,6 +96,7 @@ def cases(n: int) -> list[Case]:
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
         Case("subtract", "dense, factor 0.1", 12 * n, lambda o: o.subtract(out, residual, 0.1)),
         Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
+        Case("scaled", "", 8 * n, lambda o: o.scaled(x, 0.3)),
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
         Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
         Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),

@@ -11,6 +11,7 @@ from hvdcompress.ops.numba.arithmetic import (
     accumulate_moments,
     accumulate_products,
     blend,
+    scaled,
     subtract,
     write,
 )
@@ -49,7 +50,6 @@ from hvdcompress.ops.numpy import (
     permute,
     principal,
     rfft,
-    scaled,
     sort,
     split,
     take,

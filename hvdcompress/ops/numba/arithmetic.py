@@ -13,7 +13,7 @@ from hvdcompress.ops.numba.arrays import INF_BITS, in_rows, int64, magnitude_bit
 from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.shared import index_dtype, moments_of
-from hvdcompress.ops.spec import Half, Outer, Scalar, Sparse, Waves
+from hvdcompress.ops.spec import FP32_MAX, Half, Outer, Scalar, Sparse, Waves
 from hvdcompress.ops.spec import NumpyArray as Array
 
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
@@ -122,3 +122,11 @@ def write(out: Array, total: Array | Sparse | Half | Outer | Waves, factor: floa
         kernels.add_at(out, int64(total.index), total.values, np.float32(factor))
     else:
         reference.write(out, total, factor, cleared)
+
+
+def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
+    if not plain(x):
+        return reference.scaled(x, factor, limit)
+    out = np.empty(x.size, np.float32)
+    kernels.scaled(x, np.float32(factor), np.float32(limit), out)
+    return out

@@ -128,3 +128,11 @@ def add_at(out, index, values, factor):
         if i < 0 or i >= out.size:  # never write out of bounds, whatever came over the wire
             raise IndexError("an index is outside of the tensor")
         out[i] += factor * values[j]
+
+
+@compiled
+def scaled(x, factor, limit, out):
+    for i in range(x.size):
+        value = x[i] * factor
+        value = limit if value > limit else value
+        out[i] = -limit if value < -limit else value
