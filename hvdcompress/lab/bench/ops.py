@@ -119,6 +119,7 @@ def cases(n: int) -> list[Case]:
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
         Case("subtract", "dense, factor 0.1", 12 * n, lambda o: o.subtract(out, residual, 0.1)),
         Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
+        Case("scaled", "", 8 * n, lambda o: o.scaled(x, 0.3)),
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
         Case("zero_where", "sparse", 16 * k, lambda o: o.zero_where(out, Sparse(index, values))),
         Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),

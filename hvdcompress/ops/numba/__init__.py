@@ -4,7 +4,7 @@ Kernels take float32 in plain memory; everything else goes to the reference. Res
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
 """
 
-from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, look, merge, subtract, write, zero_where
+from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, look, merge, scaled, subtract, write, zero_where
 from hvdcompress.ops.numba.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import (
     dequantize,
@@ -48,7 +48,6 @@ from hvdcompress.ops.numpy import (
     permute,
     principal,
     rfft,
-    scaled,
     sort,
     split,
     to_bytes,

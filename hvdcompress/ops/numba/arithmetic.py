@@ -28,7 +28,7 @@ from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
-from hvdcompress.ops.spec import NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, Waves, size_of
+from hvdcompress.ops.spec import FP32_MAX, NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, Waves, size_of
 from hvdcompress.ops.spec import NumpyArray as Array
 
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
@@ -183,3 +183,11 @@ def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
     if stops[-1] != x.size:
         raise ValueError(f"parts of {stops[-1]} elements do not fill {x.size}")
     return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]
+
+
+def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
+    if not plain(x):
+        return reference.scaled(x, factor, limit)
+    out = np.empty(x.size, np.float32)
+    kernels.scaled(x, np.float32(factor), np.float32(limit), out)
+    return out

@@ -221,3 +221,11 @@ def merge(a_index, a_values, b_index, b_values, index, values):
         found += 1
         last = here
     return found
+
+
+@compiled
+def scaled(x, factor, limit, out):
+    for i in range(x.size):
+        value = x[i] * factor
+        value = limit if value > limit else value
+        out[i] = -limit if value < -limit else value
