@@ -52,22 +52,31 @@ def permuted(x, half, keys):
 @compiled
 def distinct_indices(half, keys, n, out, other):
     """``other``: like ``out``. Returns which of the two has the indices."""
-    for i in range(out.size):
-        out[i] = permuted(i, half, keys)
-    for i in range(out.size):
-        while out[i] >= n:
-            out[i] = permuted(np.int64(out[i]), half, keys)
+    left, found = out.size, 0
+    for i in range(left):
+        other[i] = i
+    while left:  # all that are still out of range side by side: up to three of four are
+        for i in range(left):
+            other[i] = permuted(np.int64(other[i]), half, keys)
+        again = 0
+        for i in range(left):
+            place = other[i]
+            out[found] = place  # as this one is not found yet, there is room
+            other[again] = place
+            found += place < n
+            again += place >= n
+        left = again
     swapped = False
     for shift in range(0, 2 * half, 11):  # sorted by 11 bits at a time: 2048 counters stay in the nearest cache
-        place = np.zeros(2049, np.int64)
+        begins = np.zeros(2049, np.int64)
         for i in range(out.size):
-            place[(out[i] >> shift & 2047) + 1] += 1
+            begins[(out[i] >> shift & 2047) + 1] += 1
         for digit in range(2048):
-            place[digit + 1] += place[digit]
+            begins[digit + 1] += begins[digit]
         for i in range(out.size):
             digit = out[i] >> shift & 2047
-            other[place[digit]] = out[i]
-            place[digit] += 1
+            other[begins[digit]] = out[i]
+            begins[digit] += 1
         out, other, swapped = other, out, not swapped
     return swapped
 
