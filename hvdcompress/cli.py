@@ -261,8 +261,8 @@ def codec(
 ) -> None:
     """Measure what a rank computes in a step, in copies of its gradient: without a network, in one thread.
 
-    Methods have density 0.01, unless their settings say otherwise. Each takes turns with a copy of the gradient, and
-    with what it is compared with.
+    Methods have density 0.01, unless their settings say otherwise. Each takes turns with what it is compared with, and
+    a copy of the gradient is timed before each turn. All of them take some ten minutes.
     """
     import shlex
     import sys

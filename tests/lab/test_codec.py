@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 
 import numpy as np
 import pytest
@@ -140,9 +141,15 @@ def test_contenders_take_turns():
             order.append(self.name)
             return Spent({"call": Cost(seconds=len(order))})
 
-    taken = codec.take_turns([Contender(name) for name in "abc"], 2)
-    assert order == ["(a)", "a", "(b)", "b", "(c)", "c", "(b)", "b", "(c)", "c", "(a)", "a"]
-    assert [[spent.whole.seconds for spent in one] for one in taken] == [[2, 12], [4, 8], [6, 10]]
+    def copy():
+        order.append("=")
+        return len(order)
+
+    taken = codec.take_turns([Contender(name) for name in "abc"], 2, copy)
+    assert "".join(order) == "=(a)a=(b)b=(c)c=(b)b=(c)c=(a)a"
+    seconds = [[spent.whole.seconds for spent in one] for one, _ in taken]
+    assert seconds == [[3, 18], [6, 12], [9, 15]]
+    assert [copies for _, copies in taken] == [[1, 16], [4, 10], [7, 13]], "the copy just before"
 
 
 # -- what is measured ----------------------------------------------------------------------------------
@@ -208,12 +215,15 @@ def test_peers_compute_what_they_say():
 # -- figures -------------------------------------------------------------------------------------------
 
 
+COPIES = [1e-3, 0.5e-3, 2e-3]  # seconds of the copies before three runs
+
+
 def group(**more):
-    """A tensor of 1000 × 1000; a copy of it takes 1 ms, at least 0.5 ms."""
-    parts = {"encode": 3e-3, "decode": 2e-3, "apply": 1e-3}
-    one = Figures("x", [6e-3, 5e-3, 9e-3], parts, faults=12.0, fresh=2e6, kept=8e6, buckets=1)
+    """A tensor of 1000 × 1000."""
+    parts = {"encode": [3e-3, 2e-3, 8e-3], "decode": [2e-3, 2e-3, 3e-3], "apply": [1e-3, 1e-3, 1e-3]}
+    one = Figures("x", [6e-3, 5e-3, 12e-3], COPIES, parts, faults=12.0, fresh=2e6, kept=8e6, buckets=1)
     given = {"many": None, "peers": [], "elements": 1_000_000}
-    return Measured("x", (1000, 1000), copy=Figures("copy", [1e-3, 0.5e-3, 2e-3]), one=one, **{**given, **more})
+    return Measured("x", (1000, 1000), **{**given, "one": one, **more})
 
 
 def records(asked, *groups):
@@ -221,23 +231,26 @@ def records(asked, *groups):
 
 
 def test_figures_are_in_copies():
-    [[row]] = records(Asked({}, elements=1_000_000), group())
-    assert row["copies"] == pytest.approx(6) and row["least"] == pytest.approx(10), "medians, and the least of both"
-    assert (row["encode"], row["decode"], row["apply"]) == pytest.approx((3, 2, 1))
+    asked = Asked({}, elements=1_000_000)
+    [[row]] = records(asked, group())
+    assert row["copies"] == pytest.approx(6), "the median of 6, 10 and 6"
+    assert row["least"] == pytest.approx(10), "5 ms in 0.5 ms"
+    assert (row["encode"], row["decode"], row["apply"]) == pytest.approx((4, 2, 1))
     assert row["copy"] == pytest.approx(8e9), "8 bytes an element, read and written"
-    table, _ = codec_report.sections(Asked({}, elements=1_000_000), [group()])[0]
-    assert "| x | 6.00 | 10.0 | 3.00 | 2.00 | 1.00 | 6.00 | 8.00 | 12 | 0.500 | 2.00 |" in table.markdown()
+    table, _ = codec_report.sections(asked, [group()])[0]
+    assert "| x | 6.00 | 10.0 | 4.00 | 2.00 | 1.00 | 6.00 | 8.00 | 12 | 0.500 | 2.00 |" in table.markdown()
 
 
 def test_what_may_not_be_exceeded_stands_out():
     peers = [
-        Figures("slow", [5e-3], at_most=1.3),
-        Figures("fast", [4e-3], at_most=1.3),
-        Figures("any", [1e-3]),
-        Figures("nothing", [1e-6], at_most=1.0),
+        Figures("slow", [5e-3, 4e-3, 10e-3], COPIES, at_most=1.3),
+        Figures("fast", [4e-3, 4e-3, 8e-3], COPIES, at_most=1.3),
+        Figures("any", [1e-3, 5e-3, 2e-3], COPIES),
+        Figures("nothing", [1e-6] * 3, COPIES, at_most=1.0),
     ]
     table, _ = codec_report.sections(Asked({}), [group(peers=peers)])[1]
-    assert [row["times"] for row in table.records()] == [pytest.approx(1.2), pytest.approx(1.5), pytest.approx(6), None]
+    times = [row["times"] for row in table.records()]
+    assert times == [pytest.approx(1.2), pytest.approx(1.5), pytest.approx(6), None], "medians over rounds"
     column = next(column for column in table.columns if column.key == "times")
     assert [bool(column.marked(row)) for row in table.rows] == [False, True, False, False]
 
@@ -245,19 +258,21 @@ def test_what_may_not_be_exceeded_stands_out():
 def test_a_nets_tensors_are_held_against_one_of_their_size():
     """By the element: the one tensor is a matrix, and a few elements smaller."""
     asked = Asked({}, net="resnet32")
-    many = Figures("x", [9e-3], {"encode": 4e-3, "decode": 2e-3, "apply": 3e-3}, buckets=7)
+    parts = dict.fromkeys(("encode", "decode", "apply"), [1e-3] * 3)
+    many = Figures("x", [9e-3, 5e-3, 18e-3], COPIES, parts, buckets=7)
     _, [row] = records(asked, group(many=many, elements=464_154))
     size = 464_154 / 1_000_000
-    assert row["times"] == pytest.approx(9 / 6 / size) and row["copies"] == pytest.approx(9 / size)
+    assert row["times"] == pytest.approx(1.5 / size) and row["copies"] == pytest.approx(9 / size)
+    assert row["exchanges"] == 7
     table, _ = codec_report.sections(asked, [group(many=many, elements=464_154)])[1]
     column = next(column for column in table.columns if column.key == "times")
     assert [bool(column.marked(row)) for row in table.rows] == [True]
 
 
 def test_what_is_left_to_horovod_is_held_against_nothing():
-    free = group(many=Figures("none", [1e-4], dict.fromkeys(("encode", "decode", "apply"), 0.0)))
-    free.one.seconds = [1e-6]
-    assert "times" not in records(Asked({}, net="resnet32"), free)[1][0]
+    parts = dict.fromkeys(("encode", "decode", "apply"), [0.0] * 3)
+    one, many = (Figures("none", [seconds] * 3, COPIES, parts) for seconds in (1e-6, 1e-4))
+    assert "times" not in records(Asked({}, net="resnet32"), group(one=one, many=many))[1][0]
 
 
 # -- the command ---------------------------------------------------------------------------------------
@@ -308,6 +323,12 @@ def test_without_a_gpu_the_command_says_so(monkeypatch):
 
 def test_a_count_of_tensors_names_a_net():
     assert codec.net_of("161") == codec.net_of("resnet50") == "resnet50"
+
+
+def test_a_process_that_is_ended_is_told():
+    with pytest.raises(ValueError, match="want of memory"):
+        codec.apart(os._exit, 1)
+    assert codec.apart(os.getenv, "OPENBLAS_NUM_THREADS") == "1" and codec.apart(os.getpid) != os.getpid()
 
 
 @pytest.mark.timeout(120)

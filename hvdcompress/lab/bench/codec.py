@@ -1,8 +1,8 @@
 """``hvdcompress bench codec``: what a rank computes in a step, in copies of its gradient.
 
-For each method, in a process of its own with one thread, these take turns: a copy of the gradient, the method on one
-tensor, the method on the tensors of a net, and what it is compared with (``peers.py``). A copy is what the time is
-counted in: it carries over from machine to machine, and from a quiet minute to a busy one.
+For each method, in a process of its own with one thread, these take turns: the method on one tensor, the method on the
+tensors of a net, and what it is compared with (``peers.py``). Before each turn a copy of the gradient is timed: in such
+copies the time is counted, as they carry over from machine to machine, and from a quiet minute to a busy one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, TypeVar
@@ -71,7 +72,8 @@ class Figures:
     Attributes:
         name: what it is.
         seconds: of each run, a rank's.
-        parts: seconds of a rank's parts of a step, each the median; empty for what is not ours.
+        copies: seconds of the copy of the one tensor that was made before each run.
+        parts: seconds of a rank's parts of a step, of each run; empty for what is not ours.
         faults: page faults of a rank in a step, the mean; None where they are not counted.
         fresh: bytes of fresh memory that a rank takes in a step; None where that was not asked.
         kept: bytes that a rank keeps from step to step.
@@ -81,22 +83,22 @@ class Figures:
 
     name: str
     seconds: list[float]
-    parts: dict[str, float] = field(default_factory=dict)
+    copies: list[float]
+    parts: dict[str, list[float]] = field(default_factory=dict)
     faults: float | None = None
     fresh: float | None = None
     kept: float | None = None
     buckets: int = 0
     at_most: float | None = None
 
-    @property
-    def median(self) -> float:
-        """Of the runs' seconds."""
-        return statistics.median(self.seconds)
+    def in_copies(self, part: str | None = None) -> float:
+        """The median of the runs, or of a part of them, each in the copy before it."""
+        seconds = self.parts[part] if part else self.seconds
+        return statistics.median(one / copy for one, copy in zip(seconds, self.copies, strict=True))
 
-    @property
     def least(self) -> float:
-        """Of the runs' seconds."""
-        return min(self.seconds)
+        """The shortest run in shortest copies."""
+        return min(self.seconds) / min(self.copies)
 
 
 @dataclass
@@ -107,7 +109,6 @@ class Measured:
         label: the method's.
         shape: of the one tensor.
         elements: of the net's tensors together, or of the one tensor.
-        copy: of the one tensor.
         one: the method on it.
         many: the method on the net's tensors; None without a net.
         peers: what it is compared with.
@@ -116,7 +117,6 @@ class Measured:
     label: str
     shape: tuple[int, int]
     elements: int
-    copy: Figures
     one: Figures
     many: Figures | None
     peers: list[Figures]
@@ -227,13 +227,14 @@ class Ours:
         finally:
             at.tracing(False)
 
-    def figures(self, name: str, taken: Sequence[Spent]) -> Figures:
-        """What the runs and a further step tell."""
+    def figures(self, name: str, taken: Sequence[Spent], copies: list[float]) -> Figures:
+        """What the runs, the copies before them and a further step tell."""
         kept = statistics.fmean(rank.num_state_bytes() for rank in self.side.ranks)
         return Figures(
             name,
             [one.whole.seconds for one in taken],
-            {part: statistics.median(one.parts[part].seconds for one in taken) for part in PARTS},
+            copies,
+            {part: [one.parts[part].seconds for one in taken] for part in PARTS},
             faults_of(taken, self.side.device),
             self.fresh(),
             kept,
@@ -257,9 +258,10 @@ class Theirs:
         del result
         return Spent({"call": cost})
 
-    def figures(self, name: str, taken: Sequence[Spent], at_most: float | None = None) -> Figures:
-        """What the runs tell."""
-        return Figures(name, [one.whole.seconds for one in taken], faults=faults_of(taken, self.at), at_most=at_most)
+    def figures(self, name: str, taken: Sequence[Spent], copies: list[float], at_most: float | None) -> Figures:
+        """What the runs and the copies before them tell."""
+        seconds = [one.whole.seconds for one in taken]
+        return Figures(name, seconds, copies, faults=faults_of(taken, self.at), at_most=at_most)
 
 
 def faults_of(taken: Sequence[Spent], at: Device) -> float | None:
@@ -267,14 +269,19 @@ def faults_of(taken: Sequence[Spent], at: Device) -> float | None:
     return statistics.fmean(one.whole.faults for one in taken) if at.faults else None
 
 
-def take_turns(contenders: Sequence[Ours | Theirs], runs: int) -> list[list[Spent]]:
+Taken = tuple[list[Spent], list[float]]  #: one contender's runs, and the seconds of the copy before each
+
+
+def take_turns(contenders: Sequence[Ours | Theirs], runs: int, copy: Callable[[], float]) -> list[Taken]:
     """So many runs of each; each round begins with another, so that nobody always comes after the same one."""
-    taken: list[list[Spent]] = [[] for _ in contenders]
+    taken: list[Taken] = [([], []) for _ in contenders]
     for run in range(runs):
         for place in range(len(contenders)):
             at = (run + place) % len(contenders)
+            spent, copies = taken[at]
+            copies.append(copy())
             contenders[at].prepare()
-            taken[at].append(contenders[at].take())
+            spent.append(contenders[at].take())
     return taken
 
 
@@ -301,23 +308,24 @@ def measure(asked: Asked, label: str) -> Measured:
     elements = sum(each.size for each in many) or spec.size
     draws = Draws(elements, at)
     ours = [Ours(plan, specs, asked, draws, at) for specs in ([spec], many) if specs]
-    gradient, copy = at.empty(spec.size), at.empty(spec.size)
+    gradient, to = at.empty(spec.size), at.empty(spec.size)
     peers = peers_of(plan.program.main, spec, asked.world, at) if asked.peers else []
     theirs = [Theirs(peer.call, gradient, draws, at) for peer in peers]
-    contenders: list[Ours | Theirs] = [Theirs(lambda x: at.copy(copy, x), gradient, draws, at), *ours, *theirs]
+
+    def copy() -> float:
+        return at.timed(at.copy, to, gradient)[1].seconds
+
     for each in ours:
         each.warm_up(warm_steps(plan))
-    take_turns(contenders, 1)  # the first one makes buffers, or compiles
-    copied, *rest = take_turns(contenders, asked.runs)
-    names = [label, f"{label}, {len(many)} tensors"]
-    found = [each.figures(name, taken) for each, name, taken in zip(ours, names, rest, strict=False)]
+    take_turns([*ours, *theirs], 1, copy)  # the first one makes buffers, or compiles
+    taken = take_turns([*ours, *theirs], asked.runs, copy)
+    found = [each.figures(label, *runs) for each, runs in zip(ours, taken, strict=False)]
     beside = [
-        each.figures(peer.name, taken, peer.at_most)
-        for each, peer, taken in zip(theirs, peers, rest[len(ours) :], strict=True)
+        each.figures(peer.name, *runs, peer.at_most)
+        for each, peer, runs in zip(theirs, peers, taken[len(ours) :], strict=True)
     ]
-    once = Figures("copy", [spent.whole.seconds for spent in copied])
     rows, columns = spec.shape
-    return Measured(label, (rows, columns), elements, once, found[0], found[1] if many else None, beside)
+    return Measured(label, (rows, columns), elements, found[0], found[1] if many else None, beside)
 
 
 def check(plan: Plan, spec: TensorSpec, label: str) -> None:
@@ -334,25 +342,36 @@ def check(plan: Plan, spec: TensorSpec, label: str) -> None:
         )
 
 
-def ratio(method: Figures, other: Figures, copy: Figures) -> float | None:
-    """How many times as long as another a method takes, by their medians.
+def ratio(method: Figures, other: Figures) -> float | None:
+    """How many times as long as another a method takes.
 
     Returns:
-        The ratio; None where the other takes no time to speak of, as what is left to Horovod.
+        The median of the ratios in each round; None where the other takes no time to speak of, as what is left to
+        Horovod.
     """
-    return method.median / other.median if other.median > NOTHING * copy.median else None
+    if other.in_copies() < NOTHING:
+        return None
+    return statistics.median(mine / its for mine, its in zip(method.seconds, other.seconds, strict=True))
 
 
 # -- a process of its own ------------------------------------------------------------------------------
 
 
 def apart(call: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a fresh process, in which numpy's and PyTorch's libraries have one thread."""
+    """Call a function in a fresh process, in which numpy's and PyTorch's libraries have one thread.
+
+    Raises:
+        ValueError: the process ended without an answer.
+    """
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             return pool.submit(call, *arguments).result()
+    except BrokenProcessPool:
+        raise ValueError(
+            "the process that measured was ended, perhaps for want of memory: try fewer elements"
+        ) from None
     finally:
         for name, value in before.items():
             if value is None:
@@ -370,6 +389,7 @@ def run(asked: Asked, say: Callable[[str], object] = lambda label: None) -> Iter
 
     Raises:
         ValueError: the device is not there, or a method does not work on the tensor; before anything is measured.
+            Or memory did not suffice.
     """
     device(asked.device)
     spec, _ = specs_of(asked)

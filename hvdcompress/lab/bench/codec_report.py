@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ __all__ = ["markdown", "sections"]
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what was measured, of how many elements, against a copy of as many, and in which group."""
+    """One line: what was measured, of how many elements, and in which group."""
 
     group: Measured
     figures: Figures
@@ -33,37 +34,42 @@ class Row:
 
     @property
     def copies(self) -> float:
-        """The median, in copies' median."""
-        return self.figures.median / (self._share * self.group.copy.median)
+        """The median, in copies of as many elements."""
+        return self.figures.in_copies() / self._share
 
     @property
     def least(self) -> float:
-        """The least, in copies' least."""
-        return self.figures.least / (self._share * self.group.copy.least)
+        """The shortest run, in shortest copies."""
+        return self.figures.least() / self._share
 
-    def part(self, name: str) -> float:
-        """A part's median, in copies'."""
-        return self.figures.parts[name] / (self._share * self.group.copy.median)
-
-    def sizes(self, num_bytes: float | None) -> float | None:
-        """Bytes in sizes of the gradient."""
-        return None if num_bytes is None else num_bytes / (4 * self.elements)
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.figures.seconds)
 
     @property
     def rate(self) -> float:
-        """Of the copy: bytes read and written a second."""
-        return 8 * self._size / self.group.copy.median
+        """Of the copies: bytes read and written a second."""
+        return 8 * self._size / statistics.median(self.figures.copies)
 
     @property
     def times(self) -> float | None:
-        """How many times as long as the peer the method takes."""
-        return ratio(self.group.one, self.figures, self.group.copy)
+        """How many times as long as this peer the method takes."""
+        return ratio(self.group.one, self.figures)
 
     @property
     def times_one(self) -> float | None:
         """How many times as long as on one tensor the method takes on a net's, element for element."""
-        found = ratio(self.figures, self.group.one, self.group.copy)
+        found = ratio(self.figures, self.group.one)
         return found and found / self._share
+
+    def part(self, name: str) -> float:
+        """A part's median, in copies."""
+        return self.figures.in_copies(name) / self._share
+
+    def sizes(self, num_bytes: float | None) -> float | None:
+        """Bytes in sizes of the gradient."""
+        return None if num_bytes is None else num_bytes / (4 * self.elements)
 
     @property
     def _size(self) -> int:
@@ -84,7 +90,7 @@ COPIES: tuple[Column[Row], ...] = (
     Column("least", "least", lambda row: _figure(row.least), lambda row: row.least),
 )
 SECONDS: Column[Row] = Column(
-    "seconds", "ms", lambda row: _figure(1e3 * row.figures.median), lambda row: row.figures.median, "s", yields=1
+    "seconds", "ms", lambda row: _figure(1e3 * row.seconds), lambda row: row.seconds, "s", yields=1
 )
 FAULTS: Column[Row] = Column(
     "faults",
@@ -146,14 +152,15 @@ Ranks run in lockstep in one process; what a rank computes is timed, from its gr
 state (`Rank.open`, `receive`, `begin`, `advance`, `deliver`, `commit`), on average over the ranks. The network is not:
 collectives are carried out in between. Gradients come as PyTorch's driver takes them, reduced ones are written over
 them, and what it leaves to Horovod as it is (`none`) costs nothing. Each method has a process of its own with one
-thread, in which it, a copy (`numpy.copyto` of as many float32) and what stands beside it take turns. The first steps
-({warm} at least; of GradiVeQ all dense ones) do not count.
+thread, in which it and what stands beside it take turns. The first steps ({warm} at least; of GradiVeQ all dense ones)
+do not count.
 
-- *copies*: the median of a step's time ({runs} runs) over the median of a copy's; *least*: the least of both. On the
-  CPU, time is the thread's processor time; on a GPU, that between two events.
+- *copies*: time over that of a copy (`numpy.copyto` of as many float32) that was made just before, the median of
+  {runs} runs; *least*: the shortest run over the shortest copy. On the CPU, time is the thread's processor time; on a
+  GPU, that between two events. A busy machine slows copies down more than computing.
 - *encode*: up to the last collective, with receiving the gradients; *decode*: after it; *apply*: writing the result
   over the gradients, and committing.
-- *a copy, GB/s*: bytes read and written by the copy beside it.
+- *a copy, GB/s*: bytes read and written by these copies.
 - *page faults*: pages touched for the first time, of a rank in a step, the mean. *fresh*: memory that a step asks for
   and gives back, call for call the most at once; *kept*: what stays from step to step: residuals, second buffers and
   scratch. Both in sizes of the gradient. A rank's peak is the gradient, what is kept and, at most, what is fresh.
@@ -165,7 +172,8 @@ thread, in which it, a copy (`numpy.copyto` of as many float32) and what stands 
 """
 BESIDE = """\
 What other packages do is written after what they published, in a few lines (`hvdcompress/lab/bench/peers.py`): the
-arithmetic of a rank's step, as above. *method ÷ this*: how many times as long the method takes. *at most*: what it may.
+arithmetic of a rank's step, as above. *method ÷ this*: how many times as long the method takes, the median over rounds.
+*at most*: how many times as long it may.
 """
 MANY = """\
 The net's gradients in the buckets that PyTorch's driver makes, beside one tensor of their size; *÷ one tensor*: time an
