@@ -132,22 +132,21 @@ def _fft(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer
 def _powersgd(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
     (rows, columns), rank, torch = method.matrix(spec), method.matrix_rank, _torch(device)
     random = np.random.default_rng(0)
-    p, q = (random.standard_normal((rank, extent), np.float32) for extent in (rows, columns))
-    found = []
-    if isinstance(device, Cpu):
-        left, right, total = np.empty_like(p), np.empty_like(q), np.zeros((rows, columns), np.float32)
+    p, q = (device.array(random.standard_normal((rank, extent), np.float32)) for extent in (rows, columns))
+    left, right, total = device.empty(rank * rows), device.empty(rank * columns), device.empty(spec.size)
+    xp = np if isinstance(device, Cpu) else torch
 
-        def products(x: Any) -> None:
-            matrix = x.reshape(rows, columns)
-            np.matmul(q, matrix.T, out=left)
-            np.matmul(p, matrix, out=right)
-            np.matmul(p.T, q, out=total)
+    def products(x: Any) -> None:
+        matrix = x.reshape(rows, columns)
+        xp.matmul(q, matrix.T, out=left.reshape(rank, rows))
+        xp.matmul(p, matrix, out=right.reshape(rank, columns))
+        xp.matmul(p.T, q, out=total.reshape(rows, columns))
 
-        found += [Peer("its three products, by numpy", products, 1.3)]
+    found = [Peer(f"its three products, by {xp.__name__}", products, 1.3)]
     if torch:
-        shape = rows, columns
-        at = (device.array(q.ravel()) if not isinstance(device, Cpu) else torch.from_numpy(q.ravel())).view(rank, -1)
-        found += [Peer("PowerSGD's arithmetic in DDP's hook", _on_tensors(torch, ddp_powersgd(torch, shape, at.T)))]
+        first = torch.as_tensor(q).T
+        step = ddp_powersgd(torch, (rows, columns), first)
+        found += [Peer("PowerSGD's arithmetic in DDP's hook", _on_tensors(torch, step))]
     return found
 
 
