@@ -24,6 +24,9 @@ from hvdcompress.lab.output.table import MISSING, Column, Table
 __all__ = ["markdown", "sections"]
 
 
+LEAST = 5e-4  #: what is less is shown as nothing
+
+
 @dataclass(frozen=True)
 class Row:
     """One line: what was measured, of how many elements, and in which group."""
@@ -82,7 +85,7 @@ class Row:
 
 
 def _figure(value: float | None) -> str:
-    return MISSING if value is None else number(value)
+    return MISSING if value is None else number(value if value >= LEAST else 0.0)
 
 
 COPIES: tuple[Column[Row], ...] = (
@@ -163,8 +166,8 @@ do not count.
 - *a copy, GB/s*: bytes read and written by these copies.
 - *page faults*: pages touched for the first time, of a rank in a step, the mean. *fresh*: memory that a step asks for
   and gives back, call for call the most at once; *kept*: what stays from step to step: residuals, second buffers and
-  scratch. Both in sizes of the gradient. A rank's peak is the gradient, what is kept and, at most, what is fresh. A page
-  has 4 KiB, but large arrays of numpy's may get pages of 2 MiB, whose faults are few and dear.
+  scratch. Both in sizes of the gradient. A rank's peak is the gradient, what is kept and, at most, what is fresh. A
+  page has 4 KiB, but large arrays of numpy's may get pages of 2 MiB, whose faults are few and dear.
 - Gradients are drawn anew for each step, outside of the time: elements' scales differ log-normally, in blocks and
   within them, and stay (kurtosis about 50); a part of the gradient is the same in every step; half of the noise is
   common to the ranks (`hvdcompress/lab/bench/draws.py`).
