@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from hvdcompress.lab.cluster.hosts import Hosts
@@ -166,8 +167,25 @@ def report(
         raise _fail(error) from None
 
 
-@app.command()
-def bench(
+class _Bench(TyperGroup):
+    """The commands of ``bench``; where none is named, ``exchanges`` is meant: ``bench FILE``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["exchanges", *args]
+        return super().parse_args(ctx, args)
+
+
+benchmarks = typer.Typer(
+    cls=_Bench,
+    no_args_is_help=True,
+    help="Measure: `bench CONFIG` the exchanges of a benchmark's file, `bench codec` what a rank computes.",
+)
+app.add_typer(benchmarks, name="bench")
+
+
+@benchmarks.command()
+def exchanges(
     config: Annotated[str, typer.Argument(help="A benchmark: a YAML file, or a packaged one's name (see configs).")],
     hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
     rates: Annotated[str | None, typer.Option(help="Their links' speeds, with commas: 100mbit,1gbit.")] = None,
@@ -182,6 +200,8 @@ def bench(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
 ) -> None:
     """Measure how long methods take to reduce gradients over links of chosen speeds, beside stock Horovod and DDP.
+
+    `hvdcompress bench CONFIG` is short for this command.
 
     Needs root and iproute2, for emulated hosts. Writes config.yaml, launch.json, results.jsonl, summary.json,
     table.md and report.html. Exit status: 0; 1 if something failed; 2 for a bad configuration; 130 after Ctrl-C.
@@ -208,6 +228,76 @@ def bench(
     with folders.users_own(folder):
         code = benchmark.run(asked, folder, loopback, _console())
     raise typer.Exit(code)
+
+
+class Device(StrEnum):
+    """Where gradients lie."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@benchmarks.command()
+def codec(
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", "-m", help='Such as topk, or "topk density=0.001 values=fp16"; again for more. Default: all.'
+        ),
+    ] = None,
+    elements: Annotated[
+        int | None, typer.Option(min=1, help="Elements of the tensor, a matrix. Default: 25 million.")
+    ] = None,
+    tensors: Annotated[
+        str | None,
+        typer.Option(help="Also a net's tensors, beside one tensor of their size: resnet50, or their number, 161."),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
+    world: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,
+    device: Annotated[Device, typer.Option(help="Where gradients lie.")] = Device.cpu,
+    peers: Annotated[bool, typer.Option(help="Also other implementations, and bare operations.")] = True,
+    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Also write the tables there.")] = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """Measure what a rank computes in a step, in copies of its gradient: without a network, in one thread.
+
+    Methods have density 0.01, unless their settings say otherwise. Each takes turns with what it is compared with, and
+    a copy of the gradient is timed before each turn. All of them take some ten minutes.
+    """
+    import shlex
+    import sys
+
+    from hvdcompress.lab.bench import codec as benchmark
+    from hvdcompress.lab.bench import codec_report as report
+    from hvdcompress.lab.bench import devices
+
+    try:
+        if tensors and elements:
+            raise ValueError("--tensors has a size of its own: leave out --elements")
+        asked = benchmark.Asked(
+            benchmark.asked_for(methods or ()),
+            elements or benchmark.Asked.elements,
+            benchmark.net_of(tensors) if tensors else None,
+            world,
+            runs,
+            device.value,
+            peers,
+        )
+        console = _console()
+        with console.status("…") as status:
+            measured = list(benchmark.run(asked, lambda label: status.update(f"{escape(label)} …")))
+        for at, (table, _) in enumerate(report.sections(asked, measured)):
+            if at and form == Format.table:
+                console.print()
+            table.print(console, form)
+        if write:
+            line = shlex.join(["hvdcompress", *sys.argv[1:]])
+            write.parent.mkdir(parents=True, exist_ok=True)
+            write.write_text(
+                report.markdown(asked, measured, line, str(devices.device(asked.device))), encoding="utf-8"
+            )
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
 
 
 @app.command()

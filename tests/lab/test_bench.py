@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli, get
 from hvdcompress.lab import compare, nets
-from hvdcompress.lab.bench import files, report, results
+from hvdcompress.lab.bench import files, measure, ranks, report, results
 from hvdcompress.lab.bench import run as benchmark
 from hvdcompress.lab.bench.config import BESIDE, Bench, read_turns
 from hvdcompress.lab.cluster import hosts, rates
@@ -106,6 +106,8 @@ def test_the_benchmarks_that_come_along(file):
         (["sets: [vgg16]", "methods: [topk]", "slow: [9=1mbit]"], "line 3: slow.0: there is no host9"),
         (["sets: [vgg16]", "methods: [topk]", "slow: [fast]"], "line 3: slow.0: 'fast': write HOST=RATE"),
         (["sets: [vgg16]", "methods: [topk]", "rounds: 0"], "line 3: rounds: 0"),
+        (["sets: [vgg16]", "methods: [topk]", "awake: 1"], "line 3: awake: 1"),
+        (["sets: [vgg16]", "methods: [topk]", "pin: maybe"], "line 3: pin: 'maybe'"),
         (["sets: [vgg16]", "methods: [topk]", "round: 1"], "line 3: round: unknown key.*did you mean 'rounds'"),
     ],
 )
@@ -220,7 +222,7 @@ def test_tables_and_page(folder):
     result = results.read(folder)
     written = files.write(result, folder)
     table = (folder / "table.md").read_text()
-    assert "**tiny at 100 Mbit/s: 6 of 95 tensors, 4 672 elements, 0.0187 MB**" in table
+    assert "**tiny at 100 Mbit/s: 6 of 95 tensors, 4 672 elements, 0.0187 MB; others stopped, ranks pinned**" in table
     assert "| none ddp (best dense) | 9.00 s | 8.00 s – 10.0 s | 2 | 1.00 |" in table
     assert "| topk | 1.00 s | 800 ms – 2.00 s | 5 | 9.00 (6.67 – 9.00) |" in table
     assert "2 ranks share 2 cores (a chip)" in table and "94 Mbit/s" in table
@@ -229,6 +231,42 @@ def test_tables_and_page(folder):
     if len(written) == 3:
         page = (folder / "report.html").read_text()
         assert "Where the time goes" in page and page.count("<svg role") == 2 and "best dense" in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_hosts", "without"),
+    [
+        ({}, "others stopped, ranks pinned", "others stopped"),
+        ({"awake": True, "pin": False}, "others awake, ranks on any processor", "others awake"),
+    ],
+)
+def test_titles_say_how_processors_were_shared(folder, settings, on_hosts, without):
+    Bench.open({**Bench.open(folder / "config.yaml").model_dump(exclude_none=True), **settings}).save(
+        folder / "config.yaml"
+    )
+    result = results.read(folder)
+    assert report.heading(result, "tiny", "100mbit").endswith(f"0.0187 MB; {on_hosts}")
+    assert report.heading(result, "tiny", "loopback").endswith(f"0.0187 MB; {without}")
+    benchmark.prepare(folder, result.bench, False, resume=True)
+    other = result.bench.model_copy(update={"awake": not result.bench.awake, "pin": not result.bench.pin})
+    with pytest.raises(ValueError, match="measured with another awake, pin: resume"):
+        benchmark.prepare(folder, other, False, resume=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"awake": True, "pin": False}])
+def test_who_is_stopped_and_pinned(monkeypatch, tmp_path, settings):
+    bench = Bench.open({**SMALL, "hosts": 2, "beside": ["none ring", "none gloo"], **settings})
+    signals = []
+    monkeypatch.setattr(ranks.Group, "_signal", lambda group, number: signals.append((group.name, number)))
+    monkeypatch.setattr(ranks.Group, "launch", lambda group: None)
+    monkeypatch.setattr(ranks.Group, "stop", lambda group: None)
+    monkeypatch.setattr(ranks.Group, "join", lambda group: group._sleep())
+    with measure._groups(bench.turns(bench.rates), bench, None, tmp_path / "log") as groups:
+        with groups["ring"].awake():
+            assert signals.pop() == ("ring", signal.SIGCONT)
+        slept = [name for name, number in signals if number == signal.SIGSTOP]
+    assert slept == ([] if bench.awake else ["ring", "gloo", "ring"])
+    assert bench.hosts_at("1gbit").pin == bench.pin
 
 
 def test_failures_are_told_and_tried_again(folder):

@@ -322,6 +322,19 @@ def test_two_users_do_not_meet(nothing_left):
 
 
 @pytest.mark.hosts
+@pytest.mark.parametrize("pin", [True, False])
+def test_hosts_keep_to_their_share_of_the_processors_unless_told_otherwise(nothing_left, pin):
+    mine = os.sched_getaffinity(0)
+    code = "import os; print(*os.sched_getaffinity(0))"
+    with Hosts(2, "1gbit", pin=pin) as two:
+        shares = [set(map(int, on(two, name, sys.executable, "-c", code).split())) for name in two.names]
+    if not pin:
+        assert shares == [mine, mine]
+    elif len(mine) > 1:
+        assert not shares[0] & shares[1] and all(share < mine for share in shares)
+
+
+@pytest.mark.hosts
 def test_hosts_end_with_their_owner_and_take_their_processes_along(nothing_left):
     code = (
         "import signal, subprocess, time\nfrom hvdcompress.lab.cluster.hosts import Hosts\n"

@@ -113,6 +113,8 @@ class Bench(ConfigFile):
         methods:
           - {label: scalecom 100x, method: scalecom, density: 0.0087}
           - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
+        awake: true                 # others are not stopped during a turn (default: false)
+        pin: false                  # hosts do not keep to processors of their own (default: true)
         beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
 
     ``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
@@ -128,6 +130,13 @@ class Bench(ConfigFile):
     """Hosts with a rate of their own: ``3=10mbit``."""
     delay: str | None = None
     """How much later each frame arrives, such as 1ms; needs netem in the kernel."""
+    awake: bool = False
+    """Whether the ranks of other transports go on running while a contender is measured. By default they are stopped
+    (SIGSTOP), so that a turn has the machine for itself; awake ones are busy even while they wait (Horovod asks every
+    millisecond whether there is something to do), and take processor time from whoever computes."""
+    pin: bool = True
+    """Whether what runs on an emulated host keeps to its share of the processors; otherwise the scheduler moves ranks
+    among all of them, so that one that computes takes what others leave. Without emulated hosts nothing is pinned."""
     rounds: int = Field(3, ge=1)
     repeats: int = Field(5, ge=1)
     """Exchanges in a turn, at most. The first one counts only if it was the only one."""
@@ -210,9 +219,14 @@ class Bench(ConfigFile):
             changes[key] = list(entries.values())
         return self.model_copy(update=changes)
 
+    def conditions(self, loopback: bool) -> str:
+        """How the processors are shared, such as "others stopped, ranks pinned"; without hosts nothing is pinned."""
+        pinned = "" if loopback else f", ranks {'pinned' if self.pin else 'on any processor'}"
+        return f"others {'awake' if self.awake else 'stopped'}{pinned}"
+
     def hosts_at(self, rate: str) -> Hosts:
         """The emulated hosts with links of that rate, not up yet."""
-        return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay)
+        return Hosts(self.hosts, rate, slow_hosts(self.slow), self.delay, self.pin)
 
     def turns(self, rates: Sequence[str]) -> list[Turn]:
         """Every turn, in the order in which they are taken.

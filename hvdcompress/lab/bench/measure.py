@@ -51,7 +51,7 @@ def measure(
             if hosts:
                 link["reached"] = [speed(bits) for bits in hosts.measure()]
             note(link)
-            with _groups(turns, bench.hosts, hosts, folder / "log.txt") as groups:
+            with _groups(turns, bench, hosts, folder / "log.txt") as groups:
                 for turn in turns:
                     say(str(turn), None)
                     result = _take(turn, bench, groups[turn.contender.where], hosts)
@@ -60,8 +60,9 @@ def measure(
 
 
 @contextlib.contextmanager
-def _groups(turns: Sequence[Turn], ranks: int, hosts: Hosts | None, log: Path) -> Iterator[dict[str, Group]]:
-    groups = {name: Group(name, ranks, hosts, log) for name in dict.fromkeys(turn.contender.where for turn in turns)}
+def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path) -> Iterator[dict[str, Group]]:
+    names = dict.fromkeys(turn.contender.where for turn in turns)
+    groups = {name: Group(name, bench.hosts, hosts, log, sleeps=not bench.awake) for name in names}
     with contextlib.ExitStack() as stack:
         try:
             for group in groups.values():  # one by one: they would be in each other's way

@@ -1,39 +1,33 @@
-"""Time the array verbs, the numpy reference against the compiled ones, and a rank's side of a whole exchange.
+"""Time the array verbs, the numpy reference against the compiled ones.
 
     python -m hvdcompress.lab.bench.ops [--size N]... [--write docs/ops-benchmark.md]
 
 Both backends run in one process, in turns, so that a busy machine slows both; figures are medians of processor time,
 which does not count what other processes take. "GB/s" is the
-traffic that a verb cannot do without (each input read once, each output written once) over the time it took.
-"Copies" is the time of one rank's side of an exchange (Rank.start to Rank.commit, without the network) in
-copies of the gradient, ``numpy.copyto``, timed in between: a number that carries over from machine to machine.
+traffic that a verb cannot do without (each input read once, each output written once) over the time it took. What whole
+steps of methods take is for ``hvdcompress bench codec``.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-import hvdcompress
-from hvdcompress.engine.rank import Rank
-from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.lab.bench.devices import machine
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.method import Broadcast, Method, Sparse, TensorSpec
+from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.spec import Codes, Fields, Half, Outer, Product, Scan, Sum, Velocity, Waves
-from hvdcompress.plan import plan_of
 
 SIZES = [65_536, 1_000_000, 16_000_000]
 DENSITY = 0.01
@@ -194,77 +188,7 @@ def time_verbs(n: int, runs: int) -> list[list[str]]:
     return rows
 
 
-class Side:
-    """Two ranks in lockstep, as loopback runs them, of which only what a rank computes is timed."""
-
-    def __init__(self, method: Method, n: int, ops: Any):
-        self.plan, self.ops, self.seconds = plan_of(method), ops, 0.0
-        [self.bucket] = self.plan.buckets([TensorSpec("w", (n,))])
-        self.ranks = [Rank(self.plan, rank, 2) for rank in range(2)]
-        self.outs = [np.zeros(n, np.float32) for _ in self.ranks]
-
-    def timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """``call(*arguments)``, its time added to ``seconds``."""
-        began = time.thread_time()
-        result = call(*arguments)
-        self.seconds += time.thread_time() - began
-        return result
-
-    def step(self, gradients: list[Any]) -> float:
-        """One step; returns a rank's seconds (the mean of both: in ScaleCom one of them leads)."""
-        self.seconds = 0.0
-        sides = zip(self.ranks, gradients, self.outs, strict=True)
-        exchanges = [self.timed(rank.start, self.bucket, [g], [out], self.ops) for rank, g, out in sides]
-        while (verb := exchanges[0].verb) is not None:
-            verbs: list[Any] = [exchange.verb for exchange in exchanges]
-            if isinstance(verb, Broadcast):
-                made = self.timed(verbs[verb.root].make)
-                verbs = [replace(verb, make=lambda made=made: made)] * 2  # type: ignore[misc]
-            for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
-                self.timed(exchange.advance, result)
-        for rank, exchange in zip(self.ranks, exchanges, strict=True):
-            self.timed(rank.deliver, exchange, 0.5)
-            self.timed(rank.commit, exchange)
-        return self.seconds / 2
-
-
-def time_methods(n: int, runs: int) -> list[list[str]]:
-    """Rows: method, elements, milliseconds of a rank under both backends, copies of the gradient."""
-    rng = np.random.default_rng(1)
-    gradients = [rng.normal(size=n).astype(np.float32) for _ in range(2)]
-    copy = np.zeros_like(gradients[0])
-    rows = []
-    for method in track(hvdcompress.available(), f"methods, {n:,} elements", transient=True):
-        calls = [Side(_at_density(method), n, ops) for ops in (reference, compiled)]
-        times: list[list[float]] = [[], [], []]
-        for _ in range(runs + 1):
-            for side, seconds in zip(calls, times, strict=False):
-                seconds.append(side.step(gradients))
-            times[2].append(medians([lambda: np.copyto(copy, gradients[0])], 3, 1)[0])
-        slow, fast, once = (statistics.median(seconds[1:]) for seconds in times)
-        rows.append([method, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}"])
-        rows[-1] += [f"{once * 1e3:.3f}", f"{slow / once:.1f}", f"{fast / once:.1f}"]
-    return rows
-
-
-def _at_density(method: str) -> Any:
-    try:
-        return hvdcompress.get(method, density=DENSITY)
-    except ValueError:  # it has no density
-        return hvdcompress.get(method)
-
-
-def machine() -> str:
-    """Processor and versions."""
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
-    return f"{cpu}; Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}; one thread"
-
-
 VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB/s", "ratio"]
-METHOD_HEAD = ["method", "elements", "numpy ms", "numba ms", "one copy ms", "numpy copies", "numba copies"]
 
 
 def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
@@ -276,7 +200,7 @@ def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
     return Table([column(at) for at in range(len(head))], rows)
 
 
-def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> str:
+def page(verbs: list[list[str]], sizes: list[int]) -> str:
     """The Markdown page; says of itself that it is generated."""
     options = "" if sizes == SIZES else "".join(f"--size {n} " for n in sizes)
     weak = [f"{row[0]} at {row[1]}: {row[-1]}" for row in verbs[-len(verbs) // len(sizes) :] if float(row[-1]) < EARNED]
@@ -284,9 +208,7 @@ def page(verbs: list[list[str]], methods: list[list[str]], sizes: list[int]) -> 
     return f"""# What the compiled verbs are worth
 
 Generated by `python -m hvdcompress.lab.bench.ops {options}--write docs/ops-benchmark.md`; do not edit.
-Machine: {machine()}.
-
-## Verbs
+Machine: {machine()}; one thread.
 
 Both backends run in one process, in turns; figures are medians of processor time. *GB/s* is the traffic that a verb
 cannot do without (each input read once, each output written once) over the time it took; *ratio* is numpy's time over
@@ -297,14 +219,7 @@ numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
 
 Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
 
-{table_of(VERB_HEAD, verbs).markdown()}
-## Methods
-
-One rank of two, `Rank.start` to `Rank.commit`, density {DENSITY}, without the network: in copies of the gradient,
-that is, the time of `numpy.copyto` of as many float32 on the same machine at the same time. A copy that fits into the
-processor's cache is several times faster than one that does not, so small tensors cost more copies, not more time.
-
-{table_of(METHOD_HEAD, methods).markdown()}"""
+{table_of(VERB_HEAD, verbs).markdown()}"""
 
 
 def main() -> None:
@@ -312,16 +227,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")
-    parser.add_argument("--write", type=Path, help="also write the tables to this Markdown file")
+    parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     sizes, console = arguments.size or SIZES, Console()
     verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
-    methods = [row for n in sizes for row in time_methods(n, arguments.runs)]
-    for head, rows in ((VERB_HEAD, verbs), (METHOD_HEAD, methods)):
-        table_of(head, rows).show(console)
+    table_of(VERB_HEAD, verbs).show(console)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(page(verbs, methods, sizes), encoding="utf-8")
+        arguments.write.write_text(page(verbs, sizes), encoding="utf-8")
         console.print(f"written: {arguments.write}")
 
 

@@ -5,7 +5,8 @@ that Open MPI chooses), "gloo" (stock Horovod), "ddp" (PyTorch's own, over gloo)
 MPI's ring). Every rank runs ``rank.py``.
 
 All groups live on the same hosts at the same time, so that exchanges of one and of another can be measured in turns.
-Only one of them runs; the others' processes are stopped (SIGSTOP), as Horovod and MPI are busy even while they wait.
+Only one of them runs; the others' processes are stopped (SIGSTOP), as Horovod and MPI are busy even while they wait;
+unless the benchmark wants them ``awake``.
 """
 
 from __future__ import annotations
@@ -38,10 +39,18 @@ class RankError(RuntimeError):
 
 
 class Group:
-    """All ranks over one transport, between :meth:`launch` and :meth:`stop`."""
+    """All ranks over one transport, between :meth:`launch` and :meth:`stop`.
 
-    def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path):
-        self.name, self.ranks, self.hosts, self.log = name, ranks, hosts, log
+    Args:
+        name: one of :data:`GROUPS`.
+        ranks: how many.
+        hosts: the emulated hosts that they are on, up.
+        log: the file that gets all output.
+        sleeps: whether they are stopped outside of :meth:`awake`.
+    """
+
+    def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path, sleeps: bool = True):
+        self.name, self.ranks, self.hosts, self.log, self.sleeps = name, ranks, hosts, log, sleeps
         self.patience = ANSWERING
         self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
         self._launched: list[launcher.Ranks] = []
@@ -86,7 +95,7 @@ class Group:
         return self.hosts.command(self.hosts.names[rank], *line) if self.hosts else line
 
     def join(self) -> None:
-        """Wait until all ranks have met, and stop them.
+        """Wait until all ranks have met, and let them sleep.
 
         Raises:
             RankError: they did not.
@@ -105,7 +114,7 @@ class Group:
         heads = self._replies(deadline)
         self._connections = {head["rank"]: connections[at] for at, head in heads.items()}
         self._pids = [head["pid"] for head in heads.values()]
-        self._signal(signal.SIGSTOP)
+        self._sleep()
 
     def _check_alive(self) -> None:
         if any(each.process.poll() is not None for each in self._launched):
@@ -118,6 +127,10 @@ class Group:
         try:
             yield
         finally:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        if self.sleeps:
             self._signal(signal.SIGSTOP)
 
     def be_patient(self, num_bytes: int) -> None:

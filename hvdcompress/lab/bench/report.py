@@ -71,8 +71,10 @@ LEGEND = (
     "none, fp16, powersgd (rank 1): stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
     "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
     "gloo with more. Methods are behind stock Horovod over MPI's ring, or where their `over` says: mpi4py is our MPI "
-    "driver on numpy arrays, with MPI's ring, and without PyTorch and Horovod. Seconds: one exchange of all "
-    "gradients, from the first rank's beginning to the last one's end, nothing of it hidden behind a backward pass; "
+    "driver on numpy arrays, with MPI's ring, and without PyTorch and Horovod. A title's end says whether the ranks "
+    "over other transports were stopped meanwhile or awake, and whether each host's ranks were pinned to its share of "
+    "the processors. Seconds: one exchange of all gradients, from the first rank's beginning to the last one's end, "
+    "nothing of it hidden behind a backward pass; "
     "the median of so many exchanges (of). A turn's first exchange, which still has ranks waking up, counts only "
     "where it was the only one. × best dense: the fastest `none`'s median over this one's, with the least and the "
     "greatest of that ratio in a round; below 1 the method loses to dense. Of a rank's main thread: encode = codec "
@@ -86,10 +88,10 @@ LEGEND = (
 
 
 def heading(result: Result, set: str, rate: str) -> str:
-    """Such as ``resnet50 at 100 Mbit/s: 161 tensors, …``."""
+    """Such as ``resnet50 at 100 Mbit/s: 161 tensors, …; others stopped, ranks pinned``."""
     about = str(next(one for one in result.bench.sets if one.label == set)).removeprefix(f"{set}: ")
     place = "without a network" if rate == LOOPBACK else f"at {Rate.parse(rate)}"
-    return f"{set} {place}: {about}"
+    return f"{set} {place}: {about}; {result.bench.conditions(rate == LOOPBACK)}"
 
 
 def table(rows: Sequence[Row], title: str = "") -> Table[Row]:

@@ -45,7 +45,9 @@ def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
     if resume and config.exists():
         before, now = Bench.open(config).model_dump(), bench.model_dump()
         entries = {entry["label"]: entry for kind in ("sets", "methods") for entry in before[kind]}
-        changed = [key for key in ("hosts", "slow", "delay", "repeats", "seconds") if before[key] != now[key]]
+        changed = [
+            key for key in ("hosts", "slow", "delay", "awake", "pin", "repeats", "seconds") if before[key] != now[key]
+        ]
         changed += [e["label"] for kind in ("sets", "methods") for e in now[kind] if entries.get(e["label"], e) != e]
         if changed:
             raise ValueError(

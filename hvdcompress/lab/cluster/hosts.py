@@ -78,6 +78,7 @@ class Hosts:
         rate: such as "1gbit"; "10mbit/1gbit" sends with the first and receives with the second.
         slow: hosts with another rate, by number.
         delay: how much later each frame arrives, such as "1ms"; needs netem in the kernel.
+        pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides.
 
     Raises:
         ValueError: a rate is not a rate, or there is no such host.
@@ -88,6 +89,7 @@ class Hosts:
     rate: str
     slow: Mapping[int, str] = field(default_factory=dict)
     delay: str | None = None
+    pin: bool = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.count <= 64:
@@ -117,6 +119,7 @@ class Hosts:
         line = script("hold", "--id", self.id, "--hosts", str(self.count))
         line += ["--rate", ",".join(rate.word for rate in self.rates)]
         line += ["--delay", self.delay] if self.delay else []
+        line += ["--pin", "yes" if self.pin else "no"]
         try:
             # Its standard input closes when we end, however we end: then it takes the hosts down.
             self._holder = subprocess.Popen(

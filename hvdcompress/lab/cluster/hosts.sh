@@ -6,7 +6,7 @@
 # send each other takes the time that it would take on such a network. They share this machine's files. Its processors
 # are dealt out: what runs on a host keeps to its share, or to one that it shares with as many others as must be.
 #
-#   up --hosts N --rate RATE [--slow HOST=RATE]… [--delay TIME]
+#   up --hosts N --rate RATE [--slow HOST=RATE]… [--delay TIME] [--pin yes|no]
 #                        set them up; does nothing if they are up as asked
 #   down                 end every process on them, and take them away; does nothing if there are none
 #   status               say what is up, and what went over each link
@@ -20,6 +20,7 @@
 #            For --rate also a list with commas, one for each host.
 #   --slow   a host with a rate of its own: 3=100mbit or host3=100mbit; more of them with commas
 #   --delay  how much later each frame arrives (1ms, 200us); needs netem in the kernel
+#   --pin    no: processors are not dealt out, and the kernel's scheduler moves what runs on the hosts among all of them
 #   --id     several sets of hosts may be up, each under a name of small letters and digits (default: u and the user's
 #            number). Namespaces are called hvdc-ID-…; nothing else on the machine is changed.
 
@@ -96,8 +97,8 @@ pair() {
     say "$up/$down"
 }
 
-# Reads the options of `up` into HOSTS, RATES (one "sends/receives" for each host) and DELAY.
-HOSTS= DELAY= RATES=()
+# Reads the options of `up` into HOSTS, RATES (one "sends/receives" for each host), DELAY and PIN.
+HOSTS= DELAY= PIN=yes RATES=()
 read_options() {
     local rate= entry number words=() slow=()
     while (($#)); do
@@ -107,6 +108,7 @@ read_options() {
             --rate) rate=$2 ;;
             --slow) slow+=(${2//,/ }) ;;
             --delay) DELAY=$2 ;;
+            --pin) PIN=$2 ;;
             *) die "hosts.sh: unknown argument $1; see $0 --help" ;;
         esac
         shift 2
@@ -115,6 +117,7 @@ read_options() {
     [[ -n $rate ]] || die "hosts.sh: give --rate, such as --rate 1gbit"
     [[ -z $DELAY || $DELAY =~ ^[0-9]+(\.[0-9]+)?(us|ms|s)$ ]] ||
         die "hosts.sh: $DELAY is not a time: write 200us or 1ms"
+    [[ $PIN == yes || $PIN == no ]] || die "hosts.sh: --pin $PIN: write yes or no"
     words=(${rate//,/ })
     ((${#words[@]} == 1 || ${#words[@]} == HOSTS)) ||
         die "hosts.sh: --rate lists ${#words[@]} rates for $HOSTS hosts: give one for all, or one for each"
@@ -283,7 +286,7 @@ up() {
     read_options "$@"
     sweep
     lock
-    asked="$HOSTS ${RATES[*]} $DELAY"
+    asked="$HOSTS ${RATES[*]} $DELAY pin=$PIN"
     if [[ -z $holder && $(noted asked) == "$asked" ]] && is_up; then
         say "up already"
         return
@@ -291,7 +294,8 @@ up() {
     remove_namespaces
     trap 'remove' EXIT  # until all is there
     trap 'exit 130' INT TERM HUP
-    printf '%s\n' "hosts=$HOSTS" "asked=$asked" "processors=$(processors)" ${holder:+"holder=$holder"} >"$STATE/state"
+    printf '%s\n' "hosts=$HOSTS" "asked=$asked" "processors=$(processors)" "pin=$PIN" \
+        ${holder:+"holder=$holder"} >"$STATE/state"
     write_names
     mkdir -p "$STATE/bin"
     printf '#!/usr/bin/env bash\nexec bash %q "$@"\n' "$AGENT" >"$STATE/bin/agent"
@@ -324,12 +328,13 @@ processors() {
     for span in "${spans[@]}"; do seq "${span%-*}" "${span#*-}"; done | xargs
 }
 
-# Those of host NUMBER, with commas. Left to the scheduler, four ranks with two threads each on two processors took
-# now 150 and now 290 ms for the same exchange.
+# Those of host NUMBER, with commas; without pinning all of them. Left to the scheduler, four ranks with two threads
+# each on two processors took now 150 and now 290 ms for the same exchange.
 share() {
     local number=$1 all hosts each
     read -ra all < <(noted processors)
     hosts=$(noted hosts) each=$((${#all[@]} / hosts))
+    [[ $(noted pin) == yes ]] || { say "${all[@]}" | xargs | tr ' ' ,; return; }
     if ((each)); then say "${all[@]:number * each:each}" | xargs | tr ' ' ,; else say "${all[number % ${#all[@]}]}"; fi
 }
 

@@ -1,0 +1,128 @@
+"""A rank's side of a step: ranks in lockstep in one process, of which only what they compute is timed.
+
+The way is that of PyTorch's driver: gradients come one by one, the last layer's first, into the buckets that it would
+make; the reduced ones are written over them; and what it leaves to Horovod as it is costs nothing here, either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hvdcompress.engine.rank import Exchange, Rank
+from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.lab.bench.devices import Cost, Device, Gauge
+from hvdcompress.method import Array, Broadcast, TensorSpec
+from hvdcompress.plan import Bucket, Plan
+
+__all__ = ["PARTS", "Side", "Spent"]
+
+#: Of a step: up to the last collective (receiving the gradients is in it); from its result to the sum; writing the sum
+#: over the gradients and keeping the new state.
+PARTS = ("encode", "decode", "apply")
+
+
+@dataclass
+class Spent:
+    """What a rank spent in a step, on average over the ranks, by part."""
+
+    parts: dict[str, Cost] = field(default_factory=lambda: {part: Cost() for part in PARTS})
+
+    @property
+    def whole(self) -> Cost:
+        """The parts together."""
+        found = Cost()
+        for cost in self.parts.values():
+            found.add(cost)
+        return found
+
+
+class Side:
+    """The ranks of a world.
+
+    Args:
+        plan: what each tensor gets.
+        specs: the tensors, in the order of the net.
+        world: number of ranks.
+        device: where their gradients lie.
+
+    Attributes:
+        buckets: what is exchanged together.
+        ranks: their states.
+    """
+
+    def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world: int, device: Device):
+        self.plan, self.world, self.device = plan, world, device
+        self.buckets = plan.buckets(specs, known=True)
+        self.ranks = [Rank(plan, rank, world) for rank in range(world)]
+        places = {
+            member.name: (bucket, place) for bucket in self.buckets for place, member in enumerate(bucket.members)
+        }
+        self._places = [places[spec.name] for spec in specs]
+
+    def step(self, gradients: Sequence[Sequence[Array]], gauge: Gauge | None = None) -> Spent:
+        """Make one step.
+
+        Args:
+            gradients: by rank and tensor, flat float32; the reduced ones are written over them.
+            gauge: calls what is measured; the device's clock by default.
+        """
+        spent, self._gauge = Spent(), gauge or self.device.timed
+        exchanges = [self._receive(rank, given, spent) for rank, given in zip(self.ranks, gradients, strict=True)]
+        for bucket in self.buckets:
+            if bucket.spec.name in exchanges[0]:
+                self._exchange([each[bucket.spec.name] for each in exchanges], spent)
+        for rank, own in zip(self.ranks, exchanges, strict=True):
+            for exchange in own.values():
+                self._measured(spent, "apply", rank.deliver, exchange, 1.0 / self.world)
+                self._measured(spent, "apply", rank.commit, exchange)
+        return spent
+
+    def _measured(self, spent: Spent, part: str, call: Any, *arguments: Any) -> Any:
+        """``call(*arguments)``, a rank's share of its cost added to a part."""
+        result, cost = self._gauge(call, *arguments)
+        spent.parts[part].add(cost, 1.0 / self.world)
+        return result
+
+    def _receive(self, rank: Rank, given: Sequence[Array], spent: Spent) -> dict[str, Exchange]:
+        """All gradients of a rank, up to the first collective of each bucket."""
+        exchanges: dict[str, Exchange] = {}
+        missing = {bucket.spec.name: len(bucket.members) for bucket in self.buckets}
+        for (bucket, place), gradient in reversed(list(zip(self._places, given, strict=True))):
+            name = bucket.spec.name
+            if rank.passes(bucket):
+                self._measured(spent, "encode", self._pass_on, rank, bucket, gradient)
+                continue
+            if name not in exchanges:
+                exchanges[name] = self._measured(spent, "encode", rank.open, bucket, gradient, self.device.ops)
+            self._measured(spent, "encode", rank.receive, exchanges[name], place, gradient, gradient, True)
+            missing[name] -= 1
+            if not missing[name]:
+                self._measured(spent, "encode", rank.begin, exchanges[name])
+        return exchanges
+
+    def _pass_on(self, rank: Rank, bucket: Bucket, gradient: Array) -> None:
+        state, _ = rank.pass_on(bucket, gradient, self.device.ops, check=not self.plan.stateless)
+        rank.passed(state)
+
+    def _exchange(self, exchanges: list[Exchange], spent: Spent) -> None:
+        """The collectives of one bucket. Who computes the root's part of a broadcast is the mean rank, too."""
+        while (verb := exchanges[0].verb) is not None:
+            verbs: list[Any] = [exchange.verb for exchange in exchanges]
+            if isinstance(verb, Broadcast):
+                made = self.device.fetch(self._measured(spent, "encode", verbs[verb.root].make))
+                verbs = [replace(verb, make=lambda made=made: made)] * self.world  # type: ignore[misc]
+            else:
+                verbs = [replace(each, x=self.device.fetch(each.x)) for each in verbs]
+            for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+                self._advance(exchange, self._lifted(result), spent)
+
+    def _advance(self, exchange: Exchange, result: Any, spent: Spent) -> None:
+        """Hand a result to a rank. Only then is it known whether that was the last collective."""
+        _, cost = self._gauge(exchange.advance, result)
+        spent.parts["decode" if exchange.verb is None else "encode"].add(cost, 1.0 / self.world)
+
+    def _lifted(self, result: Any) -> Any:
+        """A collective's result on the device: an array, or a list of them."""
+        return [self.device.array(each) for each in result] if isinstance(result, list) else self.device.array(result)
