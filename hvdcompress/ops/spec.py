@@ -1,8 +1,8 @@
 """The specification of the array verbs: what each verb does, written once for all backends.
 
-Methods are written in the verbs of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``) is a
-module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same bytes, except
-where a verb says "to rounding".
+Methods are written in the verbs of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``,
+``ops/triton``) is a module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same
+bytes, except where a verb says "to rounding".
 
 Conventions. Arrays are one-dimensional; [n] after an array is its length, and a matrix [rows × m] is its flat memory,
 row by row. Unless a verb says otherwise, values are float32, indices are int32 (int64 if the tensor has 2^31 elements
@@ -166,7 +166,7 @@ class Ops(Protocol):
             total: Dense [n], in 16 bits [n], or sparse, with indices in [0, n). Values of equal indices are added in
                 the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
-            cleared: ``out`` is 0 everywhere already.
+            cleared: ``out`` is 0, not −0, everywhere already.
         """
 
     def split(self, total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
@@ -287,7 +287,7 @@ class Ops(Protocol):
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------
 
-    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
+    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, Any]:
         """Convert scale·x to float16, clipped to ±limit.
 
         Args:
@@ -297,7 +297,8 @@ class Ops(Protocol):
             out: [n] float16 that receives the result; by default a new array.
 
         Returns:
-            [n] float16, rounded to nearest even, and the number of elements that were clipped.
+            [n] float16, rounded to nearest even, and the number of elements that were clipped: a number or, on a
+            device, a tensor of one, for which the host need not wait.
         """
 
     def from_fp16(self, x: Array, scale: float) -> Array:

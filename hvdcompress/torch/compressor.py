@@ -19,6 +19,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+import hvdcompress.ops
+import hvdcompress.ops.torch as torch_ops
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
@@ -85,7 +87,7 @@ class Compressor(compressor.Compressor):
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
-        ops: "auto" (the numpy core for CPU gradients, torch for CUDA), or "torch".
+        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -342,12 +344,10 @@ class Compressor(compressor.Compressor):
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _ops(self, tensor: torch.Tensor) -> Any:
-        """The array verbs for a gradient: the numpy core on the CPU, through views; torch's on a GPU."""
-        if tensor.device.type == "cpu" and not self.force_torch:
-            return fast
-        import hvdcompress.ops.torch as torch_ops
-
-        return torch_ops
+        """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""
+        if self.force_torch or tensor.device.type not in ("cpu", "cuda"):
+            return torch_ops
+        return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.

@@ -69,7 +69,10 @@ for scale in (1.0, 0.3, 2.0**-16):
     )
     call("write")(
         lambda o, put, x, r, s=scale: changed(
-            o, put, 0 * r, lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True)
+            o,
+            put,
+            np.zeros_like(r),
+            lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True),
         )
     )
     call("write")(

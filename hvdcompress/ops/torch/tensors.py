@@ -5,7 +5,6 @@
 - ``all_finite``, ``all_below``: yes or no decides what happens next;
 - ``moments``, ``max_abs``, ``count_above``, ``kth_magnitude``: thresholds are searched for on the host;
 - ``l2_norm``: the factor by which a gradient is clipped is a number of the host's;
-- ``to_fp16``: the number of clipped values goes to the ledger;
 - ``head_bytes``: the header is checked before anything else is believed;
 - ``write``: whether indices repeat, and how often.
 
