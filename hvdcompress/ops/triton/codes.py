@@ -48,7 +48,8 @@ def dequantize(
 
 def _word(key: NumpyArray) -> int:
     """Return the int32 that has the bits of a key: one type for all keys."""
-    return int(key.astype("uint32", copy=False).view("int32")[0])
+    word = int(key[0])
+    return word - (word >> 31 << 32)
 
 
 def _bucket(bucket: int, norms: Array, n: int) -> int:

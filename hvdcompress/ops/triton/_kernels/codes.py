@@ -48,8 +48,8 @@ def quantize(x, norms, out, key, n, num_bytes, BUCKET: tl.constexpr, BITS: tl.co
     value, norm = tl.load(x + at, inside, 0.0), norms_at(norms, at, inside, BUCKET)
     share = tl.math.div_rn(tl.abs(value), tl.where(norm > 0, norm, 1.0))
     share = tl.where(share < 1.0, share, 1.0) * ((1 << (BITS - 1)) - 1)
-    level = tl.floor(share)
-    up = (drawn(at, key) < share - level).to(tl.int64)
+    level = share.to(tl.int32)  # floor would do it in an instruction that takes denormals for zeros
+    up = (drawn(at, key) < share - level.to(tl.float32)).to(tl.int64)
     sign = (value.to(tl.int32, bitcast=True) >> 31).to(tl.int64) & (1 << (BITS - 1))
     code = tl.where(inside, level.to(tl.int64) + up | sign, 0)
     word = tl.sum(code << BITS * lane[None, :].to(tl.int64), 1)  # no two have a bit in common
