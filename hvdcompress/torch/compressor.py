@@ -28,6 +28,7 @@ from hvdcompress.engine.rank import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
@@ -327,7 +328,7 @@ class Compressor(compressor.Compressor):
         if ticket.passed:  # Horovod has reduced it in its place, average or sum
             if output.data_ptr() != ticket.gradient.data_ptr():
                 ticket.gradient.detach().copy_(output)
-        else:
+        elif step.factor is None or output.device.type == "cpu":  # once is enough where the host waits for a device
             step.factor = self._factor(output[-2:])
         with step.errors_wait():
             if exchange and step.factor:
@@ -364,9 +365,9 @@ class Compressor(compressor.Compressor):
                 payload = torch.as_tensor(ticket.piggyback.verb.x)  # type: ignore[union-attr]
             elif failed:  # the others' payloads may go along: match their length
                 length = self.local.piggyback(self._place[ticket.name][0])
-                payload = None if length is None else torch.zeros(length)
+                payload = None if length is None else torch.zeros(length, device=ticket.gradient.device)
             stock = self._probe.clone()  # Horovod reduces it in place
-            stock = stock if payload is None else torch.cat([payload, stock.to(payload.device)])
+            stock = stock if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock

@@ -12,7 +12,7 @@ from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.statistics import all_finite, moments
-from hvdcompress.ops.torch.tensors import dtype_of, f32, host
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
 
 
 def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
@@ -106,11 +106,12 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
 
 
 def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
-    stops = torch.tensor(sizes, device=total.index.device).cumsum(0)
+    ends = torch.tensor(sizes).cumsum(0)
+    starts, stops = uploaded(torch.stack([ends - torch.tensor(sizes), ends]), total.index)
     piece = torch.searchsorted(stops, total.index, right=True)
     order = torch.argsort(piece, stable=True)
     counts = host(torch.bincount(piece, minlength=len(sizes)))
-    index = (total.index - (stops - torch.tensor(sizes, device=stops.device))[piece]).to(total.index.dtype)[order]
+    index = (total.index - starts[piece]).to(total.index.dtype)[order]
     return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
 
 

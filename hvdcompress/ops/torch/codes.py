@@ -10,7 +10,7 @@ import torch
 from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, level_values
 from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.bits import packed, unpacked
-from hvdcompress.ops.torch.tensors import in_rows
+from hvdcompress.ops.torch.tensors import in_rows, uploaded
 
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
@@ -56,7 +56,7 @@ def dequantize(
     out: Array | None = None,
     add: bool = False,
 ) -> Array:
-    values = torch.from_numpy(level_values(bits)).to(buffer.device)
+    values = uploaded(torch.from_numpy(level_values(bits)), buffer)
     codes = unpacked(buffer, bits, count).to(torch.int32)
     decoded = values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
     if out is None:
@@ -89,7 +89,7 @@ def pack_fields(values: Array, width: int) -> Array:
 
 
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
-    places = range(0, 32 // width * width, width)
-    raised = words.to(torch.int64) + sum(bound << place for place in places)
-    fields = (raised[:, None] >> torch.tensor(places, device=words.device)) & ((1 << width) - 1)
+    places = 0, 32 // width * width, width
+    raised = words.to(torch.int64) + sum(bound << place for place in range(*places))
+    fields = (raised[:, None] >> torch.arange(*places, device=words.device)) & ((1 << width) - 1)
     return (fields.view(-1)[:count] - bound).to(torch.float32)

@@ -6,7 +6,8 @@
 - ``moments``, ``max_abs``, ``count_above``, ``kth_magnitude``: thresholds are searched for on the host;
 - ``l2_norm``: the factor by which a gradient is clipped is a number of the host's;
 - ``head_bytes``: the header is checked before anything else is believed;
-- ``write``: whether indices repeat, and how often.
+- ``write``: whether indices repeat, and how often;
+- ``split``: the lengths of the pieces.
 
 Inside torch, ``nonzero`` and ``unique`` wait for the number of indices that they found (``top_k``, ``first_above``,
 ``first_equal``, ``find_bits``, ``merge``).
@@ -26,6 +27,15 @@ from hvdcompress.ops.spec import Array, Scalar
 def host(x: Array) -> Any:
     """Return the numbers of a small tensor on the host. This waits for the device; the list above says why."""
     return x.tolist()
+
+
+def uploaded(x: torch.Tensor, like: Array) -> Array:
+    """Return a copy of a tensor in ordinary host memory on the device of ``like``, for which the host need not wait.
+
+    The call returns when the driver has taken the bytes; a blocking copy would wait for all that the device has yet to
+    do (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html). On the host it is ``x`` itself.
+    """
+    return x.to(like.device, non_blocking=True)
 
 
 def dtype_of(name: str) -> torch.dtype:
