@@ -20,6 +20,7 @@ import numpy as np
 Array = Any  #: an array of the backend's library, for example a torch.Tensor; one-dimensional inside a method
 NumpyArray = np.ndarray[Any, Any]  #: an array in host memory
 Scalar = float | np.floating[Any]  #: a number on the host
+Flag = bool | Any  #: yes or no; on a device a tensor of one, 0 or 1, so that the host need not wait for it
 Norm = Literal["max", "l2", "mean"]  #: the largest |x|, the Euclidean norm, or the mean |x|
 
 FP16_MAX = 65504.0  #: the largest finite float16
@@ -95,7 +96,7 @@ class Ops(Protocol):
 
     # -- arithmetic: add, subtract and write dense and sparse vectors -----------------------------------------------
 
-    def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+    def accumulate(self, gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> Flag:
         """Set out = scale·gradient + residual, in place, and return whether ``out`` is finite.
 
         All three have one length. The product is rounded to float32 before the sum is, on every device (no fused
@@ -119,7 +120,7 @@ class Ops(Protocol):
 
     def accumulate_argmax(
         self, gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-    ) -> tuple[bool, Array]:
+    ) -> tuple[Flag, Array]:
         """Do :meth:`accumulate` and return :meth:`chunk_argmax` of ``out`` too, in one pass where possible.
 
         Returns:
@@ -135,11 +136,20 @@ class Ops(Protocol):
         threshold: Scalar,
         capacity: int,
         clear: bool = False,
-    ) -> tuple[bool, Sparse]:
+    ) -> tuple[Flag, Sparse]:
         """Do :meth:`accumulate` and return :meth:`first_above` of ``out`` too, in one pass where possible.
 
         Returns:
             Whether ``out`` is finite, and the elements; all of them if they are fewer than ``capacity``.
+        """
+
+    def keep_if(self, finite: Flag, x: Array, other: Array | None = None) -> None:
+        """Unless ``finite``, set x to ``other``, or to 0 without one, in place. The host waits for no flag.
+
+        Args:
+            finite: what :meth:`accumulate` or :meth:`all_finite` returned.
+            x: [n].
+            other: [n].
         """
 
     def blend(self, x: Array, residual: Array, beta: float) -> None:
@@ -230,7 +240,7 @@ class Ops(Protocol):
             hold becomes the largest finite float32.
         """
 
-    def all_finite(self, x: Array) -> bool:
+    def all_finite(self, x: Array) -> Flag:
         """Return whether ``x`` (float32 or float64) contains neither infinities nor NaNs."""
 
     def all_below(self, index: Array, n: int) -> bool:

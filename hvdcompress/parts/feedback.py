@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Flag, Ops
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -55,13 +55,14 @@ def receive(
     ctx: Context,
     ops: Ops,
     clear: bool = False,
-) -> tuple[bool, Any]:
+) -> tuple[Flag, Any]:
     """Add a tensor's gradient and residual: the one pass over memory that each gradient makes.
 
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
-    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one.
+    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a device,
+    for whose answer nobody waits here, what ``method.scan`` found stays: its sizes are right, and the step is undone.
 
     Args:
         method: the method; its feedback is not "none".
@@ -76,7 +77,7 @@ def receive(
         clear: set the gradient to 0 once it has been read.
 
     Returns:
-        Whether x is finite with this gradient, and what ``method.scan`` found.
+        Whether x is finite with this gradient (``ops.spec.Flag``), and what ``method.scan`` found.
     """
     x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
     factor = method.clip(gradient, scale, ctx, ops)
@@ -89,7 +90,9 @@ def receive(
         finite, found = method.scan(velocity, residual, 1.0, x, place, ctx, ops)
     else:
         finite, found = method.scan(gradient, residual, factor, x, place, ctx, ops, clear)
-    if not finite:
+    if not isinstance(finite, bool):
+        ops.keep_if(finite, x, residual)
+    elif not finite:
         zeros = ops.zeros(len(x), "float32", like=x)
         if method.feedback == "momentum":
             ops.accumulate(state[VELOCITY][span], zeros, method.momentum, velocity)

@@ -51,6 +51,7 @@ class Run:
         method: what compresses.
         on: the device of the gradients; None: the host.
         fails: whether rank 1 fails in the last step.
+        nan: whether rank 1's first gradient of the second step has one.
         settings: of the Compressors.
 
     Attributes:
@@ -62,9 +63,15 @@ class Run:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, method: str, on: Any = CUDA, fails: bool = False, **settings: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        on: Any = CUDA,
+        fails: bool = False,
+        nan: bool = False,
+        **settings: Any,
     ):
-        self.net, self.on, self.fails = Horovod(2), on, fails
+        self.net, self.on, self.fails, self.nan = Horovod(2), on, fails, nan
         for module in (driver, transport):
             monkeypatch.setattr(module, "hvd", self.net)
         self.waits: Counter[str] = Counter()
@@ -108,6 +115,7 @@ class Run:
         sent = []
         for name, parameter in parameters.items():
             values = np.random.default_rng([rank, step, *parameter.shape]).normal(size=parameter.shape)
+            values[7] = np.nan if self.nan and (rank, step, name) == (1, 1, f"p{SIZES[0]}") else values[7]
             gradient = torch.from_numpy(values.astype(np.float32))
             parameter.grad = gradient if self.on is None else gradient.as_subclass(Elsewhere)
             stock, ticket = compressor.compress(parameter.grad)
@@ -117,14 +125,17 @@ class Run:
 
 
 #: How often the host waits for the device in a step of two tensors among two ranks: with Triton, with torch alone.
-#: Once a tensor for whether its gradient is finite; more where a payload's size or header decides what comes next.
+#: Once, for the status ("__bool__"); more where a payload's size or header decides what comes next.
 WAITS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "scalecom": ({"tolist": 2}, {"tolist": 4}),
-    "fp16": ({"tolist": 2}, {"tolist": 2}),
-    "powersgd": ({"tolist": 2}, {"tolist": 2}),
-    "randomk": ({"tolist": 3}, {"tolist": 5}),  # and once for the factor, which comes with the payload
-    "qsgd": ({"tolist": 8}, {"tolist": 8}),  # and for headers: of all ranks at once, then of each
-    "topk": ({"tolist": 12, "nonzero": 4}, {"tolist": 16, "nonzero": 8, "bincount": 2}),  # and for indices
+    "scalecom": ({"__bool__": 1}, {"__bool__": 1, "tolist": 2}),
+    "fp16": ({"__bool__": 1}, {"__bool__": 1}),
+    "powersgd": ({"__bool__": 1}, {"__bool__": 1}),
+    "randomk": ({"__bool__": 1, "tolist": 1}, {"__bool__": 1, "tolist": 3}),  # the factor comes with the payload
+    "qsgd": ({"__bool__": 1, "tolist": 6}, {"__bool__": 1, "tolist": 6}),  # headers: of all ranks at once, then of each
+    "topk": (  # and of each rank's indices how many they are, and whether they are in range
+        {"__bool__": 1, "tolist": 10, "nonzero": 4},
+        {"__bool__": 1, "tolist": 14, "nonzero": 8, "bincount": 2},
+    ),
 }
 
 
@@ -139,6 +150,18 @@ def test_the_host_waits_so_often_and_results_are_the_hosts(monkeypatch: pytest.M
         if method != "powersgd":  # its products round as the library's do
             for mine, its in zip(run.results, host.results, strict=True):
                 assert [one.tobytes() for one in mine] == [one.tobytes() for one in its]
+
+
+@pytest.mark.parametrize("ops", ["auto", "torch"])
+@pytest.mark.parametrize("method", ["scalecom", "fp16", "randomk", "topk", "gaussiank", "qsgd"])
+def test_a_step_with_a_nan_is_undone(monkeypatch: pytest.MonkeyPatch, method: str, ops: str) -> None:
+    """Whether the device knows it or the host: the next step is as if it had not been."""
+    host, run = (Run(monkeypatch, method, on=on, nan=True, ops=ops) for on in (None, CUDA))
+    assert not run.mixed
+    for step in range(STEPS):
+        for mine, its in zip(run.results[step], host.results[step], strict=True):
+            assert np.array_equal(mine, its, equal_nan=True)
+            assert np.isnan(mine).all() if step == 1 else np.isfinite(mine).all()
 
 
 @pytest.mark.parametrize("method", ["randomk", "none", "topk"])

@@ -80,6 +80,14 @@ for scale in (1.0, 0.3, 2.0**-16):
             o, put, np.ones(x.size, np.float64), lambda out: o.write(out, put(r.astype(np.float64)), s)
         )
     )
+for finite in (True, False, np.array([1], np.int32), np.array([0], np.int32)):  # the latter as a device has them
+
+    def kept(other: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray, flag: Any = finite) -> Any:
+        flag = flag if isinstance(flag, bool) else put(flag)
+        return changed(o, put, x, lambda out: o.keep_if(flag, out, put(r)) if other else o.keep_if(flag, out))
+
+    call("keep_if")(partial(kept, True))
+    call("keep_if")(partial(kept, False))
 for beta in (0.1, 1.0):
     call("blend")(lambda o, put, x, r, b=beta: changed(o, put, x, lambda out: o.blend(out, put(r), b)))
 call("zero_where")(lambda o, put, x, r: changed(o, put, x, lambda out: o.zero_where(out, put(r))))

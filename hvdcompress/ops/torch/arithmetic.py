@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite, nan
 
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import FP32_MAX, Array, Half, Scalar, Sparse
+from hvdcompress.ops.spec import FP32_MAX, Array, Flag, Half, Scalar, Sparse
 from hvdcompress.ops.torch.floats import from_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
@@ -15,7 +16,7 @@ from hvdcompress.ops.torch.statistics import all_finite, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
 
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> Flag:
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
     else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
@@ -28,13 +29,14 @@ def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear
 def accumulate_moments(
     gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False
 ) -> tuple[float, float]:
-    finite = accumulate(gradient, residual, scale, out, clear)
-    return moments(out) if finite else (float("nan"), float("nan"))
+    accumulate(gradient, residual, scale, out, clear)
+    mean, deviation = moments(out)
+    return (mean, deviation) if isfinite(deviation) else (nan, nan)
 
 
 def accumulate_argmax(
     gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-) -> tuple[bool, Array]:
+) -> tuple[Flag, Array]:
     return accumulate(gradient, residual, scale, out, clear), chunk_argmax(out, chunk)
 
 
@@ -46,9 +48,16 @@ def accumulate_above(
     threshold: Scalar,
     capacity: int,
     clear: bool = False,
-) -> tuple[bool, Sparse]:
+) -> tuple[Flag, Sparse]:
     finite, index = accumulate(gradient, residual, scale, out, clear), first_above(out, threshold, capacity)
     return finite, Sparse(index, out[index])
+
+
+def keep_if(finite: Flag, x: Array, other: Array | None = None) -> None:
+    if not isinstance(finite, bool):
+        x.copy_(torch.where(finite != 0, x, 0.0 if other is None else other))
+    elif not finite:
+        x.copy_(other) if other is not None else x.zero_()
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

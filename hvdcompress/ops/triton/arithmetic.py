@@ -8,22 +8,22 @@ import torch
 
 from hvdcompress.ops import torch as general
 from hvdcompress.ops.shared import moments_of
-from hvdcompress.ops.spec import Array, Half, Scalar, Sparse
-from hvdcompress.ops.torch.tensors import f32, host
+from hvdcompress.ops.spec import Array, Flag, Half, Scalar, Sparse
+from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.selection import compacted, tile
-from hvdcompress.ops.triton.statistics import flag
+from hvdcompress.ops.triton.statistics import finite_so_far
 from hvdcompress.ops.triton.tensors import empty, plain, plain_sparse
 
 
-def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> bool:
+def accumulate(gradient: Array, residual: Array, scale: float, out: Array, clear: bool = False) -> Flag:
     if not plain(gradient, residual, out):
         return general.accumulate(gradient, residual, scale, out, clear)
-    n, bad = len(out), flag(out)
-    given = gradient, residual, f32(scale), out, bad, n
+    n, finite = len(out), finite_so_far(out)
+    given = gradient, residual, f32(scale), out, finite, n
     launch(kernels.accumulate, blocks(n), out, *given, CLEAR=clear, BLOCK=BLOCK)
-    return not host(bad)[0]
+    return flag(finite)
 
 
 def accumulate_moments(
@@ -43,17 +43,17 @@ def accumulate_moments(
 
 def accumulate_argmax(
     gradient: Array, residual: Array, scale: float, out: Array, chunk: int, clear: bool = False
-) -> tuple[bool, Array]:
+) -> tuple[Flag, Array]:
     shape = tile(chunk)
     if not shape or not plain(gradient, residual, out):
         return accumulate(gradient, residual, scale, out, clear), general.chunk_argmax(out, chunk)
-    n, bad = len(out), flag(out)
+    n, finite = len(out), finite_so_far(out)
     offset = empty(-(-n // chunk), torch.int32, out)
     launch(
         kernels.accumulate_argmax, blocks(len(offset), shape["ROWS"]), out,
-        gradient, residual, f32(scale), out, bad, offset, n, chunk, len(offset), CLEAR=clear, **shape,
+        gradient, residual, f32(scale), out, finite, offset, n, chunk, len(offset), CLEAR=clear, **shape,
     )  # fmt: skip
-    return not host(bad)[0], offset
+    return flag(finite), offset
 
 
 def accumulate_above(
@@ -64,19 +64,27 @@ def accumulate_above(
     threshold: Scalar,
     capacity: int,
     clear: bool = False,
-) -> tuple[bool, Sparse]:
+) -> tuple[Flag, Sparse]:
     if not plain(gradient, residual, out):
         return general.accumulate_above(gradient, residual, scale, out, threshold, capacity, clear)
-    n, bad = len(out), flag(out)
+    n, finite = len(out), finite_so_far(out)
     counts = empty(blocks(n), torch.int32, out)
     launch(
         kernels.accumulate_count, blocks(n), out,
-        gradient, residual, f32(scale), out, bad, f32(threshold), counts, n, CLEAR=clear, BLOCK=BLOCK,
+        gradient, residual, f32(scale), out, finite, f32(threshold), counts, n, CLEAR=clear, BLOCK=BLOCK,
     )  # fmt: skip
     ends = counts.cumsum(0)
-    not_finite, found = host(torch.cat([bad, ends[-1:]]))
+    known, found = host(torch.cat([finite, ends[-1:]]))
     values = empty(min(found, capacity), torch.float32, out)
-    return not not_finite, Sparse(compacted(out, threshold, ends, len(values), values=values), values)
+    return known == 1, Sparse(compacted(out, threshold, ends, len(values), values=values), values)
+
+
+def keep_if(finite: Flag, x: Array, other: Array | None = None) -> None:
+    if isinstance(finite, bool) or not plain(x) or (other is not None and not plain(x, other)):
+        general.keep_if(finite, x, other)
+    else:
+        given = x, x if other is None else other, finite.to(torch.int32), len(x)
+        launch(kernels.keep_if, blocks(len(x)), x, *given, ZERO=other is None, BLOCK=BLOCK)
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:

@@ -6,16 +6,16 @@ import torch
 
 from hvdcompress.ops import torch as general
 from hvdcompress.ops.shared import moments_of
-from hvdcompress.ops.spec import Array
-from hvdcompress.ops.torch.tensors import host
+from hvdcompress.ops.spec import Array, Flag
+from hvdcompress.ops.torch.tensors import flag, host
 from hvdcompress.ops.triton._kernels import statistics as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, plain
 
 
-def flag(like: Array) -> Array:
-    """Return [1] int32, 0: a kernel's sign that something is not finite."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
+def finite_so_far(like: Array) -> Array:
+    """Return [1] int32, 1: a kernel sets it to 0 where it finds what is not finite."""
+    return torch.ones(1, dtype=torch.int32, device=like.device)
 
 
 def moments(x: Array) -> tuple[float, float]:
@@ -27,9 +27,9 @@ def moments(x: Array) -> tuple[float, float]:
     return moments_of(total, squares, len(x))
 
 
-def all_finite(x: Array) -> bool:
+def all_finite(x: Array) -> Flag:
     if not plain(x) and not plain(x, dtype=torch.float64):
         return general.all_finite(x)
-    bad = flag(x)
-    launch(kernels.all_finite, blocks(len(x)), x, x, bad, len(x), BLOCK=BLOCK)
-    return not host(bad)[0]
+    finite = finite_so_far(x)
+    launch(kernels.all_finite, blocks(len(x)), x, x, finite, len(x), BLOCK=BLOCK)
+    return flag(finite)

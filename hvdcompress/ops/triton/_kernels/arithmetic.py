@@ -10,9 +10,9 @@ from hvdcompress.ops.triton._kernels.statistics import store_moments
 
 
 @triton.jit
-def accumulate(gradient, residual, scale, out, bad, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
+def accumulate(gradient, residual, scale, out, finite, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
     at = places(BLOCK)
-    note_not_finite(add(gradient, residual, scale, out, at, at < n, CLEAR), bad)
+    note_not_finite(add(gradient, residual, scale, out, at, at < n, CLEAR), finite)
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def accumulate_argmax(
     residual,
     scale,
     out,
-    bad,
+    finite,
     offset,
     n,
     chunk,
@@ -40,19 +40,29 @@ def accumulate_argmax(
     at = row[:, None] * chunk + column[None, :]
     inside = (column < chunk)[None, :] & (at < n)
     x = add(gradient, residual, scale, out, at, inside, CLEAR)
-    note_not_finite(x, bad)
+    note_not_finite(x, finite)
     tl.store(offset + row, offsets_of_largest(x, inside, column, WIDTH), row < chunks)
 
 
 @triton.jit
 def accumulate_count(
-    gradient, residual, scale, out, bad, threshold, counts, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr
+    gradient, residual, scale, out, finite, threshold, counts, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr
 ):
     at = places(BLOCK)
     inside = at < n
     x = add(gradient, residual, scale, out, at, inside, CLEAR)
-    note_not_finite(x, bad)
+    note_not_finite(x, finite)
     tl.store(counts + tl.program_id(0), tl.sum((inside & is_chosen(x, threshold, False)).to(tl.int32), 0))
+
+
+@triton.jit
+def keep_if(x, other, finite, n, ZERO: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(finite) == 0:  # almost never: a program then reads nothing else
+        at = places(BLOCK)
+        if ZERO:
+            tl.store(x + at, 0.0, at < n)
+        else:
+            tl.store(x + at, tl.load(other + at, at < n), at < n)
 
 
 @triton.jit

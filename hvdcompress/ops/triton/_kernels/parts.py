@@ -24,9 +24,9 @@ def add(gradient, residual, scale, out, at, inside, CLEAR: tl.constexpr):
 
 
 @triton.jit
-def note_not_finite(x, bad):
-    """Set ``bad`` [1] to 1 if an element is not finite. Programs that do so at once write the same."""
-    tl.store(bad, 1, tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1)) == 1)
+def note_not_finite(x, finite):
+    """Set ``finite`` [1] to 0 if an element is not finite. Programs that do so at once write the same."""
+    tl.store(finite, 0, tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1)) == 1)
 
 
 @triton.jit

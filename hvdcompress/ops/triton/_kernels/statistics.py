@@ -21,6 +21,6 @@ def moments(x, sums, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def all_finite(x, bad, n, BLOCK: tl.constexpr):
+def all_finite(x, finite, n, BLOCK: tl.constexpr):
     at = places(BLOCK)
-    note_not_finite(tl.load(x + at, at < n, 0.0), bad)
+    note_not_finite(tl.load(x + at, at < n, 0.0), finite)
