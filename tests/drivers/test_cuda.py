@@ -78,7 +78,8 @@ class Run:
         self.results: list[list[np.ndarray]] = []
         self.counters: dict[str, int] = {}
         self.errors: list[Exception] = []
-        make = functools.partial(driver.Compressor, method, min_elements=1, bucket_elements=0, **settings)
+        settings = {"min_elements": 1, "bucket_elements": 0, **settings}
+        make = functools.partial(driver.Compressor, method, **settings)
         threads = [threading.Thread(target=self._rank, args=(rank, make), daemon=True) for rank in range(2)]
         for thread in threads:
             thread.start()
@@ -150,6 +151,12 @@ def test_the_host_waits_so_often_and_results_are_the_hosts(monkeypatch: pytest.M
         if method != "powersgd":  # its products round as the library's do
             for mine, its in zip(run.results, host.results, strict=True):
                 assert [one.tobytes() for one in mine] == [one.tobytes() for one in its]
+
+
+def test_joined_tensors_cost_one_wait_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For how many numbers came back of each tensor."""
+    run = Run(monkeypatch, "scalecom", bucket_elements=10**6)
+    assert run.waits == {"__bool__": 1, "tolist": 1}
 
 
 @pytest.mark.parametrize("ops", ["auto", "torch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isfinite, nan
 
 import torch
@@ -118,8 +119,9 @@ def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
     ends = torch.tensor(sizes).cumsum(0)
     starts, stops = uploaded(torch.stack([ends - torch.tensor(sizes), ends]), total.index)
     piece = torch.searchsorted(stops, total.index, right=True)
-    order = torch.argsort(piece, stable=True)
-    counts = host(torch.bincount(piece, minlength=len(sizes)))
+    place, order = torch.sort(piece, stable=True)
+    edges = host(torch.searchsorted(place, torch.arange(len(sizes) + 1, device=place.device)))
+    counts = [end - begin for begin, end in pairwise(edges)]  # bincount would make the host wait a second time
     index = (total.index - starts[piece]).to(total.index.dtype)[order]
     return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
 

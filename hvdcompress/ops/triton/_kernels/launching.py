@@ -19,9 +19,9 @@ def blocks(n: int, block: int = BLOCK) -> int:
 def launch(kernel: Any, programs: int, like: Array, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on the device of ``like``; the host does not wait for it.
 
-    A product and a sum must round twice, as they do in the reference. Triton fuses them by default up to 3.8:
-    ``enable_fp_fusion=False`` forbids that to LLVM and to ptxas (https://github.com/triton-lang/triton/pull/2495,
-    /pull/11270). Denormals need no option: an instruction without ``.ftz`` keeps them.
+    A product and a sum must round twice, as they do in the reference, and Triton may fuse them unless told not to:
+    ``enable_fp_fusion=False`` forbids that to LLVM and to ptxas (https://github.com/triton-lang/triton/pull/2495; the
+    default: /pull/11270). Denormals need no option: an instruction without ``.ftz`` keeps them.
     """
     with torch.cuda.device_of(like):
         kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
