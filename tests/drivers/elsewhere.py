@@ -87,7 +87,7 @@ class Device(TorchFunctionMode):
         here = [one for one in tensors if not isinstance(one, Elsewhere)]
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__":
-                return func(*args, **kwargs)
+                return func(*args, **kwargs) if here else there(func(*args, **kwargs))
             moves = name in ("to", "copy_") or (name == "tensor" and not tensors)
             if len(here) < len(tensors) and not moves and any(one.dim() for one in here):
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device, cuda:0 and cpu are here")

@@ -6,11 +6,14 @@ No GPU is needed: ``elsewhere.py`` stands for one, and for Horovod.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comparing
 import numpy as np
 import pytest
 
@@ -179,6 +182,17 @@ def test_a_rank_that_fails_sends_from_the_same_device(monkeypatch: pytest.Monkey
     if method != "none":
         assert len(run.errors) == 2
         assert all(isinstance(error, PeerError) and "division" in str(error) for error in run.errors), run.errors
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_no_verb_mixes_host_and_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All that the tests of the verbs call, on tensors of the device; results stay there, and are the reference's."""
+    ops = importlib.import_module(f"hvdcompress.ops.{name}")
+    for file in sorted((Path(__file__).parents[1] / "ops").glob("test_ops_*.py")):
+        importlib.import_module(file.stem)
+    monkeypatch.setattr(comparing, "device_of", lambda backend: "cuda" if backend is ops else None)
+    with Device():
+        comparing.compare(ops, comparing.vector("special", 9), comparing.vector("special", 9, seed=1))
 
 
 def test_the_device_is_as_strict_as_cuda() -> None:

@@ -38,8 +38,11 @@ def fused(verb: str, more: tuple, scale: float, clear: bool, o: Any, put: Any, x
     """What a verb that adds gradient and residual returns, writes, and leaves of a gradient that it may clear."""
     gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
     found = getattr(o, verb)(gradient, put(r), scale, out, *more, clear=clear)
-    found = None if verb == "accumulate_moments" else (found[0], tuple(found[1])) if "above" in verb else found
-    return found, out, gradient
+    if verb == "accumulate":
+        found = bool(found)  # which may be on a device
+    elif verb != "accumulate_moments":
+        found = bool(found[0]), tuple(found[1]) if "above" in verb else found[1]
+    return None if verb == "accumulate_moments" else found, out, gradient
 
 
 for scale in (1.0, 0.3, 2.0**-16):

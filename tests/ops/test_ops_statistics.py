@@ -21,11 +21,11 @@ call("l2_norm")(lambda o, put, x, r: float(np.float32(o.l2_norm(put(x / np.float
 for bucket in (1, 3, 512, 1 << 62):
     for norm in ("max", "l2", "mean"):
         call("bucket_norms")(lambda o, put, x, r, b=bucket, m=norm: o.bucket_norms(put(x), b, m))
-call("all_finite")(lambda o, put, x, r: o.all_finite(put(x)))
-call("all_finite")(lambda o, put, x, r: o.all_finite(put(np.append(x, np.float32(np.inf)))))
-call("all_finite")(lambda o, put, x, r: o.all_finite(put(np.append(x, np.float32(np.nan)))))
-call("all_finite")(lambda o, put, x, r: o.all_finite(put(np.append(x.astype(np.float64), [np.inf, -np.inf]))))
-call("all_finite")(lambda o, put, x, r: o.all_finite(put(np.full(3, 1e300))))
+call("all_finite")(lambda o, put, x, r: bool(o.all_finite(put(x))))
+call("all_finite")(lambda o, put, x, r: bool(o.all_finite(put(np.append(x, np.float32(np.inf))))))
+call("all_finite")(lambda o, put, x, r: bool(o.all_finite(put(np.append(x, np.float32(np.nan))))))
+call("all_finite")(lambda o, put, x, r: bool(o.all_finite(put(np.append(x.astype(np.float64), [np.inf, -np.inf])))))
+call("all_finite")(lambda o, put, x, r: bool(o.all_finite(put(np.full(3, 1e300)))))
 call("all_below")(lambda o, put, x, r: (o.all_below(put(chosen(x)), x.size), o.all_below(put(chosen(x)), x.size // 2)))
 call("all_below")(lambda o, put, x, r: o.all_below(put(np.array([3, -1], np.int64)), 5))
 
