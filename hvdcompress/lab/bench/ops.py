@@ -129,7 +129,8 @@ def cases_on_device(n: int, place: Callable[[Any], Any]) -> list[Case]:
     packed, signs = reference.quantize(x, norms, bucket, width, key), reference.pack_signs(x)
     k = max(n // 100, 1)
     chosen = Sparse(*map(place, (reference.top_k(x, k), np.ones(k, np.float32))))
-    scale, x, norms, packed, signs = map(place, (norms[:1], x, norms, packed, signs))
+    finite, scale, x, norms = map(place, (np.ones(1, np.int32), norms[:1], x, norms))
+    packed, signs = map(place, (packed, signs))
     return [
         *cases(n, place),
         Case("quantize", "4 bits", 4 * n + n // 2, lambda o: o.quantize(x, norms, bucket, width, key)),
@@ -137,6 +138,7 @@ def cases_on_device(n: int, place: Callable[[Any], Any]) -> list[Case]:
         Case("pack_signs", "", 4 * n + n // 8, lambda o: o.pack_signs(x)),
         Case("unpack_signs", "", 4 * n + n // 8, lambda o: o.unpack_signs(signs, scale, n)),
         Case("uniform", "", 4 * n, lambda o: o.uniform(key, n, x)),
+        Case("keep_if", "finite", 4, lambda o: o.keep_if(finite, x, x)),
         Case("zero_where", "sparse", 12 * k, lambda o: o.zero_where(x, chosen)),
     ]
 
