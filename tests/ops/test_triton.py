@@ -108,6 +108,19 @@ def test_kernels_compile_to_plain_ieee_arithmetic(monkeypatch: pytest.MonkeyPatc
     assert kernels == set(re.findall(r"(?<!_)kernels\.(\w+)", named))
 
 
+def test_every_launch_forbids_fusion() -> None:
+    options: dict[str, Any] = {}
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **given: options.update(given, grid=grid, arguments=arguments)
+
+    importlib.import_module("hvdcompress.ops.triton._kernels.launching").launch(Kernel(), 3, torch.ones(1), 7, BLOCK=8)
+    assert options == {"enable_fp_fusion": False, "grid": (3,), "arguments": (7,), "BLOCK": 8}
+    sources = (ROOT / "hvdcompress/ops/triton").rglob("*.py")
+    assert sum(path.read_text(encoding="utf-8").count("kernel[") for path in sources) == 1  # nothing else launches
+
+
 # -- what the kernels do not take ---------------------------------------------------------------------------------
 
 
