@@ -3,7 +3,7 @@
 #
 # Makes .venv/ at the root of the repository: PyTorch, TensorFlow, Open MPI, the tools and libraries of
 # constraints.txt, Horovod 0.28.1 with a patch, and hvdcompress itself (editable). The first time takes about
-# ten minutes on two cores and 4 GB of disk; when there is nothing to do it takes a second.
+# ten minutes on two cores and 5 GB of disk; when there is nothing to do it takes a second.
 # Output of pip and of the compiler goes to .venv/setup.log.
 #
 #   --missing    print the Debian packages that this machine lacks, and stop
@@ -92,6 +92,9 @@ install_torch() {
 install_pinned() {
     # The list is complete, so pip need not resolve anything (--no-deps), and nothing in it is worth compiling.
     pip_install --no-deps --only-binary=:all: -r "$VENV/pins.txt"
+    # A PyTorch for CUDA has brought the Triton that it was built for.
+    "$VENV/bin/python" -c 'import triton' 2>/dev/null ||
+        pip_install --no-deps --only-binary=:all: "$(grep '^triton==' "$ROOT/constraints.txt")"
     configure_openmpi
 }
 
@@ -232,13 +235,13 @@ fi
 
 network="look at the network and at where pip takes packages from (pip config list, PIP_INDEX_URL, HTTPS_PROXY)."
 STEP=2
-grep -v '^torch==' "$ROOT/constraints.txt" >"$VENV/pins.txt"
+grep -v -e '^torch==' -e '^triton==' "$ROOT/constraints.txt" >"$VENV/pins.txt"
 step "installing PyTorch ($HVDCOMPRESS_TORCH; 200 MB, or several GB with CUDA)" "$network" install_torch
 torch_build=$(torch_build)
 say "      $torch_build"
 
 STEP=3
-step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (about 700 MB: TensorFlow, Open MPI and others)" \
+step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (about 1 GB: TensorFlow, Triton, Open MPI and others)" \
     "$network" install_pinned
 
 STEP=4

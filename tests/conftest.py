@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"), ("NUM_INTEROP_THREADS", "1")):
     os.environ.setdefault(f"TF_{setting}", value)
 
+# Triton's kernels run in its interpreter, on CPU tensors; it looks for this when it is imported, later than this file.
+# With a GPU:  TRITON_INTERPRET=0 pytest tests/ops/test_ops.py -k "triton and verbs_on"
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # tests/mutations/ runs other tests again, with the library broken: it imports them by name
 for folder in ("methods", "parts", "engine", "ops", "lab"):
     sys.path.insert(0, str(Path(__file__).resolve().parent / folder))

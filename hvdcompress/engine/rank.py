@@ -21,7 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import State, declared_slots, itemsize
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import NOTHING, Found, Ops, Outer, Sparse, Waves, piece_of
+from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -42,7 +42,7 @@ class Exchange:
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
         x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
-        finite: whether all gradients that came had neither Inf nor NaN.
+        finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.
         outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
         cleared: of each, whether it is 0 everywhere.
         communication: the method's generator; None before all gradients are there.
@@ -62,7 +62,7 @@ class Exchange:
     spare: dict[str, Array]
     restart: tuple[int, int]
     x: Array | None = None
-    finite: bool = True
+    finite: Flag = True
     outs: list[Array | None] = field(default_factory=list)
     cleared: list[bool] = field(default_factory=list)
     communication: Communication | None = None
@@ -161,7 +161,7 @@ class Rank:
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
         return method.passes and method.feedback == "none" and alone
 
-    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops, check: bool = True) -> tuple[State, bool]:
+    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops, check: bool = True) -> tuple[State, Flag]:
         """Note that the driver's framework reduces a gradient; returns its state, and whether it is finite.
 
         Args:
@@ -255,7 +255,8 @@ class Rank:
         Args:
             exchange: the bucket's.
             place: which member.
-            gradient: its flat gradient in the working dtype; read only, until :meth:`deliver`.
+            gradient: its flat gradient in the working dtype; read only, until :meth:`deliver`, except that on a device
+                one with an Inf or a NaN may be set to 0.
             out: the flat array that receives the reduced gradient; may be ``gradient`` itself.
             clear: ``out`` is ``gradient`` itself, and may be set to 0 in passing, which is faster than later.
 
@@ -277,7 +278,9 @@ class Rank:
         else:
             scan = method.scan(place, ctx, ops) if exchange.scale == 1.0 else NOTHING  # it is multiplied afterwards
             found = ops.look(gradient, scan)
-            if not found.finite:
+            if not isinstance(found.finite, bool):
+                ops.keep_if(found.finite, gradient)
+            elif not found.finite:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
                 found = ops.look(gradient, scan)._replace(finite=False)
             if exchange.scale != 1.0:

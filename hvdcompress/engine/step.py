@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.rank import Exchange, Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import Flag, Ops
 from hvdcompress.plan import Bucket
 
 
@@ -62,7 +63,7 @@ class Step:
         exchanges: by bucket name.
         error: the first error of this rank that waits to be everyone's.
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
-        finite: whether no rank had an Inf or a NaN, as far as this rank knows.
+        finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Step:
         self._first: Pending | None = None  # the first status, until it is heard
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
+        self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
 
     # -- gradients come in ----------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Step:
     def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
         """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`."""
         self.rank.receive(exchange, place, gradient, out, clear)
-        self.finite &= exchange.finite
+        self._note(exchange.finite)
 
     def pass_on(
         self, bucket: Bucket, gradient: Array, ops: Ops, spoil: Callable[[], object], check: bool = True
@@ -137,7 +139,7 @@ class Step:
             check: whether to look for an Inf or a NaN.
         """
         state, finite = self.rank.pass_on(bucket, gradient, ops, check)
-        self.finite &= finite
+        self._note(finite)
         self._passing.append((state, spoil))
 
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
@@ -180,6 +182,7 @@ class Step:
         """How the step stands on this rank. A request for a trigger goes out with it."""
         self._asked |= self.rank.take_request()
         steps = sorted(self.rank.steps().items())
+        self.finite &= all(map(bool, self._flags.values()))  # where a host waits for its device: once a step
         scale = self.loss_scale if self.error is None else 1.0
         return Status(self.error is not None, not self.finite, self._asked, self.terms.fingerprint(steps), scale)
 
@@ -287,6 +290,13 @@ class Step:
         self.rank.asks_for_trigger |= self._asked
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _note(self, finite: Flag) -> None:
+        """Note whether a gradient is finite; one that a device knows is asked for with the status."""
+        if isinstance(finite, bool):
+            self.finite &= finite
+        else:
+            self._flags[finite.device] = self._flags.get(finite.device, True) & finite
 
     def _submit(self, exchange: Exchange) -> None:
         assert exchange.verb is not None

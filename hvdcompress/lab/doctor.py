@@ -168,6 +168,9 @@ CHECKS: dict[str, Callable[[float], Finding]] = {
     "numpy": package("numpy", "pip install numpy", needed=True),
     "numba": package("numba", "pip install numba: codecs are slower without"),
     "torch": package("torch", "pip install 'hvdcompress[torch]'"),
+    "triton": package(
+        "triton", "pip install 'hvdcompress[triton]': gradients on a GPU are compressed in more passes without"
+    ),
     "tensorflow": package("tensorflow", "pip install 'hvdcompress[tensorflow]'"),
     "mpi4py": package("mpi4py", "pip install 'hvdcompress[mpi]'", MPI4PY, launch=MPIRUN),
     "mpirun": mpirun,

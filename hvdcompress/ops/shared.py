@@ -7,11 +7,12 @@ both have under one name. Functions without it use operators and methods that th
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, Found, Norm, NumpyArray, Outer, Scalar, Scan, Sparse
+from hvdcompress.ops.spec import Array, Flag, Found, Norm, NumpyArray, Outer, Scalar, Scan, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -38,7 +39,7 @@ def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
 class Finders(NamedTuple):
     """A backend's verbs that find one thing each."""
 
-    all_finite: Callable[[Array], bool]
+    all_finite: Callable[[Array], Flag]
     moments: Callable[[Array], tuple[float, float]]
     chunk_argmax: Callable[[Array, int], Array]
     first_above: Callable[[Array, Scalar, int], Array]
@@ -50,9 +51,14 @@ class Finders(NamedTuple):
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
     """Return what a pass over ``x`` is to find, by one pass for each thing."""
-    if not finders.all_finite(x):
+    return find_rest(x, finders.all_finite(x), scan, finders)
+
+
+def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
+    """Return the same, given whether all elements are finite; on a device, that may be known later."""
+    moments = finders.moments(x) if scan.moments and finite is not False else None
+    if finite is False or (moments and not isfinite(moments[1])):
         return Found(False)
-    moments = finders.moments(x) if scan.moments else None
     offsets = finders.chunk_argmax(x, scan.chunk) if scan.chunk else None
     index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
     above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
@@ -61,7 +67,7 @@ def find(x: Array, scan: Scan, finders: Finders) -> Found:
     if scan.product is not None:
         a, rows = scan.product
         product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
-    return Found(True, moments, offsets, above, signs, largest, product)
+    return Found(finite, moments, offsets, above, signs, largest, product)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------

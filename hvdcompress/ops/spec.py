@@ -1,8 +1,8 @@
 """The specification of the array verbs: what each verb does, written once for all backends.
 
-Methods are written in the verbs of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``) is a
-module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same bytes, except
-where a verb says "to rounding".
+Methods are written in the verbs of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``,
+``ops/triton``) is a module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same
+bytes, except where a verb says "to rounding".
 
 Conventions. Arrays are one-dimensional; [n] after an array is its length, and a matrix [rows × m] is its flat memory,
 row by row. Unless a verb says otherwise, values are float32, indices are int32 (int64 if the tensor has 2^31 elements
@@ -20,6 +20,7 @@ import numpy as np
 Array = Any  #: an array of the backend's library, for example a torch.Tensor; one-dimensional inside a method
 NumpyArray = np.ndarray[Any, Any]  #: an array in host memory
 Scalar = float | np.floating[Any]  #: a number on the host
+Flag = bool | Any  #: yes or no; on a device a tensor of one, 0 or 1, so that the host need not wait for it
 Norm = Literal["max", "l2", "mean"]  #: the largest |x|, the Euclidean norm, or the mean |x|
 
 FP16_MAX = 65504.0  #: the largest finite float16
@@ -260,7 +261,7 @@ class Found(NamedTuple):
     """What a pass over a vector found.
 
     Attributes:
-        finite: Whether all elements are finite.
+        finite: Whether all elements are finite. If they are not, the rest means nothing.
         moments: The mean and the standard deviation, or None if they were not asked for.
         offsets: Of the largest |x| of each chunk, or None if they were not asked for.
         above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
@@ -269,7 +270,7 @@ class Found(NamedTuple):
         product: The product [rows × n/m], to rounding, or None if it was not asked for.
     """
 
-    finite: bool
+    finite: Flag
     moments: tuple[float, float] | None = None
     offsets: Array | None = None
     above: Sparse | None = None
@@ -369,6 +370,15 @@ class Ops(Protocol):
     def look(self, x: Array, scan: Scan) -> Found:
         """Report on ``x`` as :meth:`accumulate` does on its result."""
 
+    def keep_if(self, finite: Flag, x: Array, other: Array | None = None) -> None:
+        """Unless ``finite``, set x to ``other``, or to 0 without one, in place. The host waits for no flag.
+
+        Args:
+            finite: what :meth:`accumulate`, :meth:`look` or :meth:`all_finite` found.
+            x: [n].
+            other: [n].
+        """
+
     def blend(self, x: Array, residual: Array, beta: float) -> None:
         """Set x = beta·x + (1−beta)·residual, in place."""
 
@@ -393,7 +403,7 @@ class Ops(Protocol):
             total: Dense [n], coded, or sparse, with indices in [0, n). Values of equal indices are added in
                 the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
-            cleared: ``out`` is 0 everywhere already.
+            cleared: ``out`` is 0, not −0, everywhere already.
         """
 
     def dense(self, x: Array | Coded) -> Array:
@@ -460,7 +470,7 @@ class Ops(Protocol):
             hold becomes the largest finite float32.
         """
 
-    def all_finite(self, x: Array) -> bool:
+    def all_finite(self, x: Array) -> Flag:
         """Return whether ``x`` (float32 or float64) contains neither infinities nor NaNs."""
 
     def all_below(self, index: Array, n: int) -> bool:
@@ -517,7 +527,7 @@ class Ops(Protocol):
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------
 
-    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
+    def to_fp16(self, x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, Any]:
         """Convert scale·x to float16, clipped to ±limit.
 
         Args:
@@ -527,7 +537,8 @@ class Ops(Protocol):
             out: [n] float16 that receives the result; by default a new array.
 
         Returns:
-            [n] float16, rounded to nearest even, and the number of elements that were clipped.
+            [n] float16, rounded to nearest even, and the number of elements that were clipped: a number or, on a
+            device, a tensor of one, for which the host need not wait.
         """
 
     def from_fp16(self, x: Array, scale: float) -> Array:

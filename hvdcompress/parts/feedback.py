@@ -58,7 +58,8 @@ def receive(
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
-    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one.
+    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a device,
+    for whose answer nobody waits here, what ``method.scan`` found stays: its sizes are right, and the step is undone.
 
     Args:
         method: the method; its feedback is not "none".
@@ -73,7 +74,7 @@ def receive(
         clear: set the gradient to 0 once it has been read.
 
     Returns:
-        What ``method.scan`` asked for, and whether x is finite with this gradient.
+        What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.spec.Flag``).
     """
     x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops)
     factor = method.clip(gradient, scale, ctx, ops)
@@ -81,7 +82,9 @@ def receive(
     if method.feedback == "momentum":
         velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)
     found = ops.accumulate(gradient, residual, factor, x, scan, clear, velocity)
-    if not found.finite:
+    if not isinstance(found.finite, bool):
+        ops.keep_if(found.finite, x, residual)
+    elif not found.finite:
         zeros = ops.zeros(len(x), "float32", like=x)
         return ops.accumulate(zeros, residual, 1.0, x, scan, velocity=velocity)._replace(finite=False)
     return found

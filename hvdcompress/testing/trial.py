@@ -179,7 +179,7 @@ def _numpy_tree(value: Any) -> Any:
 
 
 class _TorchOps:
-    """The verbs of ``ops/torch``, taking numpy arrays as views where a driver would hand over tensors."""
+    """Verbs for tensors, taking numpy arrays as views where a driver would hand over tensors."""
 
     def __init__(self, module: Ops):
         self.module = module
@@ -207,8 +207,8 @@ def _tensors(value: Any) -> Any:
 
 
 def adapted(ops: Ops) -> Any:
-    """Return a backend as :class:`Trial` runs it: torch's takes numpy arrays, the others do anyway."""
-    return _TorchOps(ops) if getattr(ops, "__name__", "") == "hvdcompress.ops.torch" else ops
+    """Return a backend as :class:`Trial` runs it: those for tensors take numpy arrays, the others do anyway."""
+    return _TorchOps(ops) if getattr(ops, "__name__", "").endswith((".ops.torch", ".ops.triton")) else ops
 
 
 def to_ops(ops: Ops, array: Any) -> Any:
@@ -217,12 +217,12 @@ def to_ops(ops: Ops, array: Any) -> Any:
 
 
 def backends() -> dict[str, Ops]:
-    """Import the array backends that this machine has, by name; "numpy" is the reference."""
+    """Import the array backends that this machine's processor runs, by name; "numpy" is the reference."""
     import hvdcompress.ops as package
 
     found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if not info.ispkg:  # the spec, and what backends share
+        if not info.ispkg or info.name == "triton":  # the spec, and what backends share; that one is for GPUs
             continue
         try:
             found[info.name] = importlib.import_module(f"{package.__name__}.{info.name}")

@@ -19,6 +19,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+import hvdcompress.ops
+import hvdcompress.ops.torch as torch_ops
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
@@ -26,6 +28,7 @@ from hvdcompress.engine.rank import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
@@ -85,7 +88,7 @@ class Compressor(compressor.Compressor):
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
-        ops: "auto" (the numpy core for CPU gradients, torch for CUDA), or "torch".
+        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -325,7 +328,7 @@ class Compressor(compressor.Compressor):
         if ticket.passed:  # Horovod has reduced it in its place, average or sum
             if output.data_ptr() != ticket.gradient.data_ptr():
                 ticket.gradient.detach().copy_(output)
-        else:
+        elif step.factor is None or output.device.type == "cpu":  # once is enough where the host waits for a device
             step.factor = self._factor(output[-2:])
         with step.errors_wait():
             if exchange and step.factor:
@@ -342,12 +345,10 @@ class Compressor(compressor.Compressor):
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _ops(self, tensor: torch.Tensor) -> Any:
-        """The array verbs for a gradient: the numpy core on the CPU, through views; torch's on a GPU."""
-        if tensor.device.type == "cpu" and not self.force_torch:
-            return fast
-        import hvdcompress.ops.torch as torch_ops
-
-        return torch_ops
+        """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""
+        if self.force_torch or tensor.device.type not in ("cpu", "cuda"):
+            return torch_ops
+        return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.
@@ -364,9 +365,9 @@ class Compressor(compressor.Compressor):
                 payload = torch.as_tensor(ticket.piggyback.verb.x)  # type: ignore[union-attr]
             elif failed:  # the others' payloads may go along: match their length
                 length = self.local.piggyback(self._place[ticket.name][0])
-                payload = None if length is None else torch.zeros(length)
+                payload = None if length is None else torch.zeros(length, device=ticket.gradient.device)
             stock = self._probe.clone()  # Horovod reduces it in place
-            stock = stock if payload is None else torch.cat([payload, stock.to(payload.device)])
+            stock = stock if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock

@@ -12,7 +12,7 @@ import pytest
 import hvdcompress
 
 PACKAGE = Path(hvdcompress.__file__).parent
-FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py"}
+FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py"}
 
 #: Rooms by floor, the lowest first. A file imports from its own room and from lower floors: never from a room above,
 #: and never from a room beside its own. The longest prefix of a file's path names its room.
@@ -38,6 +38,7 @@ FLOORS: list[set[str]] = [
 #: Frameworks that a room may import; every other room imports none.
 FRAMEWORKS_OF = {
     "ops/torch": {"torch"},
+    "ops/triton": {"torch", "triton"},
     "torch": {"torch", "horovod"},
     "tensorflow": {"tensorflow", "horovod"},
     "keras": {"keras", "tensorflow", "horovod"},

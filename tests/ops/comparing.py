@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.shared import mix
 from hvdcompress.ops.spec import Ops
 
-BACKENDS = ("numpy", "numba", "torch")
+BACKENDS = ("numpy", "numba", "torch", "triton")
 
 MAX = float(np.finfo(np.float32).max)
 TINY = float(np.float32(1e-45))
@@ -34,8 +35,11 @@ def key(number: int) -> np.ndarray:
     return mix(np.array([number], np.uint32))
 
 
-def is_torch(ops: Any) -> bool:
-    return ops.__name__.endswith(".torch")
+def device_of(ops: Any) -> str | None:
+    """Where a backend's tensors lie; None if it takes numpy arrays."""
+    if ops.__name__.endswith(".triton"):
+        return "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
+    return "cpu" if ops.__name__.endswith(".torch") else None
 
 
 def get(x: Any) -> Any:
@@ -44,7 +48,7 @@ def get(x: Any) -> Any:
         return tuple(get(one) for one in x)
     if isinstance(x, (bool, int, float, bytes, str)) or x is None:
         return x
-    array = np.asarray(x)
+    array = np.asarray(x.cpu() if hasattr(x, "cpu") else x)
     return str(array.dtype).replace("uint16", "int16"), array.shape, array.tobytes()  # torch has the latter only
 
 
@@ -55,10 +59,11 @@ class Put:
         self.ops, self.kept = ops, []
 
     def __call__(self, array: np.ndarray, changes: bool = False) -> Any:
-        if is_torch(self.ops):
+        if device := device_of(self.ops):
             import torch
 
-            handed = torch.from_numpy(array.view(np.int16 if array.dtype == np.uint16 else array.dtype).copy())
+            same = array.view(np.int16 if array.dtype == np.uint16 else array.dtype).copy()
+            handed = torch.from_numpy(same).to(device)
         else:
             handed = array.copy()
         if not changes:

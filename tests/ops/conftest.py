@@ -1,4 +1,4 @@
-"""The fixture ``backend``: every array backend in turn."""
+"""The fixtures ``backend``, every array backend in turn, and ``native``, those that run on the processor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 from comparing import BACKENDS
 
 
+def _imported(name: str) -> Any:
+    pytest.importorskip(name)
+    return importlib.import_module(f"hvdcompress.ops.{name}")
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Any:
-    pytest.importorskip(request.param)
-    return importlib.import_module(f"hvdcompress.ops.{request.param}")
+    return _imported(request.param)
+
+
+@pytest.fixture(scope="module", params=[name for name in BACKENDS if name != "triton"])
+def native(request: pytest.FixtureRequest) -> Any:
+    """For tests of many elements: Triton's interpreter takes a thousand times as long for them."""
+    return _imported(request.param)

@@ -71,8 +71,13 @@ def test_ops_import_nothing_of_the_package_but_ops() -> None:
 
 
 def test_backends_do_not_import_each_other() -> None:
-    """But for the reference, which numba falls back to."""
-    for backend, others in (("numpy", "numba|torch"), ("numba", "torch"), ("torch", "numpy|numba")):
+    """But for those that numba and triton fall back to."""
+    for backend, others in (
+        ("numpy", "numba|torch|triton"),
+        ("numba", "torch|triton"),
+        ("torch", "numpy|numba|triton"),
+        ("triton", "numpy|numba"),
+    ):
         for path in (FOLDER / backend).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
             assert not re.search(rf"from hvdcompress\.ops(\.| import )({others})\b", source), path
@@ -87,33 +92,41 @@ def test_every_verb_is_compared() -> None:
 
 @settings(max_examples=25)
 @given(pairs=st.lists(st.tuples(finite, finite), max_size=40))
-def test_verbs_on_any_floats(backend: Any, pairs: list[tuple[float, float]]) -> None:
+def test_verbs_on_any_floats(native: Any, pairs: list[tuple[float, float]]) -> None:
     x, residual = np.array(pairs, np.float32).reshape(-1, 2).T
-    compare(backend, np.ascontiguousarray(x), np.ascontiguousarray(residual))
+    compare(native, np.ascontiguousarray(x), np.ascontiguousarray(residual))
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "constant", "ties", "special"])
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 1024, 4099])
-def test_verbs_on_vectors(backend: Any, kind: str, n: int) -> None:
-    compare(backend, vector(kind, n), vector(kind, n, seed=1))
+def test_verbs_on_vectors(native: Any, kind: str, n: int) -> None:
+    compare(native, vector(kind, n), vector(kind, n, seed=1))
 
 
-def test_indices_above_2_to_the_24(backend: Any) -> None:
+@pytest.mark.parametrize("kind,n", [("heavy", 1), ("special", 515), ("ties", 2100)])
+def test_triton_verbs_on_vectors(kind: str, n: int) -> None:
+    """Of one program and of several, of equal magnitudes in several."""
+    pytest.importorskip("triton")
+    triton_ops = importlib.import_module("hvdcompress.ops.triton")
+    compare(triton_ops, vector(kind, n), vector(kind, n, seed=1))
+
+
+def test_indices_above_2_to_the_24(native: Any) -> None:
     n = 2**24 + 3  # float32 cannot tell 2^24 and 2^24 + 1 apart
-    put, x = Put(backend), np.zeros(n, np.float32)
+    put, x = Put(native), np.zeros(n, np.float32)
     places = np.array([5, 2**24 - 1, 2**24 + 1, 2**24 + 2], np.int32)
     x[places] = [1, -2, 3, -4]
     there = put(x, changes=True)
-    index = backend.top_k(there, 4)
-    assert get(index) == get(backend.first_above(there, np.float32(0), 9)) == get(places)
-    packed = pack.encode_index(index, "elias_fano", n, backend)
+    index = native.top_k(there, 4)
+    assert get(index) == get(native.first_above(there, np.float32(0), 9)) == get(places)
+    packed = pack.encode_index(index, "elias_fano", n, native)
     assert get(packed) == get(pack.encode_index(places, "elias_fano", n, reference))
-    index = pack.decode_index(packed, "elias_fano", 4, n, backend)
-    backend.subtract(there, Sparse(index, backend.take(there, index)), 1.0)
-    assert backend.max_abs(there) == 0.0
-    backend.write(there, Sparse(index, put(x[places])), 1.0)
-    offset = backend.chunk_argmax(there, 1 << 20)
-    assert np.asarray(backend.chunk_positions(offset, 1 << 20, (n,)))[[0, -2, -1]].tolist() == [5, 2**24 - 1, 2**24 + 2]
+    index = pack.decode_index(packed, "elias_fano", 4, n, native)
+    native.subtract(there, Sparse(index, native.take(there, index)), 1.0)
+    assert native.max_abs(there) == 0.0
+    native.write(there, Sparse(index, put(x[places])), 1.0)
+    offset = native.chunk_argmax(there, 1 << 20)
+    assert np.asarray(native.chunk_positions(offset, 1 << 20, (n,)))[[0, -2, -1]].tolist() == [5, 2**24 - 1, 2**24 + 2]
 
 
 # -- backends -----------------------------------------------------------------------------------------------------
@@ -162,7 +175,8 @@ def test_compiled_code_never_writes_out_of_bounds(bad: int) -> None:
 
 
 def test_torch_waits_for_the_device_in_one_place_only() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted((FOLDER / "torch").glob("*.py")))
+    files = sorted(path for name in ("torch", "triton") for path in (FOLDER / name).glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
     assert re.findall(r"\.(?:cpu|numpy|item|tolist)\(", source) == [".tolist("]
     assert re.search(r"def host\(x: Array\) -> Any:\n.*\n    return x.tolist\(\)", source)
 

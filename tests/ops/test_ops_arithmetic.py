@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Codes, Fields, Half, Joined, Scan, Sparse, Sum, Velocity, piece_of
+from hvdcompress.ops.spec import Codes, Fields, Found, Half, Joined, Scan, Sparse, Sum, Velocity, piece_of
 
 INDEX = ("int32", "int64")
 
@@ -34,20 +34,26 @@ def runs(x: np.ndarray) -> np.ndarray:
 call("split")(lambda o, put, x, r: tuple(map(tuple, o.split(Sparse(put(runs(x)), put(r[runs(x)])), cut(x.size)))))
 
 
+def told(found: Found) -> tuple[Any, ...]:
+    """What was found; where an element is not finite, nothing but that."""
+    if not found.finite:
+        return (False,)
+    above = None if found.above is None else tuple(found.above)
+    return True, found.offsets, above, found.signs, found.moments is not None
+
+
 def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     """What is found when gradient and residual are added, what is written, and what is left of the gradient."""
     gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
     found = o.accumulate(gradient, put(r), scale, out, scan, clear=clear)
-    above = None if found.above is None else tuple(found.above)
-    return found.finite, found.offsets, above, found.signs, found.moments is not None, out, gradient
+    return *told(found), out, gradient
 
 
 def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     """The same, with momentum."""
     gradient, out, new = put(x, changes=clear), put(np.ones_like(r), changes=True), put(0 * r, changes=True)
     found = o.accumulate(gradient, put(r[::-1].copy()), scale, out, scan, clear, Velocity(put(r), new, 0.9))
-    above = None if found.above is None else tuple(found.above)
-    return found.finite, found.offsets, above, found.moments is not None, out, new, gradient
+    return *told(found), out, new, gradient
 
 
 def coded(kind: str, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
@@ -128,7 +134,10 @@ for scale in (1.0, 0.3, 2.0**-16):
     call("write")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.write(out, put(r), s)))
     call("write")(
         lambda o, put, x, r, s=scale: changed(
-            o, put, 0 * r, lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True)
+            o,
+            put,
+            np.zeros_like(r),
+            lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True),
         )
     )
     call("write")(
@@ -136,6 +145,14 @@ for scale in (1.0, 0.3, 2.0**-16):
             o, put, np.ones(x.size, np.float64), lambda out: o.write(out, put(r.astype(np.float64)), s)
         )
     )
+for finite in (True, False, np.array([1], np.int32), np.array([0], np.int32)):  # the latter as a device has them
+
+    def kept(other: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray, flag: Any = finite) -> Any:
+        flag = flag if isinstance(flag, bool) else put(flag)
+        return changed(o, put, x, lambda out: o.keep_if(flag, out, put(r)) if other else o.keep_if(flag, out))
+
+    call("keep_if")(partial(kept, True))
+    call("keep_if")(partial(kept, False))
 for beta in (0.1, 1.0):
     call("blend")(lambda o, put, x, r, b=beta: changed(o, put, x, lambda out: o.blend(out, put(r), b)))
 call("zero_where")(lambda o, put, x, r: changed(o, put, x, lambda out: o.zero_where(out, put(r))))

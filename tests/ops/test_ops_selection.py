@@ -57,13 +57,13 @@ for level in (0.0, TINY, 0.1, 1.0, MAX, np.inf):
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "constant", "ties"])
-def test_selection_where_a_sample_decides(backend: Any, kind: str) -> None:
+def test_selection_where_a_sample_decides(native: Any, kind: str) -> None:
     x = vector(kind, 300_007)  # large enough for the compiled top_k to look at a sample only
     sampled = np.arange(x.size) % 5 == 0
     too_low, too_high = np.where(sampled, 1e-3 * x, x), np.where(sampled, x, 1e-3 * x)
     for array in (x, too_low.astype(np.float32), too_high.astype(np.float32)):
         for k in (1, 30, 3_000, 200_000):
-            assert get(backend.top_k(Put(backend)(array), k)) == get(reference.top_k(array, k))
+            assert get(native.top_k(Put(native)(array), k)) == get(reference.top_k(array, k))
 
 
 @pytest.mark.parametrize("k", [1, 7, 31])

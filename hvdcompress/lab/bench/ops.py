@@ -1,11 +1,15 @@
 """Time the array verbs, the numpy reference against the compiled ones.
 
     python -m hvdcompress.lab.bench.ops [--size N]... [--write docs/ops-benchmark.md]
+    python -m hvdcompress.lab.bench.ops --device cuda [--size N]...
 
 Both backends run in one process, in turns, so that a busy machine slows both; figures are medians of processor time,
 which does not count what other processes take. "GB/s" is the
 traffic that a verb cannot do without (each input read once, each output written once) over the time it took. What whole
 steps of methods take is for ``hvdcompress bench codec``.
+
+With ``--device cuda`` the verbs of torch and of Triton are compared on a GPU, by CUDA's events: from the moment that
+the device begins with the first call to its end of the last one, waits for the host included.
 """
 
 from __future__ import annotations
@@ -50,8 +54,13 @@ class Case:
     call: Callable[[Any], Any]
 
 
-def cases(n: int) -> list[Case]:
-    """Every compiled verb, on n normally distributed elements at density 0.01."""
+def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Case]:
+    """Every compiled verb, on n normally distributed elements at density 0.01.
+
+    Args:
+        n: the elements.
+        place: puts an array where the verbs expect it.
+    """
     rng = np.random.default_rng(0)
     x, residual, out = (rng.normal(size=n).astype(np.float32) for _ in range(3))
     k, chunk, width = max(n // 100, 1), 100, 7
@@ -59,7 +68,7 @@ def cases(n: int) -> list[Case]:
     values = x[index]
     threshold, zeros, speed = np.abs(values).min(), np.zeros_like(x), np.zeros_like(x)
     near = reference.first_above(x, 0.9 * threshold, n)
-    candidates = Sparse(near, x[near])
+    found = x[near]
     half, bits = x.astype(np.float16), reference.to_bf16(x)
     offset = reference.chunk_argmax(x, chunk)
     packed = reference.pack_bits(offset, width)
@@ -73,17 +82,23 @@ def cases(n: int) -> list[Case]:
     norms, levels = reference.quantize_max(x, BUCKET, 4, key)
     one = np.ones(1, np.float32)
     words = reference.quantize_fields(x, 2.5, one, 3, key)
-    by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
-    fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
     side = max(int(n**0.5), 1)
     matrix, image = x[: side * side], out[: side * side]
     p, q = residual[: 4 * side], residual[-4 * side :]
-    squares = matrix, residual[: side * side], 1.0, image
-    low = Outer(p, q, 4)
     waves = reference.largest_waves(x, 4096, k)
-    sparse = Waves([waves, waves], n, 4096)
     bounds = reference.float_bounds(x)
     ranged = reference.range_codes(x, bounds, 10, 6).astype(np.int64)
+    x, residual, out, zeros, speed, index, values, near, found = map(
+        place, (x, residual, out, zeros, speed, index, values, near, found)
+    )
+    half, bits, offset, packed, bitmap, places = map(place, (half, bits, offset, packed, bitmap, places))
+    packed_signs, codes, norms, levels, one, words = map(place, (packed_signs, codes, norms, levels, one, words))
+    matrix, image, p, q, bounds, ranged = map(place, (matrix, image, p, q, bounds, ranged))
+    shares, other, waves = (Sparse(*map(place, each)) for each in (shares, other, waves))
+    candidates, coded = Sparse(near, found), tuple(map(place, coded))
+    by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
+    fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
+    squares, low, sparse = (matrix, matrix, 1.0, image), Outer(p, q, 4), Waves([waves, waves], n, 4096)
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
@@ -164,6 +179,28 @@ def cases(n: int) -> list[Case]:
     ]
 
 
+def cases_on_device(n: int, place: Callable[[Any], Any]) -> list[Case]:
+    """The cases of :func:`cases`, and those of verbs that only Triton compiles."""
+    x = np.random.default_rng(2).normal(size=n).astype(np.float32)
+    key, bucket, width = np.array([5], np.uint32), 512, 4
+    norms = reference.bucket_norms(x, bucket, "max")
+    packed, signs = reference.quantize(x, norms, bucket, width, key), reference.pack_signs(x)
+    k = max(n // 100, 1)
+    chosen = Sparse(*map(place, (reference.top_k(x, k), np.ones(k, np.float32))))
+    finite, scale, x, norms = map(place, (np.ones(1, np.int32), norms[:1], x, norms))
+    packed, signs = map(place, (packed, signs))
+    return [
+        *cases(n, place),
+        Case("quantize", "4 bits", 4 * n + n // 2, lambda o: o.quantize(x, norms, bucket, width, key)),
+        Case("dequantize", "4 bits", 4 * n + n // 2, lambda o: o.dequantize(packed, norms, bucket, width, n)),
+        Case("pack_signs", "", 4 * n + n // 8, lambda o: o.pack_signs(x)),
+        Case("unpack_signs", "", 4 * n + n // 8, lambda o: o.unpack_signs(signs, scale, n)),
+        Case("uniform", "", 4 * n, lambda o: o.uniform(key, n, x)),
+        Case("keep_if", "finite", 4, lambda o: o.keep_if(finite, x, x)),
+        Case("zero_where", "sparse", 12 * k, lambda o: o.zero_where(x, chosen)),
+    ]
+
+
 def medians(calls: Sequence[Callable[..., Any]], runs: int, repeat: int) -> list[float]:
     """Seconds of each call; the calls take turns."""
     times: list[list[float]] = [[] for _ in calls]
@@ -181,14 +218,54 @@ def time_verbs(n: int, runs: int) -> list[list[str]]:
     rows = []
     for case in track(cases(n), f"verbs, {n:,} elements", transient=True):
         calls = [lambda case=case, ops=ops: case.call(ops) for ops in (reference, compiled)]
-        slow, fast = medians(calls, runs, max(1, 1_000_000 // n))
-        name = f"{case.verb} ({case.what})" if case.what else case.verb
-        rate = [f"{case.num_bytes / seconds / 1e9:.2f}" for seconds in (slow, fast)]
-        rows.append([name, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}", *rate, f"{slow / fast:.2f}"])
+        rows.append(row_of(case, n, *medians(calls, runs, max(1, 1_000_000 // n))))
     return rows
 
 
+def time_on_device(n: int, runs: int) -> list[list[str]]:
+    """Rows: verb, elements, milliseconds of torch's and of Triton's verbs on a GPU, GB/s of both, ratio.
+
+    Raises:
+        SystemExit: there is no GPU, or no Triton.
+    """
+    try:
+        import torch
+
+        from hvdcompress.ops import torch as general
+        from hvdcompress.ops import triton as fused
+    except ImportError as error:
+        raise SystemExit(f"--device cuda needs PyTorch and Triton: {error}") from error
+    if not torch.cuda.is_available():
+        raise SystemExit("--device cuda needs a GPU that PyTorch can use; it finds none")
+
+    def on_device(array: Any) -> Any:
+        return general.asarray(array.view(np.int16) if array.dtype == np.uint16 else array, like=somewhere)
+
+    somewhere, repeat, rows = torch.zeros(1, device="cuda"), max(1, 10_000_000 // n), []
+    for case in track(cases_on_device(n, on_device), f"verbs, {n:,} elements", transient=True):
+        times: list[list[float]] = [[], []]
+        for _ in range(runs + 1):
+            for ops, seconds in zip((general, fused), times, strict=True):
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                for _ in range(repeat):
+                    case.call(ops)
+                ended.record()
+                ended.synchronize()
+                seconds.append(began.elapsed_time(ended) / 1e3 / repeat)
+        rows.append(row_of(case, n, *(statistics.median(seconds[1:]) for seconds in times)))
+    return rows
+
+
+def row_of(case: Case, n: int, slow: float, fast: float) -> list[str]:
+    """Verb, elements, milliseconds of both backends, GB/s of both, ratio."""
+    name = f"{case.verb} ({case.what})" if case.what else case.verb
+    rate = [f"{case.num_bytes / seconds / 1e9:.2f}" for seconds in (slow, fast)]
+    return [name, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}", *rate, f"{slow / fast:.2f}"]
+
+
 VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB/s", "ratio"]
+DEVICE_HEAD = ["verb", "elements", "torch ms", "triton ms", "torch GB/s", "triton GB/s", "ratio"]
 
 
 def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
@@ -227,9 +304,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the verbs run (default: cpu)")
     parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     sizes, console = arguments.size or SIZES, Console()
+    if arguments.device == "cuda":
+        if arguments.write:
+            parser.error("--write is for the page of the processor's verbs")
+        rows = [row for n in sizes for row in time_on_device(n, arguments.runs)]
+        table_of(DEVICE_HEAD, rows).show(console)
+        return
     verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
     table_of(VERB_HEAD, verbs).show(console)
     if arguments.write:

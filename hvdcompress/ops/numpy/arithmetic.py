@@ -65,6 +65,11 @@ def look(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
+def keep_if(finite: bool, x: Array, other: Array | None = None) -> None:
+    if not finite:
+        x[...] = 0 if other is None else other
+
+
 def blend(x: Array, residual: Array, beta: float) -> None:
     x *= np.float32(beta)
     x += np.float32(1.0 - beta) * residual

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -14,6 +15,7 @@ from hvdcompress.ops.spec import (
     Coded,
     Codes,
     Fields,
+    Flag,
     Found,
     Half,
     Joined,
@@ -30,7 +32,7 @@ from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.torch.tensors import dtype_of, f32, host
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
 
 FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
 
@@ -61,6 +63,13 @@ def accumulate(
 
 def look(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
+
+
+def keep_if(finite: Flag, x: Array, other: Array | None = None) -> None:
+    if not isinstance(finite, bool):
+        x.copy_(torch.where(finite != 0, x, 0.0 if other is None else other))
+    elif not finite:
+        x.copy_(other) if other is not None else x.zero_()
 
 
 def blend(x: Array, residual: Array, beta: float) -> None:
@@ -140,11 +149,13 @@ def dense(x: Array | Coded) -> Array:
 
 
 def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
-    stops = torch.tensor(sizes, device=total.index.device).cumsum(0)
+    ends = torch.tensor(sizes).cumsum(0)
+    starts, stops = uploaded(torch.stack([ends - torch.tensor(sizes), ends]), total.index)
     piece = torch.searchsorted(stops, total.index, right=True)
-    order = torch.argsort(piece, stable=True)
-    counts = host(torch.bincount(piece, minlength=len(sizes)))
-    index = (total.index - (stops - torch.tensor(sizes, device=stops.device))[piece]).to(total.index.dtype)[order]
+    place, order = torch.sort(piece, stable=True)
+    edges = host(torch.searchsorted(place, torch.arange(len(sizes) + 1, device=place.device)))
+    counts = [end - begin for begin, end in pairwise(edges)]  # bincount would make the host wait a second time
+    index = (total.index - starts[piece]).to(total.index.dtype)[order]
     return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
 
 

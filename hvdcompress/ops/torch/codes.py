@@ -11,7 +11,7 @@ from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, drawn_indices, le
 from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.bits import packed, unpacked
 from hvdcompress.ops.torch.statistics import bucket_norms
-from hvdcompress.ops.torch.tensors import f32, in_rows
+from hvdcompress.ops.torch.tensors import f32, in_rows, uploaded
 
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
@@ -67,7 +67,7 @@ def quantize_fields(
 
 
 def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    values = torch.from_numpy(level_values(bits)).to(buffer.device)
+    values = uploaded(torch.from_numpy(level_values(bits)), buffer)
     codes = unpacked(buffer, bits, count).to(torch.int32)
     return values.index_select(0, codes).mul_(_each(_finite_norms(norms), bucket, count))
 
@@ -97,7 +97,7 @@ def pack_fields(values: Array, width: int) -> Array:
 
 
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
-    places = range(0, 32 // width * width, width)
-    raised = words.to(torch.int64) + sum(bound << place for place in places)
-    fields = (raised[:, None] >> torch.tensor(places, device=words.device)) & ((1 << width) - 1)
+    places = 0, 32 // width * width, width
+    raised = words.to(torch.int64) + sum(bound << place for place in range(*places))
+    fields = (raised[:, None] >> torch.arange(*places, device=words.device)) & ((1 << width) - 1)
     return (fields.view(-1)[:count] - bound).to(torch.float32)

@@ -6,12 +6,12 @@ import torch
 
 from hvdcompress.ops import shared
 from hvdcompress.ops.spec import FP16_MAX, Array
-from hvdcompress.ops.torch.tensors import f32, host, view_as
+from hvdcompress.ops.torch.tensors import f32, view_as
 
 
-def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:
+def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, Array]:
     scaled = x * f32(scale)
-    saturated = host((scaled.abs() > f32(limit)).sum())
+    saturated = (scaled.abs() > f32(limit)).sum()
     half = scaled.clamp_(-f32(limit), f32(limit)).to(torch.float16)
     return (half if out is None else out.copy_(half)), saturated
 

@@ -6,7 +6,7 @@ import torch
 
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import Array, NumpyArray
-from hvdcompress.ops.torch.tensors import dtype_of, host, view_as
+from hvdcompress.ops.torch.tensors import dtype_of, host, uploaded, view_as
 
 
 def zeros(size: int, dtype: str, like: Array) -> Array:
@@ -14,7 +14,7 @@ def zeros(size: int, dtype: str, like: Array) -> Array:
 
 
 def asarray(values: NumpyArray, like: Array) -> Array:
-    return torch.from_numpy(values if values.flags.writeable else values.copy()).to(like.device)
+    return uploaded(torch.from_numpy(values if values.flags.writeable else values.copy()), like)
 
 
 def concat(arrays: list[Array]) -> Array:

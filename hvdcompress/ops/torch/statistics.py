@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import PIECE, moments_of
-from hvdcompress.ops.spec import FP32_MAX, Array, Norm
-from hvdcompress.ops.torch.tensors import host, in_rows
+from hvdcompress.ops.spec import FP32_MAX, Array, Flag, Norm
+from hvdcompress.ops.torch.tensors import flag, host, in_rows
 
 
 def moments(x: Array) -> tuple[float, float]:
@@ -48,8 +48,8 @@ def _fold(rows: Array) -> Array:
     return rows[:, 0].clone()
 
 
-def all_finite(x: Array) -> bool:
-    return bool(host(torch.isfinite(x).all()))
+def all_finite(x: Array) -> Flag:
+    return flag(torch.isfinite(x).all())
 
 
 def all_below(index: Array, n: int) -> bool:

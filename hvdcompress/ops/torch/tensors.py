@@ -2,12 +2,12 @@
 
 :func:`host` makes the host wait for the device. It is used where the host must know a number to go on:
 
-- ``all_finite``, ``all_below``: yes or no decides what happens next;
+- ``all_below``: yes or no decides what happens next;
 - ``moments``, ``max_abs``, ``count_above``, ``kth_magnitude``: thresholds are searched for on the host;
 - ``l2_norm``: the factor by which a gradient is clipped is a number of the host's;
-- ``to_fp16``: the number of clipped values goes to the ledger;
 - ``head_bytes``: the header is checked before anything else is believed;
-- ``write``: whether indices repeat, and how often.
+- ``write``: whether indices repeat, and how often;
+- ``split``: the lengths of the pieces.
 
 Inside torch, ``nonzero`` and ``unique`` wait for the number of indices that they found (``top_k``, ``first_above``,
 ``first_equal``, ``find_bits``, ``merge``).
@@ -21,12 +21,26 @@ import numpy as np
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, Scalar
+from hvdcompress.ops.spec import Array, Flag, Scalar
 
 
 def host(x: Array) -> Any:
     """Return the numbers of a small tensor on the host. This waits for the device; the list above says why."""
     return x.tolist()
+
+
+def flag(x: Array) -> Flag:
+    """Return a tensor of one, yes or no, as a bool if it is in host memory: nobody waits for that."""
+    return bool(host(x.view(()))) if x.device.type == "cpu" else x
+
+
+def uploaded(x: torch.Tensor, like: Array) -> Array:
+    """Return a copy of a tensor in ordinary host memory on the device of ``like``, for which the host need not wait.
+
+    The call returns when the driver has taken the bytes; a blocking copy would wait for all that the device has yet to
+    do (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html). On the host it is ``x`` itself.
+    """
+    return x.to(like.device, non_blocking=True)
 
 
 def dtype_of(name: str) -> torch.dtype:

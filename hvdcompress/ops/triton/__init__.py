@@ -1,0 +1,73 @@
+"""The verbs on CUDA tensors, with those in Triton that it makes one pass of; the others are ops/torch's own.
+
+Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element; everything else goes to
+ops/torch. Results are the reference's to the bit, except where the spec says otherwise.
+
+With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run in Triton's interpreter, on CPU
+tensors: so they are tested. Where the host waits for the device is said in :mod:`hvdcompress.ops.torch.tensors`, and of
+what is different here in :mod:`hvdcompress.ops.triton.tensors`.
+"""
+
+from hvdcompress.ops.shared import index_dtype
+from hvdcompress.ops.torch import (
+    add_all,
+    all_below,
+    asarray,
+    bucket_norms,
+    chunk_positions,
+    combine,
+    concat,
+    dense,
+    distinct_indices,
+    elias_fano,
+    fill,
+    find_bits,
+    float_bounds,
+    from_bytes,
+    from_elias_fano,
+    head_bytes,
+    index_range,
+    irfft,
+    kth_magnitude,
+    l2_norm,
+    largest_waves,
+    magnitudes,
+    matmul,
+    matmul_transposed,
+    max_abs,
+    merge,
+    orthonormalise,
+    pack_fields,
+    permute,
+    principal,
+    quantize_fields,
+    range_codes,
+    range_values,
+    rfft,
+    scaled,
+    set_bits,
+    sort,
+    split,
+    take,
+    to_bytes,
+    unpack_fields,
+    zeros,
+)
+from hvdcompress.ops.triton.arithmetic import accumulate, blend, keep_if, look, subtract, write, zero_where
+from hvdcompress.ops.triton.bits import pack_bits, unpack_bits
+from hvdcompress.ops.triton.codes import dequantize, pack_signs, quantize, quantize_max, uniform, unpack_signs
+from hvdcompress.ops.triton.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.triton.selection import chunk_argmax, count_above, first_above, first_equal, largest_of, top_k
+from hvdcompress.ops.triton.statistics import all_finite, moments
+
+__all__ = [
+    "accumulate", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax",
+    "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
+    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
+    "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "keep_if", "kth_magnitude", "l2_norm",
+    "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
+    "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
+    "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
+    "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
+    "unpack_signs", "write", "zero_where", "zeros",
+]  # fmt: skip

@@ -1,0 +1,45 @@
+"""``lab/bench/ops.py`` on a device: what is timed there is the same work for both backends."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcompress.lab.bench import ops as bench
+
+torch = pytest.importorskip("torch")
+
+
+def on_cpu(array: np.ndarray) -> Any:
+    return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array)
+
+
+def as_bytes(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return [as_bytes(one) for one in result]
+    return result.numpy().tobytes() if isinstance(result, torch.Tensor) else result
+
+
+def test_both_backends_do_the_same_work() -> None:
+    pytest.importorskip("triton")
+    general, fused = (importlib.import_module(f"hvdcompress.ops.{name}") for name in ("torch", "triton"))
+    pairs = zip(*(bench.cases_on_device(1500, on_cpu) for _ in range(2)), strict=True)
+    for mine, its in pairs:  # each on arrays of its own: some calls change them
+        results = mine.call(general), its.call(fused)
+        if mine.verb not in ("moments", "accumulate_moments", "to_fp16"):
+            assert as_bytes(results[0]) == as_bytes(results[1]), mine.verb
+    fast = {case.verb for case in bench.cases_on_device(1500, on_cpu)}
+    compiled = {verb for verb in fused.__all__ if getattr(fused, verb) is not getattr(general, verb)}
+    assert compiled <= fast
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["ops", "--device", "cuda", "--size", "1000"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        bench.main()
