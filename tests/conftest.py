@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,8 @@ for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"),
 # Triton's kernels run in its interpreter, on CPU tensors; it looks for this when it is imported, later than this file.
 # With a GPU:  TRITON_INTERPRET=0 pytest tests/ops/test_ops.py -k "triton and verbs_on"
 os.environ.setdefault("TRITON_INTERPRET", "1")
+with suppress(ImportError):  # before TensorFlow, after which it cannot be imported
+    import triton  # noqa: F401
 
 # tests/mutations/ runs other tests again, with the library broken: it imports them by name
 for folder in ("methods", "parts", "engine", "ops", "lab"):

@@ -65,8 +65,8 @@ def begin(
     """
     # full() and not zeros(): memory that is there, as in any step but the first
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
-    ctx = Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none")
     state = blank_state(method, spec, whole)
+    ctx = Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none", state=state)
     if method.feedback != "none":
         found, start = [], 0
         for place, size in enumerate(spec.parts):

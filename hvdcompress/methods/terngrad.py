@@ -60,7 +60,9 @@ def limit_of(found: Found, factor: float) -> float:
 
 def scaler_of(x: Array, found: Found, limit: float, ops: Ops) -> Array:
     """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
-    return ops.asarray(np.minimum(np.array([found.largest], np.float32), np.float32(limit))[: len(x)], like=x)
+    assert found.largest is not None
+    most = min(found.largest, float(np.float32(limit)))
+    return ops.asarray(np.float32([most] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
 
 
 def field_width(world: int) -> int:

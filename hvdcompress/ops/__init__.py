@@ -6,6 +6,7 @@ the verbs of which a kernel makes one pass over a GPU's memory (it is ``cuda``, 
 send the same payload bytes.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ def __getattr__(name: str) -> Ops:
     if name not in _CHOICES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     best, other = _CHOICES[name]
+    if best == "triton" and "tensorflow" in sys.modules and "triton" not in sys.modules:
+        best = other  # both bring LLVM, and Triton's ends the process if TensorFlow's is there
     try:
         backend: Ops = import_module(f"{__name__}.{best}")  # type: ignore[assignment]
     except ImportError:  # not installed, or not for this Python or processor

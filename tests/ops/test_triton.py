@@ -224,8 +224,9 @@ def test_cuda_tensors_get_triton() -> None:
         assert Compressor._ops(compressor, tensor) is importlib.import_module(f"hvdcompress.ops.{name}")  # type: ignore[arg-type]
 
 
-def test_without_triton_torch_serves() -> None:
-    code = "import sys; sys.modules['triton'] = None; from hvdcompress.ops import cuda; print(cuda.__name__)"
+@pytest.mark.parametrize("why", ["triton'] = None", "tensorflow'] = sys"])  # not there, or to be the second LLVM
+def test_where_triton_cannot_be_imported_torch_serves(why: str) -> None:
+    code = f"import sys; sys.modules['{why}; from hvdcompress.ops import cuda; print(cuda.__name__)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment

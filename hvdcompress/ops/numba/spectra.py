@@ -33,7 +33,7 @@ def magnitudes(pairs: Array) -> Array:
 
 
 def largest_waves(x: Array, block: int, k: int) -> Sparse:
-    if not plain(x):
+    if not plain(x) or not x.size:
         return reference.largest_waves(x, block, k)
     few = x.size // block < 4 * _SAMPLE
     whole = [reference.rfft(x, block)] if few else []
