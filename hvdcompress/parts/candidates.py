@@ -15,7 +15,7 @@ from hvdcompress.ops.spec import NOTHING, Ops, Scalar, Scan
 THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [3, places]: the last threshold of each place, the one before,
 # and by how much the next may be less than expected and its elements still be among the candidates
 SLACK, MOST_SLACK, LEAST_SLACK = 0.1, 0.5, 0.005
-MANY = 3  #: candidates are too many if they are so many times as many as wanted
+MANY, LESS = 2, 0.7  #: candidates are too many if they are so many times as many as wanted; the slack then shrinks
 ROOM = 16  #: and are not noted if they are so many
 
 
@@ -64,7 +64,7 @@ def remember(threshold: float, found: int | None, wanted: int, place: int, ctx: 
     elif known[0, place] > 0:  # candidates were looked for
         slack = known[2, place]
         if found is None or found > MANY * wanted:
-            known[2, place] = max(slack / 2, LEAST_SLACK)
+            known[2, place] = max(slack * LESS, LEAST_SLACK)
         elif found < wanted:
             known[2, place] = min(slack * 2, MOST_SLACK)
     known[:2, place] = threshold, known[0, place]
