@@ -402,7 +402,7 @@ class Method:
         """
         return scale
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
         It is found in the one pass over memory that every gradient makes when it has come, while it is in the
@@ -412,6 +412,7 @@ class Method:
             place: which part of a bucket's vector the tensor is, from 0.
             ctx: rank, world, step and the tensor, or the bucket that it is part of.
             ops: the array backend.
+            like: an array of the tensor's length on its device.
         """
         return NOTHING
 

@@ -276,7 +276,9 @@ class Rank:
             )
             exchange.cleared[place] = clear
         else:
-            scan = method.scan(place, ctx, ops) if exchange.scale == 1.0 else NOTHING  # it is multiplied afterwards
+            scan = (
+                NOTHING if exchange.scale != 1.0 else method.scan(place, ctx, ops, gradient)
+            )  # else multiplied afterwards
             found = ops.look(gradient, scan)
             if not isinstance(found.finite, bool):
                 ops.keep_if(found.finite, gradient)

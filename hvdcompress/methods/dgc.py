@@ -128,7 +128,7 @@ class DGC(Method):
         # the backends' float64 sums differ in their last bits; rounded to float32 they agree
         return float(np.float32(min(scale, self.clip_norm / math.sqrt(ctx.world) / norm)))
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return candidates.scan_whole(self.capacity(ctx.spec.size) + (self.select == "sampled"), ctx)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:

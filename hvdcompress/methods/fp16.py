@@ -27,7 +27,7 @@ array([1.5000e+00, 6.5376e+04], dtype=float32)
 from __future__ import annotations
 
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.spec import NOTHING, Ops, Scan
 from hvdcompress.parts import codecs
 
 
@@ -41,6 +41,10 @@ class Fp16(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+        return NOTHING if len(ctx.spec.parts) > 1 else Scan(halves=codecs.halves(ctx, ops, like))
+
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        total, own = yield from codecs.sum_of_halves(x, ctx, ops)
+        saturated = ctx.scanned[0].saturated if ctx.scanned else None  # if x has been converted while it came
+        total, own = yield from codecs.sum_of_halves(x, ctx, ops, saturated=saturated)
         return Reduced(total=total, own=own)

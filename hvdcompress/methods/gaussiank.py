@@ -81,7 +81,7 @@ class GaussianK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec), spec.size, self.values, distinct=False)
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         if self.scope == "global":
             return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, moments=True)
         return candidates.scan(select.capacity(self.density, ctx.spec.parts[place]) + 1, place, ctx, moments=True)

@@ -79,7 +79,7 @@ class GTopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return candidates.scan_whole(select.num_kept(self.density, ctx.spec.size), ctx)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:

@@ -90,7 +90,7 @@ class PowerSGD(Method):
             codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return Scan(product=Product(self.basis(ctx.state, ctx, ops), self.matrix_rank))
 
     def basis(self, state: Mapping[str, Array], ctx: Context, ops: Ops) -> Array:

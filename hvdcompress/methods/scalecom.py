@@ -102,7 +102,7 @@ class ScaleCom(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world)
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         if ctx.rank != self.leader(ctx):
             return NOTHING
         if self.select == "exact":

@@ -79,7 +79,7 @@ class SignSGD(Quantizer):
     def codec(self) -> Codec:
         return SignCodec()
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:

@@ -117,7 +117,7 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return SPREAD if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:

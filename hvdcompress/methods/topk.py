@@ -61,7 +61,7 @@ class TopK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
 
-    def scan(self, place: int, ctx: Context, ops: Ops) -> Scan:
+    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return candidates.scan(self.counts(ctx.spec)[place], place, ctx)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:

@@ -47,6 +47,7 @@ class Finders(NamedTuple):
     bucket_norms: Callable[[Array, int, Norm], Array]
     max_abs: Callable[[Array], float]
     matmul_transposed: Callable[[Array, Array, int, int], Array]
+    to_fp16: Callable[[Array, float, float, Array], tuple[Array, Any]]
 
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
@@ -67,7 +68,8 @@ def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
     if scan.product is not None:
         a, rows = scan.product
         product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
-    return Found(finite, moments, offsets, above, signs, largest, product)
+    saturated = finders.to_fp16(x, *scan.halves)[1] if scan.halves is not None else None
+    return Found(finite, moments, offsets, above, signs, largest, product, saturated)
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------

@@ -232,6 +232,20 @@ class Product(NamedTuple):
     rows: int
 
 
+class Halves(NamedTuple):
+    """A conversion that is asked for, as by :meth:`Ops.to_fp16`.
+
+    Attributes:
+        scale: Rounded to float32 first.
+        limit: At most the largest finite float16.
+        out: [n] float16 that receives the result.
+    """
+
+    scale: float
+    limit: float
+    out: Array
+
+
 class Scan(NamedTuple):
     """What a pass over a vector is to find besides whether all its elements are finite.
 
@@ -243,6 +257,7 @@ class Scan(NamedTuple):
         signs: Whether to find :meth:`Ops.pack_signs` and the mean |x|, as of :meth:`Ops.bucket_norms` of one bucket.
         largest: Whether to find :meth:`Ops.max_abs`.
         product: What to multiply with the vector, read as a matrix of rows of m elements; None: do not.
+        halves: How to convert the vector to float16; None: do not.
     """
 
     moments: bool = False
@@ -252,6 +267,7 @@ class Scan(NamedTuple):
     signs: bool = False
     largest: bool = False
     product: Product | None = None
+    halves: Halves | None = None
 
 
 NOTHING = Scan()  #: nothing but whether all elements are finite
@@ -268,6 +284,8 @@ class Found(NamedTuple):
         signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
         largest: The largest magnitude, or None if it was not asked for.
         product: The product [rows × n/m], to rounding, or None if it was not asked for.
+        saturated: How many elements were clipped when they were converted to float16, as :meth:`Ops.to_fp16` returns
+            it; None if that was not asked for.
     """
 
     finite: Flag
@@ -277,6 +295,7 @@ class Found(NamedTuple):
     signs: tuple[Array, Array] | None = None
     largest: float | None = None
     product: Array | None = None
+    saturated: Any = None
 
 
 class Velocity(NamedTuple):

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from hvdcompress.method import AllReduce, Array, Context, Values
-from hvdcompress.ops.spec import Half, Ops
+from hvdcompress.ops.spec import Half, Halves, Ops
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
@@ -142,10 +142,20 @@ def all_reduce(
     return ops.dense(total), None if own is None else ops.dense(own)
 
 
-def sum_of_halves(x: Array, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Half, Half | None]]:
-    """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16."""
-    payload = ctx.buffer(f"halves.{stream}", len(x), "float16", ops, x)
-    _, saturated = ops.to_fp16(x, 1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
-    _count_saturated(ctx, saturated)
-    total = yield AllReduce(payload, spent=not ctx.needs_own)
-    return Half(total, ctx.world), Half(payload, ctx.world) if ctx.needs_own else None
+def halves(ctx: Context, ops: Ops, like: Array, stream: int = 0) -> Halves:
+    """Return how values [n] are converted that :func:`sum_of_halves` sums: such that no sum leaves float16's range."""
+    payload = ctx.buffer(f"halves.{stream}", len(like), "float16", ops, like)
+    return Halves(1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
+
+
+def sum_of_halves(
+    x: Array, ctx: Context, ops: Ops, stream: int = 0, saturated: Any = None
+) -> Generator[Any, Any, tuple[Half, Half | None]]:
+    """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16.
+
+    ``saturated``: how many values were clipped, if they have been converted by :func:`halves` already.
+    """
+    how = halves(ctx, ops, x, stream)
+    _count_saturated(ctx, ops.to_fp16(x, *how)[1] if saturated is None else saturated)
+    total = yield AllReduce(how.out, spent=not ctx.needs_own)
+    return Half(total, ctx.world), Half(how.out, ctx.world) if ctx.needs_own else None

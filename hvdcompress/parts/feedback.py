@@ -76,7 +76,7 @@ def receive(
     Returns:
         What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.spec.Flag``).
     """
-    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops)
+    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops, gradient)
     factor = method.clip(gradient, scale, ctx, ops)
     velocity = None
     if method.feedback == "momentum":

@@ -275,7 +275,7 @@ def test_scope_tensor_selects_in_each() -> None:
 
 def test_moments_are_taken_in_the_pass_that_adds_the_residual() -> None:
     ctx = Context(0, 1, 0, TensorSpec("w", (1001,)))
-    assert hvdcompress.get("gaussiank").scan(0, ctx, reference).moments
+    assert hvdcompress.get("gaussiank").scan(0, ctx, reference, numbers((1001,), 1)).moments
 
 
 def test_bytes_have_one_length_whatever_the_data() -> None:

@@ -122,7 +122,7 @@ def momentum_comes_after_the_residual(patch: Patch) -> None:
         *_: Any,
     ) -> Any:
         residual, x = state[feedback.RESIDUAL][span], spare[feedback.RESIDUAL][span]
-        return ops.accumulate(g, np.float32(method.momentum) * residual, 1.0, x, method.scan(place, ctx, ops))
+        return ops.accumulate(g, np.float32(method.momentum) * residual, 1.0, x, method.scan(place, ctx, ops, g))
 
     def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
         reduced = yield from method.exchange(x, state, ctx, ops)

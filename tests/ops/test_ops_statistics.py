@@ -10,7 +10,7 @@ import pytest
 from comparing import MAX, Put, call, chosen, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Scan
+from hvdcompress.ops.spec import Halves, Scan
 from hvdcompress.parts import select
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
@@ -70,6 +70,13 @@ def test_moments(backend: Any, kind: str) -> None:
             if kind == "normal":  # the threshold of Gaussian-k is the same float
                 start = [np.float32(select.gaussian_threshold(*m, 0.01)) for m in (found, (mean, std))]
                 assert start[0] == start[1]
+
+
+@call("look")
+def _(o, put, x, r):  # and what is written to the array of halves
+    out = put(np.zeros(x.size, np.float16), changes=True)
+    found = o.look(put(x), Scan(halves=Halves(0.5, 60000.0, out)))
+    return (int(found.saturated), out) if found.finite else False
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

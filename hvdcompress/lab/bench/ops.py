@@ -31,7 +31,7 @@ from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Codes, Fields, Half, Outer, Product, Scan, Sum, Velocity, Waves
+from hvdcompress.ops.spec import Codes, Fields, Half, Halves, Outer, Product, Scan, Sum, Velocity, Waves
 
 SIZES = [65_536, 1_000_000, 16_000_000]
 DENSITY = 0.01
@@ -166,6 +166,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("first_above", "", 4 * n + 4 * k, lambda o: o.first_above(x, threshold, 2 * k)),
         Case("first_equal", "", 4 * n, lambda o: o.first_equal(x, threshold, k)),
         Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, (n,))),
+        Case("look", "float16", 6 * n, lambda o: o.look(x, Scan(halves=Halves(0.5, 65504.0, half)))),
         Case("to_fp16", "", 6 * n, lambda o: o.to_fp16(x, 0.5)),
         Case("from_fp16", "", 6 * n, lambda o: o.from_fp16(half, 0.5)),
         Case("to_bf16", "", 6 * n, lambda o: o.to_bf16(x)),

@@ -10,7 +10,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import matrices, statistics
+from hvdcompress.ops.numba._kernels import floats, matrices, statistics
 from hvdcompress.ops.numba.arrays import (
     INF_BITS,
     in_rows,
@@ -22,17 +22,32 @@ from hvdcompress.ops.numba.arrays import (
     plain_sparse,
 )
 from hvdcompress.ops.numba.codes import pack_signs
+from hvdcompress.ops.numba.floats import to_fp16
 from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Coded, Found, Joined, Scan, Sparse, Velocity, Waves, size_of
+from hvdcompress.ops.spec import (
+    FP16_MAX,
+    FP32_MAX,
+    NOTHING,
+    Coded,
+    Found,
+    Joined,
+    Scan,
+    Sparse,
+    Velocity,
+    Waves,
+    size_of,
+)
 from hvdcompress.ops.spec import NumpyArray as Array
 
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
+FINDERS = Finders(
+    all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
+)
 
 
 def accumulate(
@@ -53,6 +68,7 @@ def accumulate(
         or (velocity is not None and scan.moments)
         or (scan.above is not None and scan.above < 0)
         or (scan.signs and out.size <= PIECE)
+        or scan.halves is not None
         or (scan.product is not None and not (out.size >= LARGE and scan.product.rows in FEW and plain(scan.product.a)))
     ):  # rare, or little: one pass for each thing
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
@@ -99,6 +115,11 @@ def accumulate(
 
 
 def look(x: Array, scan: Scan) -> Found:
+    if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
+        scale, limit, out = scan.halves
+        if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
+            clipped, most = floats.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16))
+            return Found(True, saturated=int(clipped)) if most < INF_BITS else Found(False)
     if scan != Scan(moments=True, largest=True) or not plain(x):
         return find(x, scan, FINDERS)
     total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)

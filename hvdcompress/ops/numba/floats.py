@@ -16,7 +16,7 @@ def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None =
     out = np.empty(x.size, np.float16) if out is None else out
     if not plain(x) or not 0 < limit <= FP16_MAX or not plain(out, dtype=np.float16) or out.size != x.size:
         return reference.to_fp16(x, scale, limit, out)
-    return out, int(kernels.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16)))
+    return out, int(kernels.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16))[0])
 
 
 def from_fp16(x: Array, scale: float) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
-from hvdcompress.ops.numpy.floats import from_bf16, from_fp16
+from hvdcompress.ops.numpy.floats import from_bf16, from_fp16, to_fp16
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
@@ -30,7 +30,9 @@ from hvdcompress.ops.spec import (
 )
 from hvdcompress.ops.spec import NumpyArray as Array
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
+FINDERS = Finders(
+    all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
+)
 
 
 def accumulate(

@@ -27,14 +27,16 @@ from hvdcompress.ops.spec import (
     Waves,
 )
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
-from hvdcompress.ops.torch.floats import from_bf16, from_fp16
+from hvdcompress.ops.torch.floats import from_bf16, from_fp16, to_fp16
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
+FINDERS = Finders(
+    all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
+)
 
 
 def accumulate(

@@ -14,11 +14,14 @@ from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.codes import pack_signs
+from hvdcompress.ops.triton.floats import to_fp16
 from hvdcompress.ops.triton.selection import chunk_argmax, compacted, first_above, tile
 from hvdcompress.ops.triton.statistics import all_finite, finite_so_far, moments
 from hvdcompress.ops.triton.tensors import empty, plain, plain_sparse
 
-FINDERS = Finders(all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed)
+FINDERS = Finders(
+    all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
+)
 
 
 def accumulate(

@@ -13,54 +13,40 @@ from hvdcompress.ops.spec import FP16_MAX
 
 @compiled
 def to_fp16(x, scale, limit, out):
-    saturated = 0
-    scaled, raised = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    bits, raised_bits = scaled.view(np.uint32), raised.view(np.uint32)
+    """Returns how many were clipped, and the bits of the greatest |x|."""
+    saturated, most = 0, np.int32(0)
     for start in range(0, x.size, BLOCK):
         part, half = x[start : start + BLOCK], out[start : start + BLOCK]
-        count = np.int32(0)
+        count = np.int32(0)  # narrow: as many lanes as the comparison
         for i in range(part.size):
-            value = part[i] * scale
-            count += np.int32(1) if abs(value) > limit else np.int32(0)
-            scaled[i] = min(max(value, -limit), limit)
-            raised[i] = abs(scaled[i]) + np.float32(0.5)
-        saturated += count
-        for i in range(part.size):
-            b = bits[i] & np.uint32(0x7FFFFFFF)
+            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
+            value = np.float32(part[i] * scale)
+            size = np.float32(abs(value))
+            count += np.int32(1) if size > limit else np.int32(0)
+            size = np.float32(min(size, limit))
+            bits = size.view(np.uint32)
             # move the exponent by 112 (0x38 << 24), round the 13 dropped bits to nearest even (+ 0xFFF)
-            normal = (b - np.uint32(0x37FFF001) + (b >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
-            # below 2^-14 halves are multiples of 2^-24, to which adding 0.5 has rounded
-            tiny = raised_bits[i] - np.uint32(0x3F000000)
-            sign = bits[i] >> np.uint32(16) & np.uint32(0x8000)
-            half[i] = sign | (tiny if b < np.uint32(0x38800000) else normal)
-    return saturated
-
-
-@compiled
-def widened(half, held, scale, factor, out):
-    """Set out = scale·value·factor; ``held``: halves as float32 with their bits moved, [BLOCK]."""
-    for i in range(half.size):
-        m = np.int32(half[i] & np.uint16(0x7FFF))
-        value = np.float32(m) * np.float32(2.0**-24) if m < 0x400 else min(held[i], np.float32(FP16_MAX))
-        value = np.float32(np.nan) if m > 0x7C00 else value
-        out[i] = (-value if half[i] >= np.uint16(0x8000) else value) * scale * factor
+            normal = (bits - np.uint32(0x37FFF001) + (bits >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+            # below 2^-14 halves are multiples of 2^-24, to which adding 0.5 rounds
+            tiny = np.float32(size + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
+            sign = value.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)
+            half[i] = sign | (tiny if bits < np.uint32(0x38800000) else normal)
+        saturated += count
+    return saturated, most
 
 
 @compiled
 def add_fp16(half, scale, out, add, factor):
     """Set out = (out + scale·value)·factor, or without ``add`` out = scale·value·factor."""
-    held, values = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    bits = held.view(np.uint32)
-    for start in range(0, half.size, BLOCK):
-        h, o = half[start : start + BLOCK], out[start : start + BLOCK]
-        for i in range(h.size):
-            bits[i] = (np.uint32(h[i] & np.uint16(0x7FFF)) << np.uint32(13)) + np.uint32(0x38000000)
-        if add:
-            widened(h, held, scale, np.float32(1), values)
-            for i in range(h.size):
-                o[i] = (o[i] + values[i]) * factor
-        else:
-            widened(h, held, scale, factor, o)
+    for i in range(half.size):
+        word = np.uint32(half[i])
+        m = word & np.uint32(0x7FFF)
+        held = np.uint32((m << np.uint32(13)) + np.uint32(0x38000000)).view(np.float32)  # with its exponent moved
+        tiny = np.float32(np.int32(m)) * np.float32(2.0**-24)
+        value = tiny if m < np.uint32(0x400) else min(held, np.float32(FP16_MAX))
+        value = np.float32(np.nan) if m > np.uint32(0x7C00) else value
+        value = (-value if word >= np.uint32(0x8000) else value) * scale
+        out[i] = (out[i] + value) * factor if add else value * factor
 
 
 @compiled
