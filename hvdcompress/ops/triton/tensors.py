@@ -1,8 +1,8 @@
 """Which tensors the kernels can take; all others go to ops/torch.
 
-What is different from :mod:`hvdcompress.ops.torch.tensors` in where the host waits for the device: ``accumulate_above``
-waits once, for the flag and the number of elements together; ``top_k``, ``largest_of``, ``write`` and ``zero_where``
-do not wait.
+Different from :mod:`hvdcompress.ops.torch.tensors` is where the host waits for the device: ``accumulate``, asked
+for what is above a threshold, waits once, for the flag and the number of elements together; ``top_k``, ``largest_of``,
+``write`` and ``zero_where`` do not wait.
 """
 
 from __future__ import annotations
