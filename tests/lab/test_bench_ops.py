@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.lab.bench import ops as bench
+from hvdcompress.ops.spec import Found
 
 torch = pytest.importorskip("torch")
 
@@ -19,9 +20,12 @@ def on_cpu(array: np.ndarray) -> Any:
 
 
 def as_bytes(result: Any) -> Any:
+    """What is equal to the bit: not moments, which are sums in another order, nor the type of a count."""
+    if isinstance(result, Found):
+        result = tuple(result._replace(moments=None, saturated=None))
     if isinstance(result, tuple):
         return [as_bytes(one) for one in result]
-    return result.numpy().tobytes() if isinstance(result, torch.Tensor) else result
+    return np.asarray(result).tobytes() if isinstance(result, torch.Tensor | np.ndarray) else result
 
 
 def test_both_backends_do_the_same_work() -> None:
@@ -30,7 +34,7 @@ def test_both_backends_do_the_same_work() -> None:
     pairs = zip(*(bench.cases_on_device(1500, on_cpu) for _ in range(2)), strict=True)
     for mine, its in pairs:  # each on arrays of its own: some calls change them
         results = mine.call(general), its.call(fused)
-        if mine.verb not in ("moments", "accumulate_moments", "to_fp16"):
+        if mine.verb not in ("moments", "to_fp16"):
             assert as_bytes(results[0]) == as_bytes(results[1]), mine.verb
     fast = {case.verb for case in bench.cases_on_device(1500, on_cpu)}
     compiled = {verb for verb in fused.__all__ if getattr(fused, verb) is not getattr(general, verb)}

@@ -85,15 +85,15 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
 @pytest.mark.parametrize(
     "rows,inner,columns", [(1, 1, 1), (1, 90, 7), (2, 33, 17), (3, 2100, 3), (4, 64, 64), (11, 5, 40), (3, 2100, 2000)]
 )
-def test_products_while_accumulating(backend: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
+def test_products_while_accumulating(native: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
     """What is accumulated is that of accumulate, to the bit; what is found, the product with it."""
     a, g, r = (vector("normal", n, seed) for n, seed in ((rows * inner, 1), (columns * inner, 2), (columns * inner, 3)))
-    put, n = Put(backend), columns * inner
+    put, n = Put(native), columns * inner
     expected = np.zeros(n, np.float32)
     reference.accumulate(g, r, 0.3, expected)
     gradient, out = put(g, changes=clear), put(np.full(n, 7, np.float32), changes=True)
     wanted = Scan(product=Product(put(a), rows))
-    result = backend.accumulate(gradient, put(r), 0.3, out, wanted, clear)
+    result = native.accumulate(gradient, put(r), 0.3, out, wanted, clear)
     found = result.product
     put.check()
     assert result.finite and get(out) == get(expected)
