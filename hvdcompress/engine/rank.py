@@ -276,9 +276,8 @@ class Rank:
             )
             exchange.cleared[place] = clear
         else:
-            scan = (
-                NOTHING if exchange.scale != 1.0 else method.scan(place, ctx, ops, gradient)
-            )  # else multiplied afterwards
+            # of a gradient that is multiplied afterwards, nothing is known by looking at it
+            scan = method.scan(place, ctx, ops, gradient) if exchange.scale == 1.0 else NOTHING
             found = ops.look(gradient, scan)
             if not isinstance(found.finite, bool):
                 ops.keep_if(found.finite, gradient)

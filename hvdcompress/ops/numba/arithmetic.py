@@ -28,7 +28,7 @@ from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
-from hvdcompress.ops.shared import PIECE, Finders, find, index_dtype, moments_of
+from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of
 from hvdcompress.ops.spec import (
     FP16_MAX,
     FP32_MAX,
@@ -73,7 +73,7 @@ def accumulate(
     ):  # rare, or little: one pass for each thing
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
             return Found(False)
-        return find(out, scan, FINDERS)
+        return find_rest(out, True, scan, FINDERS)
     passed = gradient, residual, np.float32(scale), out, clear
     if scan.chunk:
         offsets = np.empty(-(-out.size // scan.chunk), np.int32)

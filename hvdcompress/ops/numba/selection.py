@@ -14,8 +14,6 @@ from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Scalar, Sparse
 
-_MANY = 1 << 14  #: elements of which a partition takes longer than a histogram and the partition of a few
-
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
     """Return the first ``capacity`` indices of magnitudes with bits in [low, high], ascending."""
