@@ -190,6 +190,9 @@ class AllGather:
     x: Array
     """This rank's payload, uint8. Lengths may differ between ranks only if every payload starts with a wire header,
     which contains its length (``parts/wire.py``)."""
+    lengths: tuple[int, ...] = ()
+    """The engine's: bytes of the payloads of several tensors that ``x`` consists of, as many on all ranks. The list
+    then has one array per rank and tensor, one rank's after another's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,8 +293,9 @@ class Method:
     passes: ClassVar[bool] = False
     """Whether what is sent, without feedback, is the gradient itself, summed: the stock optimizer may do that."""
     joins: ClassVar[bool] = False
-    """Whether tensors may be joined into buckets unasked: what a tensor gets does not depend, to the bit, on what it is
-    joined with. A method that selects in each tensor goes by ``ctx.spec.parts``."""
+    """Whether the method itself goes by ``ctx.spec.parts`` where tensors are joined unasked, and so treats them in one
+    go: what a tensor gets does not depend, to the bit, on what it is joined with. Other methods run on each tensor, and
+    their payloads travel together (``engine/together.py``)."""
     uneven: ClassVar[bool] = False
     """Whether some ranks send fewer bytes than :meth:`num_bytes` says."""
     linear: ClassVar[bool] = True

@@ -12,6 +12,7 @@ broadcast    as it is, or as an int32 sum to which the other ranks give zeros
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,23 +75,37 @@ def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
     return ops.to_bytes(out) if isinstance(verb, Broadcast) else out
 
 
-def gathered_lengths(out: Array, mine: Array, world: int, ops: Ops) -> list[int]:
-    """The lengths of the payloads in a gathered buffer.
+def gathered_lengths(out: Array, verb: AllGather, world: int, ops: Ops) -> list[int]:
+    """The lengths of the payloads in a gathered buffer, by rank and, where it was for several tensors, by tensor.
 
-    They are that of ``mine`` where ``world`` of it fill the buffer, and all headers, if there are any, are alike: other
-    lengths might have the same sum. Otherwise the headers tell.
+    They are this rank's where ``world`` times these fill the buffer, and all headers, if there are any, are alike:
+    other lengths might have the same sum. Otherwise the headers tell.
 
     Raises:
         WireError: the payloads' headers do not fill the buffer.
     """
-    own = len(mine)
+    mine, own, lengths = verb.x, len(verb.x), verb.lengths or (len(verb.x),)
     if len(out) == own * world:
-        heads = ops.concat([mine[: wire.NUM_BYTES], out.reshape(world, own)[:, : wire.NUM_BYTES].reshape(-1)])
+        ranks, starts = out.reshape(world, own), itertools.accumulate(lengths[:-1], initial=0)
+        spans = [
+            slice(start, start + min(length, wire.NUM_BYTES)) for start, length in zip(starts, lengths, strict=True)
+        ]
+        heads = ops.concat([each for span in spans for each in (mine[span], ranks[:, span].reshape(-1))])
         known = ops.head_bytes(heads, len(heads))  # all of them at once: each call may wait for a device
-        head = known[: min(own, wire.NUM_BYTES)]
-        if not wire.is_header(head, own) or known == head * (world + 1):
-            return [own] * world
-    return wire.split(ops.head_bytes(out, len(out)), world)
+        place = 0
+        for span, length in zip(spans, lengths, strict=True):
+            width = span.stop - span.start
+            head, everyones = known[place : place + width], known[place : (place := place + width * (world + 1))]
+            if everyones != head * (world + 1) and wire.is_header(head, length):
+                break
+        else:
+            return list(lengths) * world
+    return wire.split(ops.head_bytes(out, len(out)), world * len(lengths))
+
+
+def by_rank(lengths: Sequence[int], world: int) -> list[int]:
+    """The bytes of each rank, from those of its payloads."""
+    return np.reshape(lengths, (world, -1)).sum(axis=1).tolist()
 
 
 @dataclass(eq=False)
@@ -186,9 +201,11 @@ class Collectives:
             request = Request("all_gather", own, gets=tuple(pending.lengths))
             pending.running = self._start(pending.name, request)
             return False
-        if pending.lengths is None:
-            pending.lengths = gathered_lengths(out, own, self.world, pending.ops)
-            self._sent(pending.name, "AllGather", own, len(own), pending.lengths)
+        told = pending.lengths is not None
+        if not told or pending.verb.lengths:
+            lengths = pending.lengths = gathered_lengths(out, pending.verb, self.world, pending.ops)
+        if not told:
+            self._sent(pending.name, "AllGather", own, len(own), by_rank(lengths, self.world))
         return True
 
     def result(self, pending: Pending) -> Any:

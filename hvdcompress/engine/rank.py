@@ -7,9 +7,10 @@ reduced gradient. Then :meth:`Rank.commit` keeps the new state, or :meth:`Rank.a
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,8 +20,9 @@ from hvdcompress.engine import snapshot
 from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
-from hvdcompress.engine.state import State, declared_slots, itemsize
-from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
+from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
+from hvdcompress.engine.together import Together
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, Slot, Verb
 from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
@@ -35,7 +37,9 @@ class Exchange:
     """One bucket's exchange while it is under way.
 
     Attributes:
-        rank, state, method, ctx: whose it is.
+        rank, state, method: whose it is.
+        ctx: its circumstances; of a bucket whose method runs on each tensor, the bucket's.
+        contexts: those of each tensor then; otherwise none.
         ops: the array verbs of the gradients' library.
         dtype: what it is computed in.
         scale: what gradients are multiplied by on their way in.
@@ -45,9 +49,9 @@ class Exchange:
         finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.
         outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
         cleared: of each, whether it is 0 everywhere.
-        communication: the method's generator; None before all gradients are there.
+        communication: the method's generator, or those of several tensors; None before there is one.
         verb: what the method waits for; None when it has returned.
-        reduced: what it returned.
+        reduced: what it returned; of several tensors in their order.
         round: the number of the collective that it waits for.
         pending: that collective under way.
     """
@@ -56,6 +60,7 @@ class Exchange:
     state: State
     method: Method
     ctx: Context
+    contexts: list[Context]
     ops: Ops
     dtype: str
     scale: float
@@ -65,9 +70,9 @@ class Exchange:
     finite: Flag = True
     outs: list[Array | None] = field(default_factory=list)
     cleared: list[bool] = field(default_factory=list)
-    communication: Communication | None = None
+    communication: Communication | Together | None = None
     verb: Verb | None = None
-    reduced: Reduced | None = None
+    reduced: list[Reduced] | None = None
     round: int = -1
     pending: Pending | None = None
 
@@ -90,16 +95,21 @@ class Exchange:
         assert self.communication is not None
         began = time.perf_counter()
         try:
-            self.verb = self.communication.send(result) if self.round >= 0 else next(self.communication)
+            self.verb = self.communication.send(result)
             self.round += 1
         except StopIteration as stop:
-            self.verb, self.reduced = None, stop.value
+            self.verb, self.reduced = None, stop.value if self.contexts else [stop.value]
         except Exception as error:
-            where = f"method {self.method.id}, round {max(self.round, 0)}, rank {self.rank.rank}"
-            raise ExchangeError(f"tensor {self.name!r} ({where}): {type(error).__name__}: {error}") from error
+            raise self.failed(error) from error
         finally:
             self.rank.worked(self.name, time.perf_counter() - began, last=self.reduced is not None)
         return self.verb
+
+    def failed(self, error: Exception) -> ExchangeError:
+        """What an error of the method's is raised as."""
+        name = self.communication.now if isinstance(self.communication, Together) else self.name
+        where = f"method {self.method.id}, round {max(self.round, 0)}, rank {self.rank.rank}"
+        return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 
 
 class Rank:
@@ -237,12 +247,22 @@ class Rank:
             state=state.slots,
             scanned=[Found(True)] * count,
         )
+        contexts = []
+        if bucket.apart(method):
+            contexts = [
+                replace(ctx, spec=member, scratch=own.scratch, state=own.slots, scanned=[Found(True)], counters={})
+                for member, own in zip(bucket.members, state.members, strict=True)
+            ]
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
-        exchange = Exchange(self, state, method, ctx, ops, dtype, scale, spare, acted)
+        exchange = Exchange(self, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
+        if contexts:
+            buffer = functools.partial(ctx.buffer, ops=ops, like=like)
+            names = [member.name for member in bucket.members]
+            exchange.communication = Together(names, self.rank, self.world, ops, buffer)
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
-        elif count > 1:
+        elif count > 1 and not contexts:
             exchange.x = self._joined(state, like, ops)
         return exchange
 
@@ -267,34 +287,47 @@ class Rank:
         start, stop = bucket.spans[place]
         if len(gradient) != stop - start:
             raise ValueError(f"tensor {exchange.name!r} has {stop - start} elements, {len(gradient)} came")
-        exchange.outs[place], ctx = out, exchange.ctx
+        exchange.outs[place], span = out, slice(start, stop)
+        # which part of what the method sees it is: a method that runs on each tensor sees no other
+        ctx, part = (exchange.contexts[place], 0) if exchange.contexts else (exchange.ctx, place)
         if method.feedback != "none":
-            span, spare = slice(start, stop), exchange.spare
+            spare = exchange.spare
             clear &= method.sparse
             found = feedback.receive(
-                method, gradient, exchange.scale, place, span, exchange.state.slots, spare, ctx, ops, clear
+                method, gradient, exchange.scale, part, span, exchange.state.slots, spare, ctx, ops, clear
             )
-            exchange.cleared[place] = clear
+            exchange.cleared[place], x = clear, spare[feedback.RESIDUAL][span]
         else:
             # of a gradient that is multiplied afterwards, nothing is known by looking at it
-            scan = method.scan(place, ctx, ops, gradient) if exchange.scale == 1.0 else NOTHING
+            scan = method.scan(part, ctx, ops, gradient) if exchange.scale == 1.0 else NOTHING
             found = ops.look(gradient, scan)
             if not isinstance(found.finite, bool):
                 ops.keep_if(found.finite, gradient)
             elif not found.finite:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
                 found = ops.look(gradient, scan)._replace(finite=False)
-            if exchange.scale != 1.0:
-                gradient = gradient * np.float32(exchange.scale)
-            if len(bucket.members) == 1:
-                exchange.x = gradient
+            x = gradient if exchange.scale == 1.0 else gradient * np.float32(exchange.scale)
+            if exchange.x is None or exchange.contexts:
+                exchange.x = x
             else:
-                assert exchange.x is not None
-                ops.write(exchange.x[start:stop], gradient, 1.0)
+                ops.write(exchange.x[span], x, 1.0)
         assert ctx.scanned is not None
-        ctx.scanned[place] = found
+        ctx.scanned[part] = found
         exchange.finite &= found.finite
+        if exchange.contexts:
+            self._begin_member(exchange, place, x, span)
         self.worked(exchange.name, time.perf_counter() - began, last=False)
+
+    def _begin_member(self, exchange: Exchange, place: int, x: Array, span: slice) -> None:
+        """Run the method on one of the tensors that are exchanged together, to its first verb."""
+        method, together, ctx = exchange.method, exchange.communication, exchange.contexts[place]
+        assert isinstance(together, Together)
+        spare = {slot: exchange.spare[slot][span] for slot in feedback.names(method)}
+        state = {slot: exchange.state.slots[slot][span] for slot in spare}
+        try:
+            together.begin(place, feedback.exchange(method, x, {**ctx.state, **state}, spare, ctx, exchange.ops))
+        except Exception as error:
+            raise exchange.failed(error) from error
 
     def begin(self, exchange: Exchange) -> None:
         """Run the exchange to its first verb; all gradients are there.
@@ -303,8 +336,9 @@ class Rank:
             ExchangeError: the method failed.
         """
         assert exchange.x is not None
-        state, spare, ctx = exchange.state, exchange.spare, exchange.ctx
-        exchange.communication = feedback.exchange(exchange.method, exchange.x, state.slots, spare, ctx, exchange.ops)
+        if not exchange.contexts:
+            slots, spare, ctx = exchange.state.slots, exchange.spare, exchange.ctx
+            exchange.communication = feedback.exchange(exchange.method, exchange.x, slots, spare, ctx, exchange.ops)
         exchange.advance()
 
     def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> float:
@@ -319,9 +353,9 @@ class Rank:
         """Write ``factor`` times the total into the exchange's ``outs``."""
         assert exchange.reduced is not None
         began, ops = time.perf_counter(), exchange.ops
-        total, factor, spans = exchange.reduced.total, factor / exchange.scale, exchange.bucket.spans
-        if len(spans) == 1:
-            pieces: Sequence[Any] = [total]
+        total, factor, spans = exchange.reduced[0].total, factor / exchange.scale, exchange.bucket.spans
+        if len(exchange.reduced) == len(spans):
+            pieces: Sequence[Any] = [reduced.total for reduced in exchange.reduced]
         elif isinstance(total, Sparse):
             pieces = ops.split(total, [stop - start for start, stop in spans])
         else:
@@ -339,14 +373,22 @@ class Rank:
         """Keep the exchange's new state."""
         assert exchange.reduced is not None
         state, old, spare = exchange.state, exchange.state.slots, exchange.spare
-        state.slots = {**old, **exchange.reduced.state}
+        counters = exchange.ctx.counters
+        if exchange.contexts:
+            state.slots = {**old, **{slot: spare[slot] for slot in feedback.names(exchange.method)}}
+            for own, reduced, ctx in zip(state.members, exchange.reduced, exchange.contexts, strict=True):
+                own.slots = {**own.slots, **{k: v for k, v in reduced.state.items() if k not in feedback.BUFFERED}}
+                for name, number in ctx.counters.items():
+                    counters[name] = counters.get(name, 0) + number
+        else:
+            state.slots = {**old, **exchange.reduced[0].state}
         # a slot that now lives in its second buffer leaves the old array behind as the next one
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1
         state.restart = exchange.restart
-        self.asks_for_trigger |= exchange.reduced.trigger
+        self.asks_for_trigger |= any(reduced.trigger for reduced in exchange.reduced)
         for observer in self.observers:
-            observer.committed(self.rank, exchange.name, exchange.ctx.counters)
+            observer.committed(self.rank, exchange.name, counters)
 
     def abandon(self, exchange: Exchange, fill: bool = True) -> None:
         """Leave the state as it was before the step; ``fill`` the results with NaN."""
@@ -367,14 +409,16 @@ class Rank:
         state = self.states.get(bucket.spec.name)
         if state is None:
             state = self.states[bucket.spec.name] = self._claim(bucket) or self._blank(bucket, like, ops)
-        elif state.bucket.spec.shape != bucket.spec.shape:
-            before, now = state.bucket.spec.shape, bucket.spec.shape
-            raise ValueError(f"tensor {bucket.spec.name!r} had shape {before} before and has {now} now")
+        for before, now in zip(state.bucket.members, bucket.members, strict=True):
+            if before.shape != now.shape:
+                raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
         return state
 
     def _blank(self, bucket: Bucket, like: Array, ops: Ops) -> State:
-        declared = declared_slots(bucket).items()
-        return State(bucket, {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared})
+        def zeros(declared: Mapping[str, Slot]) -> dict[str, Array]:
+            return {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared.items()}
+
+        return State(bucket, zeros(declared_slots(bucket)), [Own(zeros(each)) for each in declared_by_members(bucket)])
 
     def _joined(self, state: State, like: Array, ops: Ops) -> Array:
         """A buffer for the members' gradients, which is kept: fresh memory costs more than copying."""
@@ -420,6 +464,32 @@ class Rank:
         done = {member.name: state.step for state in self.states.values() for member in state.bucket.members}
         loaded = self._loaded["steps"] if self._loaded else {}
         return {name: step for name, step in {**loaded, **done}.items() if step}
+
+    def ages(self) -> dict[str, tuple[int, ...]]:
+        """Where tensors are in their programs, of those that are not at the start; only equal ones can be joined."""
+        steps, loaded = self.steps(), self._loaded["restarts"] if self._loaded else {}
+        restarts = {name: tuple(numbers) for name, numbers in loaded.items()}
+        for state in self.states.values():
+            if state.triggers:
+                restarts |= {member.name: (state.triggers, *state.restart) for member in state.bucket.members}
+        return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in steps.keys() | restarts.keys()}
+
+    def regroup(self, buckets: Sequence[Bucket]) -> None:
+        """Bring what is kept of tensors into these buckets. One that is in none of them is by itself from now on."""
+        groups, here = {_names(bucket) for bucket in buckets}, {name for bucket in buckets for name in _names(bucket)}
+        changed = [state for state in self.states.values() if _names(state.bucket) not in groups]
+        moved = [state for state in changed if not here.isdisjoint(_names(state.bucket))]
+        if not moved:
+            return
+        tables, waiting = snapshot.tables(moved), self._loaded or dict.fromkeys(snapshot.TABLES, {})
+        saved = {**waiting, **{table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}}
+        left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
+        alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
+        kept = [snapshot.restored(saved, bucket, self._copy) for bucket in alone]
+        for state in moved:
+            del self.states[state.bucket.spec.name]
+        self.states |= {state.bucket.spec.name: state for state in kept if state}
+        self._loaded = snapshot.without(saved, alone)
 
     def find(self, name: str) -> tuple[State, int]:
         """The state that a tensor belongs to, and its place among the members.
@@ -506,3 +576,7 @@ class Rank:
     def num_state_bytes(self) -> int:
         """Memory held for state, second buffers included."""
         return sum(int(array.nbytes) for state in self.states.values() for array in state.arrays())
+
+
+def _names(bucket: Bucket) -> tuple[str, ...]:
+    return tuple(member.name for member in bucket.members)

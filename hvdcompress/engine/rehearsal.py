@@ -112,7 +112,7 @@ def carry_out(verbs: list[Verb]) -> list[Array]:
     outs = lockstep.carry_out(requests)
     pieces = [request.gets or () for request in requests]
     if isinstance(verbs[0], AllGather):
-        pieces = [tuple(gathered_lengths(outs[0], verbs[0].x, world, fast))] * world
+        pieces = [tuple(gathered_lengths(outs[0], verbs[0], world, fast))] * world
     return [lift(verb, out, lengths, fast) for verb, out, lengths in zip(verbs, outs, pieces, strict=True)]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.state import State, declared_slots
-from hvdcompress.method import Array
+from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots
+from hvdcompress.method import Array, Slot
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -30,6 +30,11 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
     restarts: dict[str, list[int]] = {}
     merge: dict[str, dict[str, str]] = {}
     arrays: dict[str, dict[str, Array]] = {}
+
+    def keep(name: str, slot: str, array: Array, how: str) -> None:
+        arrays.setdefault(name, {})[slot] = array.clone() if hasattr(array, "clone") else np.array(array)
+        merge.setdefault(name, {})[slot] = how
+
     for state in states:
         bucket, declared = state.bucket, declared_slots(state.bucket)
         for member in bucket.members:
@@ -38,8 +43,10 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
                 restarts[member.name] = [state.triggers, *state.restart]
         for slot, array in state.slots.items():
             for name, part in _parts(bucket, slot, array):
-                arrays.setdefault(name, {})[slot] = part.clone() if hasattr(part, "clone") else np.array(part)
-                merge.setdefault(name, {})[slot] = declared[slot].merge
+                keep(name, slot, part, declared[slot].merge)
+        for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
+            for slot, array in own.slots.items():
+                keep(member.name, slot, array, known[slot].merge)
     return {"steps": steps, "restarts": restarts, "merge": merge, "state": arrays}
 
 
@@ -63,18 +70,23 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
         return None
     if len(steps) > 1:
         raise ValueError(f"the saved state has the tensors of bucket {bucket.spec.name!r} at different steps")
-    slots: dict[str, Array] = {}
-    for slot, declared in declared_slots(bucket).items():
-        names = members if slot in feedback.BUFFERED else [bucket.spec.name]
-        parts = [saved["state"].get(name, {}).get(slot) for name in names]
-        if any(part is None for part in parts):
-            raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
-        slots[slot] = copy(parts)
-        if len(slots[slot]) != prod(declared.shape):
-            size = len(slots[slot])
-            raise ValueError(f"{slot!r} of {bucket.spec.name!r} has {size} elements, not {declared.shape}")
+
+    def slots(declared: Mapping[str, Slot], whose: str) -> dict[str, Array]:
+        found = {}
+        for slot, about in declared.items():
+            names = members if slot in feedback.BUFFERED else [whose]
+            parts = [saved["state"].get(name, {}).get(slot) for name in names]
+            if any(part is None for part in parts):
+                raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
+            found[slot] = copy(parts)
+            if len(found[slot]) != prod(about.shape):
+                raise ValueError(f"{slot!r} of {whose!r} has {len(found[slot])} elements, not {about.shape}")
+        return found
+
+    own = [Own(slots(each, name)) for each, name in zip(declared_by_members(bucket), members, strict=False)]
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
-    return State(bucket, slots, step=steps.pop(), triggers=triggers, restart=(restart[0], restart[1]))
+    whole = slots(declared_slots(bucket), bucket.spec.name)
+    return State(bucket, whole, own, step=steps.pop(), triggers=triggers, restart=(restart[0], restart[1]))
 
 
 def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:

@@ -14,12 +14,26 @@ from hvdcompress.plan import Bucket
 
 
 @dataclass(eq=False)
+class Own:
+    """What a method keeps of one tensor that is exchanged together with others, but for its feedback.
+
+    Attributes:
+        slots: the current value of each slot that the method declares, flat. Never written, as :attr:`State.slots`.
+        scratch: as :attr:`State.scratch`.
+    """
+
+    slots: dict[str, Array]
+    scratch: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class State:
     """One bucket's state on one rank.
 
     Attributes:
         bucket: what is exchanged together.
         slots: the current value of each declared slot, flat. Never written: a step makes new values and swaps them in.
+        members: of a bucket whose method runs on each tensor, what it keeps of each.
         spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
         joined: the members' gradients one after another; None for a bucket of one tensor.
         scratch: large arrays that methods use in a step, kept since fresh memory is dear; no state.
@@ -30,6 +44,7 @@ class State:
 
     bucket: Bucket
     slots: dict[str, Array]
+    members: list[Own] = field(default_factory=list)
     spare: dict[str, Array] = field(default_factory=dict)
     joined: Array | None = None
     scratch: dict[str, Array] = field(default_factory=dict)
@@ -37,18 +52,36 @@ class State:
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
 
+    def clear_scratch(self) -> None:
+        """Drop the arrays that methods use in a step."""
+        self.scratch.clear()
+        for own in self.members:
+            own.scratch.clear()
+
     def arrays(self) -> list[Array]:
         """Every array that it holds."""
         joined = [] if self.joined is None else [self.joined]
-        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *joined]
+        own = [array for one in self.members for array in (*one.slots.values(), *one.scratch.values())]
+        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *own, *joined]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:
-    """Every slot that any stage of the bucket's program declares."""
+    """Every slot of the bucket as a whole that any stage of its program declares."""
     declared: dict[str, Slot] = {}
     for _, method in bucket.program.stages:
-        declared.update(feedback.slots(method, bucket.spec))
+        if bucket.apart(method):
+            declared.update({name: Slot((bucket.spec.size,)) for name in feedback.names(method)})
+        else:
+            declared.update(feedback.slots(method, bucket.spec))
     return declared
+
+
+def declared_by_members(bucket: Bucket) -> list[dict[str, Slot]]:
+    """Every slot of each tensor by itself; an empty list where there are none."""
+    methods = [method for _, method in bucket.program.stages if bucket.apart(method)]
+    if not methods:
+        return []
+    return [{k: slot for method in methods for k, slot in method.state(spec).items()} for spec in bucket.members]
 
 
 def itemsize(dtype: str) -> int:
@@ -71,5 +104,6 @@ def describe(buckets: Iterable[Bucket]) -> str:
 
 def _memory(bucket: Bucket) -> int:
     """Bytes of state, second buffers included."""
-    sizes = {name: prod(slot.shape) * itemsize(slot.dtype) for name, slot in declared_slots(bucket).items()}
-    return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes.items())
+    declared = [*declared_slots(bucket).items(), *(pair for own in declared_by_members(bucket) for pair in own.items())]
+    sizes = [(name, prod(slot.shape) * itemsize(slot.dtype)) for name, slot in declared]
+    return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes)

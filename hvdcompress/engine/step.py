@@ -283,7 +283,7 @@ class Step:
         self.collectives.forget()
         for exchange in self.exchanges.values():
             self.rank.abandon(exchange, fill=False)
-            exchange.state.scratch.clear()  # a collective that was left alone may still write there
+            exchange.state.clear_scratch()  # a collective that was left alone may still write there
         # ranks then know the same tensors: only some may have come as far as one that is new
         states = [*(exchange.state for exchange in self.exchanges.values()), *(state for state, _ in self._passing)]
         self.rank.forget([state.bucket.spec.name for state in states if state.step == 0])

@@ -106,7 +106,7 @@ class ScaleCom(Method):
         if ctx.rank != self.leader(ctx):
             return NOTHING
         if self.select == "exact":
-            return candidates.scan(self.counts(ctx.spec)[place], place, ctx)
+            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
         return Scan(chunk=select.chunk_size(self.density))
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:

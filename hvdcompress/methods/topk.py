@@ -62,7 +62,7 @@ class TopK(Method):
         return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
 
     def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return candidates.scan(self.counts(ctx.spec)[place], place, ctx)
+        return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)

@@ -94,30 +94,40 @@ class Compressor(compressor.Compressor):
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
-    def allreduce(self, array: Array, name: str = "tensor", op: Op = "average") -> Array:
+    def allreduce(self, array: Array, name: str = "tensor", op: Op = "average", out: Array | None = None) -> Array:
         """Reduce one array over ranks.
 
         Args:
             array: any shape; float16, float32 or float64.
             name: tells tensors apart: residuals are kept by it.
             op: "average" or "sum".
+            out: receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
 
         Returns:
-            A new array of the same shape and dtype.
+            ``out``, or a new array of the same shape and dtype.
 
         Raises:
             ValueError, TypeError, PeerError: as :meth:`allreduce_many`.
         """
-        return self.allreduce_many({name: array}, op)[name]
+        return self.allreduce_many({name: array}, op, None if out is None else {name: out})[name]
 
-    def allreduce_many(self, arrays: Mapping[str, Array], op: Op = "average") -> dict[str, Array]:
-        """Reduce named arrays over ranks in one step, in which they overlap.
+    def allreduce_many(
+        self, arrays: Mapping[str, Array], op: Op = "average", out: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
+        """Reduce named arrays over ranks in one step, in which they overlap and small ones travel together.
 
         If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was. After an
         error the Compressor can be used again. The dict's order does not matter.
 
+        Args:
+            arrays: by name, any shapes; float16, float32 or float64.
+            op: "average" or "sum".
+            out: arrays of the same names, shapes and dtypes, contiguous, that receive the results. ``arrays`` itself is
+                the fastest: memory that is touched for the first time may cost more than the exchange. After an error
+                their contents are undefined.
+
         Returns:
-            New arrays of the same shapes and dtypes.
+            The arrays of ``out``, or new ones of the same shapes and dtypes.
 
         Raises:
             ValueError, TypeError: an input is wrong on this rank; the others raise PeerError.
@@ -127,6 +137,7 @@ class Compressor(compressor.Compressor):
         error, scale, tensors = None, 1.0, _Tensors((), (), Terms({}, {}))
         try:
             given = {name: np.asarray(array) for name, array in arrays.items()}
+            outs = _checked(out, given)
             tensors, scale = self._known(given, op), self.current_loss_scale()
         except Exception as caught:  # the others wait for this rank's status
             error = caught
@@ -134,7 +145,8 @@ class Compressor(compressor.Compressor):
         step.error, step.factor = error, 1.0 / self.local.world if op == "average" else 1.0
         try:
             step.say()
-            outs = {} if error else self._launch(step, tensors, given)
+            if not error:
+                self._launch(step, tensors, given, outs)
             step.finish()
         except Exception as caught:
             step.abandon()
@@ -143,15 +155,24 @@ class Compressor(compressor.Compressor):
         self.ledger.steps += step.finite
         return outs
 
-    def _launch(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Start every bucket's exchange; the arrays that receive the results."""
-        outs = {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
+    def _launch(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
+        """Start every bucket's exchange. If ranks disagree, that is what is wrong, and not what follows from it."""
+        try:
+            self._start(step, tensors, arrays, outs)
+        except Exception:
+            step.hear()
+            raise
+
+    def _start(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
         for bucket in tensors.buckets:
-            work = self.local.work_dtype(bucket)
-            with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                members = [arrays[member.name].astype(work, copy=False).ravel() for member in bucket.members]
-            step.launch(bucket, members, [outs[member.name].reshape(-1) for member in bucket.members], fast)
-        return outs
+            exchange, work = step.open(bucket, arrays[bucket.members[0].name], fast), self.local.work_dtype(bucket)
+            for place, member in enumerate(bucket.members):
+                array, out = arrays[member.name], outs[member.name].reshape(-1)
+                with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+                    flat = array.astype(work, copy=False).reshape(-1)
+                clear = flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data
+                step.receive(exchange, place, flat, out, clear)
+            step.begin(exchange)
 
     def _everyones(self, caught: Exception, mine: Exception | None) -> None:
         """Raise on this rank what all ranks raise for an error in a step; return if it is this rank's own business.
@@ -184,7 +205,9 @@ class Compressor(compressor.Compressor):
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = Terms({**self.plan.to_dict(), "op": op}, tensors)
             # largest first: the link is busy with it while the others are encoded
-            buckets = sorted(self.plan.buckets(specs), key=lambda bucket: -bucket.spec.size)
+            found = self.plan.buckets(specs, known=True, ages=self.local.ages())
+            buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
+            self.local.regroup(buckets)
             self._tensors = _Tensors(given, tuple(buckets), terms)
         return self._tensors
 
@@ -208,6 +231,7 @@ class Compressor(compressor.Compressor):
                 not known yet are compared in the first step with them.
         """
         self.local.load_state_dict(saved, np.concatenate)
+        self._tensors = None  # they may be grouped in another way now
 
 
 class _Tensors(NamedTuple):
@@ -216,6 +240,22 @@ class _Tensors(NamedTuple):
     given: tuple[Any, ...]
     buckets: tuple[Bucket, ...]
     terms: Terms
+
+
+def _checked(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays that receive results.
+
+    Raises:
+        ValueError: one is missing, cannot be written, or is of another shape or dtype.
+    """
+    if out is None:
+        return {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        there = out.get(name)
+        alike = isinstance(there, np.ndarray) and (there.shape, there.dtype) == (array.shape, array.dtype)
+        if there is None or not alike or not (there.flags.writeable and there.flags.c_contiguous):
+            raise ValueError(f"out[{name!r}] must be a contiguous, writeable array {array.shape} of {array.dtype}")
+    return {name: out[name] for name in arrays}
 
 
 def _spec(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:

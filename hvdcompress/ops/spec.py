@@ -323,8 +323,8 @@ class Ops(Protocol):
     def asarray(self, values: NumpyArray, like: Array) -> Array:
         """Move a numpy array to the device of ``like``. The result may share memory with ``values``."""
 
-    def concat(self, arrays: list[Array]) -> Array:
-        """Join arrays end to end. A list of one array returns that array, not a copy."""
+    def concat(self, arrays: list[Array], out: Array | None = None) -> Array:
+        """Join arrays end to end, in ``out`` if it is given. Without, a list of one returns that array, not a copy."""
 
     def to_bytes(self, x: Array) -> Array:
         """Return the memory of ``x`` as uint8, little-endian; may be a view."""

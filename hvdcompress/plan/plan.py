@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -90,6 +90,11 @@ class Bucket:
     spec: TensorSpec  #: the tensor, or the joined tensor of one dimension
     members: tuple[TensorSpec, ...]  #: the tensors, in name order
     program: Program
+    unasked: bool = False  #: joined for speed alone: each tensor gets what it would get alone
+
+    def apart(self, method: Method) -> bool:
+        """Whether the method runs on each tensor, and only their payloads travel together."""
+        return self.unasked and not method.joins
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -100,6 +105,7 @@ class Bucket:
 
 DENSE = Program(((0, get("none")),))
 JOINED = 1_000_000  #: elements below which tensors are joined, where a plan does not say
+APART = 150_000  #: and if the method runs on each: of larger ones, payloads are copied for longer than a message takes
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -140,7 +146,9 @@ class Plan:
         alone = len(stages) == len(programs)
         return alone and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
 
-    def buckets(self, specs: Iterable[TensorSpec], known: bool = False) -> list[Bucket]:
+    def buckets(
+        self, specs: Iterable[TensorSpec], known: bool = False, ages: Mapping[str, object] | None = None
+    ) -> list[Bucket]:
         """Group tensors into buckets that are exchanged together.
 
         Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
@@ -149,34 +157,37 @@ class Plan:
         fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
 
         Where the plan does not say ``bucket_elements`` and all tensors are known, those of fewer than :data:`JOINED`
-        elements are joined if their method has ``joins``: what a tensor gets is the same then. Those that are sent
-        dense stay alone.
+        elements (:data:`APART` if a method lacks ``joins``) travel together, and each gets what it would get alone.
+        Those that are sent dense stay alone.
 
         Args:
             specs: the tensors, in any order.
-            known: these are all there will ever be, in every step.
+            known: these come together in every step.
+            ages: where tensors are in their programs, if not all have come as often; only equal ones are joined.
 
         Returns:
             The buckets, sorted by name.
         """
         buckets: list[Bucket] = []
-        open_buckets: dict[tuple[Program, str], list[TensorSpec]] = {}
+        open_buckets: dict[tuple[Program, str, object], list[TensorSpec]] = {}
+        ages = ages or {}
 
-        def close(key: tuple[Program, str]) -> None:
+        def close(key: tuple[Program, str, object]) -> None:
             buckets.append(self._bucket(open_buckets.pop(key), key[0]))
 
         unasked = self.bucket_elements is None
         most = (JOINED if known else 0) if self.bucket_elements is None else self.bucket_elements
         for spec in sorted(specs, key=lambda s: natural(s.name)):
-            key = (self.program_of(spec), spec.dtype)
+            key = (self.program_of(spec), spec.dtype, ages.get(spec.name))
             main = key[0].main
             everything = getattr(main, "scope", "tensor") == "global"
             joins = main.id != "none"
             if joins and unasked:
-                joins = all(method.joins for _, method in key[0].stages) and not self._goes_dense(spec, main)
+                itself = all(method.joins for _, method in key[0].stages)
+                joins = (itself or spec.size < APART) and not self._goes_dense(spec, main)
             elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
                 joins = self._goes_dense(spec, main)
-                key = (DENSE if joins else key[0], spec.dtype)
+                key = (DENSE if joins else key[0], *key[1:])
             if everything or (spec.size < most and joins):
                 open_buckets.setdefault(key, []).append(spec)
                 if not everything and sum(s.size for s in open_buckets[key]) >= most:
@@ -189,10 +200,12 @@ class Plan:
 
     def _bucket(self, members: list[TensorSpec], program: Program) -> Bucket:
         spec = members[0]
+        unasked = len(members) > 1 and self.bucket_elements is None and getattr(program.main, "scope", "") != "global"
         if len(members) > 1:
             sizes = tuple(member.size for member in members)
             spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(sizes),), spec.dtype, joined=sizes)
-        return Bucket(spec, tuple(members), DENSE if self._goes_dense(spec, program.main) else program)
+        dense = not unasked and self._goes_dense(spec, program.main)
+        return Bucket(spec, tuple(members), DENSE if dense else program, unasked)
 
     def _goes_dense(self, spec: TensorSpec, method: Method) -> bool:
         return spec.size < self.min_elements or not method.suits(spec)

@@ -242,9 +242,8 @@ class Segments:
         """A collective's result as the method expects it."""
         pieces: Sequence[int] = ()
         if isinstance(verb, AllGather):
-            own = verb.x
-            pieces = gathered_lengths(result, own, self.local.world, fast)
-            self._sent(name, "AllGather", own, len(own), pieces)
+            pieces = gathered_lengths(result, verb, self.local.world, fast)
+            self._sent(name, "AllGather", verb.x, len(verb.x), pieces)
         elif isinstance(verb, AllToAll):
             pieces = verb.receives or [len(result) // self.local.world] * self.local.world
         return lift(verb, result, pieces, fast)

@@ -54,6 +54,47 @@ def arrays_of_any_layout() -> None:
 
 
 @case
+def results_in_given_arrays() -> None:
+    for method in ("topk", "qsgd", "none", "scalecom"):
+        comp, control = Compressor(method), Compressor(method)
+        for step in range(3):
+            given = gradients(step, RANK)
+            want = control.allreduce_many({name: array.copy() for name, array in given.items()})
+            got = comp.allreduce_many(given, out=given)
+            assert all(got[name] is given[name] for name in given)
+            assert_close(got, want, EXACT, f"{method}, in place")
+            other = {name: np.full_like(array, 7) for name, array in given.items()}
+            before = {name: array.copy() for name, array in gradients(step, RANK).items()}
+            kept = {name: array.copy() for name, array in before.items()}
+            want = control.allreduce_many({name: array.copy() for name, array in before.items()})
+            assert_close(comp.allreduce_many(before, out=other), want, EXACT, f"{method}, beside")
+            assert_close(before, kept, EXACT, f"{method}, inputs")
+    given = gradients(0, RANK)
+    for wrong in (
+        {name: array for name, array in given.items() if name != "b"},
+        {**given, "b": given["b"][:-1]},
+        {**given, "b": given["b"].astype(np.float64)},
+    ):
+        must_raise(ValueError, ["out['b']"], lambda w=wrong: comp.allreduce_many(given, out=w), same=False)
+    assert_close(comp.allreduce_many(given), control.allreduce_many(given), EXACT, "after errors")
+
+
+@case
+def tensors_that_come_in_changing_company() -> None:
+    """They get and keep what they would alone."""
+    for method in ("topk", "qsgd", "powersgd", "dgc"):
+        comp, alone = Compressor(method), Compressor(method, bucket_elements=0)
+        sets = ["abc", "abc", "ab", "b", "abc", "c", "ac", "abc", "abc"]
+        for step, names in enumerate(sets):
+            given = {name: array for name, array in gradients(step, RANK).items() if name in names}
+            got, want = comp.allreduce_many(given), alone.allreduce_many(given)
+            assert_close(got, want, EXACT if WORLD == 2 else ROUNDING, f"{method}, step {step}")
+            for name in "abc":
+                if step > 1 and WORLD == 2:
+                    np.testing.assert_array_equal(comp.residual(name), alone.residual(name), err_msg=f"{name}, {step}")
+
+
+@case
 def tensors_that_come_in_calls_of_their_own() -> None:
     comp, net = Compressor("topk", density=0.05), Loopback("topk", world=WORLD, density=0.05)
     for step in range(3):

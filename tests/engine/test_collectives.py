@@ -64,7 +64,7 @@ def test_unequal_payloads_are_cut_by_their_headers() -> None:
         found, _ = run(3, ordered, lambda transport: results(transport, make))
         assert all([len(piece) for piece in pieces] == [24, 28, 32] for pieces, _ in found)
     with pytest.raises(wire.WireError):
-        gathered_lengths(np.zeros(50, np.uint8), np.zeros(24, np.uint8), 2, fast)
+        gathered_lengths(np.zeros(50, np.uint8), AllGather(np.zeros(24, np.uint8)), 2, fast)
 
 
 def test_small_sums_that_follow_each_other_are_one_where_order_counts() -> None:

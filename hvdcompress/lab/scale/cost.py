@@ -140,12 +140,12 @@ def work(
         together.setdefault((number, kind, each[0].dtype, partners), []).append(max(one.num_bytes for one in each))
 
     for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=driver):
-        method, asked, rides = _asked(bucket, world)
-        for number, each in enumerate(asked):
-            add(number, each)
-        rounds = max(rounds, len(asked))
+        method, parts, rides = _asked(bucket, world)
+        for number, every in enumerate(zip(*(asked for _, asked in parts), strict=True)):
+            add(number, [_one(each) for each in zip(*every, strict=True)])
+        rounds = max(rounds, len(parts[0][1]))
         if codec:
-            seconds += codec(method).seconds(bucket.spec.size, *gathered(asked, world))
+            seconds += sum(codec(method).seconds(size, *gathered(asked, world)) for size, asked in parts)
         if driver and not (rides and method.passes and method.feedback == "none"):
             for _ in bucket.members:
                 add(0, [Asked("AllReduce", "sum", "float32", PROBE)])
@@ -157,11 +157,21 @@ def work(
     return Work(world, max(sent), max(wire), line, calls, rounds, passed, seconds)
 
 
-def _asked(bucket: Bucket, world: int) -> tuple[Method, Rounds, bool]:
+def _asked(bucket: Bucket, world: int) -> tuple[Method, list[tuple[int, Rounds]], bool]:
+    """A bucket's method; what it runs on, as elements, and what it asks for there; whether the payload rides along."""
     method = bucket.program.main
     phase = imagined.last_phase(method)
     rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
-    return method, imagined.imagine(method, phase, world, bucket.spec), rides
+    specs = bucket.members if bucket.apart(method) else [bucket.spec]
+    return method, [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs], rides
+
+
+def _one(together: Sequence[Asked]) -> Asked:
+    """What tensors that travel together ask for."""
+    first = together[0]
+    num_bytes, gets = sum(one.num_bytes for one in together), sum(one.gets for one in together)
+    keeps = None if first.keeps is None else sum(one.keeps or 0 for one in together)
+    return Asked(first.verb, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
 
 
 def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:

@@ -16,8 +16,8 @@ def asarray(values: Array, like: Array) -> Array:
     return np.asarray(values)
 
 
-def concat(arrays: list[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def concat(arrays: list[Array], out: Array | None = None) -> Array:
+    return arrays[0] if len(arrays) == 1 and out is None else np.concatenate(arrays, out=out)
 
 
 def to_bytes(x: Array) -> Array:

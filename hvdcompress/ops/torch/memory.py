@@ -17,8 +17,8 @@ def asarray(values: NumpyArray, like: Array) -> Array:
     return uploaded(torch.from_numpy(values if values.flags.writeable else values.copy()), like)
 
 
-def concat(arrays: list[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else torch.cat(arrays)
+def concat(arrays: list[Array], out: Array | None = None) -> Array:
+    return arrays[0] if len(arrays) == 1 and out is None else torch.cat(arrays, out=out)
 
 
 def to_bytes(x: Array) -> Array:

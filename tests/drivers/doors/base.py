@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from hvdcompress.testing import Trial
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Grouping(Plan):
+    """A plan that knows that tensors come together in every step, and so lets small ones travel together."""
+
+    def buckets(self, specs: Any) -> Any:
+        return super().buckets(specs, known=True)
 
 
 @dataclass
@@ -101,6 +109,7 @@ class Door(ABC):
     dear = False  #: making a Compressor takes most of a second
     by_tensor = False  #: a step is undone tensor by tensor
     shared = False  #: ranks live in one object
+    groups = False  #: small tensors travel together unasked
     sums_in_order = False  #: float16 sums do not depend on what else is sent
     probe = 0  #: bytes that travel with each tensor
     passes_on: tuple[str, ...] = ()  #: methods under which a NaN stays where it is, as with the stock optimizer
@@ -151,7 +160,10 @@ class Door(ABC):
 
     def yardstick(self, method: str | Plan, settings: Settings, world: int | None = None) -> Trial:
         """The loopback with the same plan; all its collectives are noted."""
-        return Trial(plan_of(method, **settings), world or self.world)
+        plan = plan_of(method, **settings)
+        if self.groups:
+            plan = Grouping(**{each.name: getattr(plan, each.name) for each in fields(plan)})
+        return Trial(plan, world or self.world)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         """The tensors as the loopback knows them."""

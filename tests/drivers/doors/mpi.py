@@ -62,7 +62,7 @@ class MpiHandle(Handle):
 class MpiDoor(Door):
     name = "mpi"
     error = PeerError
-    recovers = sums_in_order = True
+    recovers = sums_in_order = groups = True
 
     def __init__(self, folder: Path):
         self.comm: Any = MPI.COMM_WORLD

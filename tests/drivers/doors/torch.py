@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from horovod.torch import optimizer as stock
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
-from hvdcompress.plan import Plan, plan_of
-from hvdcompress.testing import Trial
 from hvdcompress.torch import Compressor, PeerError
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
@@ -29,14 +26,6 @@ def backward(params: dict, grads: Arrays, names: list[str] | None = None) -> Non
     for name in names or list(params):
         loss = loss + (params[name].double() * torch.from_numpy(grads[name]).double()).sum()
     loss.backward()
-
-
-@dataclass(frozen=True)
-class TorchPlan(Plan):
-    """A plan that knows all tensors."""
-
-    def buckets(self, specs: Any) -> Any:
-        return super().buckets(specs, known=True)
 
 
 class TorchHandle(Handle):
@@ -78,6 +67,7 @@ class TorchHandle(Handle):
 
 class TorchDoor(Door):
     name = "torch"
+    groups = True
     error = PeerError
     probe = 8
     passes_on = ("none",)
@@ -90,10 +80,6 @@ class TorchDoor(Door):
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
         return TorchHandle(method, settings, shapes, dtype, op, loss_scale)
-
-    def yardstick(self, method, settings, world=None) -> Trial:
-        plan = plan_of(method, **settings)
-        return Trial(TorchPlan(**{each.name: getattr(plan, each.name) for each in fields(plan)}), world or self.world)
 
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value)

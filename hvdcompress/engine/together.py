@@ -1,0 +1,162 @@
+"""Several tensors' exchanges as one: each method runs on its own tensor, and their payloads travel together.
+
+A collective costs a call, a name that ranks agree on and a message, however small it is. What a tensor gets and keeps
+is the same as alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
+from hvdcompress.ops.spec import Ops
+
+#: Returns an array [n] of a dtype that is kept from step to step: (name, n, dtype) -> array
+Buffer = Callable[[str, int, str], Array]
+
+
+class Together:
+    """The communications of several tensors under one method, driven as if they were one.
+
+    Inside a phase the number, verbs and dtypes of a method's collectives are fixed, so each round is one verb.
+
+    Args:
+        names: the tensors'.
+        rank, world: this rank, and their number.
+        ops: the array verbs of their library.
+        buffer: where payloads are joined.
+
+    Attributes:
+        now: the tensor whose method runs, for error messages.
+    """
+
+    def __init__(self, names: Sequence[str], rank: int, world: int, ops: Ops, buffer: Buffer):
+        self.names, self.rank, self.world, self.ops, self.buffer = names, rank, world, ops, buffer
+        self.now = names[0]
+        self._each: list[Communication | None] = [None] * len(names)
+        self._verbs: list[Verb | None] = [None] * len(names)
+        self._reduced: list[Reduced | None] = [None] * len(names)
+        self._round = 0
+
+    def begin(self, place: int, communication: Communication) -> None:
+        """Run a tensor's communication to its first verb."""
+        self._each[place] = communication
+        self._run(place, None)
+
+    def send(self, result: Any) -> Verb:
+        """Hand all of them their parts of a collective's result (None at first); returns the next collective.
+
+        Raises:
+            StopIteration: all have returned; its value is the list of their results.
+            RuntimeError: they do not ask for the same.
+        """
+        if self._round:
+            for place, part in enumerate(self._parts(result)):
+                self._run(place, part)
+        left = sum(verb is not None for verb in self._verbs)
+        if not left:
+            raise StopIteration(self._reduced)
+        if left < len(self._verbs):
+            self._unlike()
+        self._round += 1
+        return self._joined()
+
+    def close(self) -> None:
+        """End the communications that are under way."""
+        for communication in self._each:
+            if communication is not None:
+                communication.close()
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _run(self, place: int, result: Any) -> None:
+        communication = self._each[place]
+        assert communication is not None
+        self.now = self.names[place]
+        try:
+            self._verbs[place] = communication.send(result)
+        except StopIteration as stop:
+            self._verbs[place], self._reduced[place] = None, stop.value
+
+    def _join(self, arrays: list[Array]) -> Array:
+        dtype = str(arrays[0].dtype).removeprefix("torch.")
+        out = self.buffer(f"together.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
+        return self.ops.concat(arrays, out)
+
+    def _joined(self) -> Verb:
+        """One verb for all."""
+        verbs: list[Any] = self._verbs
+        first, *others = verbs
+        if any(_kind(verb) != _kind(first) for verb in others):
+            self._unlike()
+        if isinstance(first, Broadcast):
+            if len({int(verb.root) for verb in verbs}) > 1:
+                return self._from_several_roots(verbs)
+            num_bytes = sum(verb.num_bytes for verb in verbs)
+            return Broadcast(lambda: self._join([verb.make() for verb in verbs]), first.root, num_bytes)
+        if isinstance(first, AllReduce):
+            spent = all(verb.spent for verb in verbs)
+            return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent)
+        if isinstance(first, AllGather):
+            return AllGather(self._join([verb.x for verb in verbs]), tuple(len(verb.x) for verb in verbs))
+        # what goes to one rank, of all tensors, lies together
+        pieces = [_cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
+        x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
+        if first.splits is None:
+            return AllToAll(x)
+        return AllToAll(x, _sums([verb.splits for verb in verbs]), _sums([verb.receives for verb in verbs]))
+
+    def _from_several_roots(self, verbs: list[Broadcast]) -> AllReduce:
+        """A sum, to which each rank gives its own payloads, and zeros in the places of the others'."""
+        x = self.buffer(f"together.{self._round}.roots", sum(verb.num_bytes for verb in verbs) // 4, "int32")
+        self.ops.fill(x, 0)
+        for verb, place in zip(verbs, _cut(x, [verb.num_bytes // 4 for verb in verbs]), strict=True):
+            if int(verb.root) == self.rank:
+                self.ops.concat([self.ops.from_bytes(verb.make(), "int32")], place)
+        return AllReduce(x, spent=True)
+
+    def _parts(self, result: Any) -> list[Any]:
+        """Each tensor's part of the collective's result."""
+        verbs: list[Any] = self._verbs
+        first, count = verbs[0], len(verbs)
+        if isinstance(first, Broadcast):
+            return _cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
+        if isinstance(first, AllReduce):
+            return _cut(result, [len(verb.x) for verb in verbs])
+        if isinstance(first, AllGather):  # a payload a rank and tensor
+            return [result[place::count] for place in range(count)]
+        lengths = [self._lengths(verb, verb.receives) for verb in verbs]
+        from_ranks = [_cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
+        return [list(pieces) for pieces in zip(*from_ranks, strict=True)]
+
+    def _lengths(self, verb: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
+        return given if given is not None else (len(verb.x) // self.world,) * self.world
+
+    def _unlike(self) -> NoReturn:
+        kinds = [
+            (type(verb).__name__ if verb else "nothing more", name)
+            for verb, name in zip(self._verbs, self.names, strict=True)
+        ]
+        words = ", ".join(f"{kind} for {name!r}" for kind, name in kinds)
+        raise RuntimeError(
+            f"tensors that are exchanged together ask for different collectives in round {self._round}: {words}; "
+            "bucket_elements: 0 keeps them apart"
+        )
+
+
+def _kind(verb: Any) -> tuple[Any, ...]:
+    """What verbs must have alike to be one."""
+    if isinstance(verb, Broadcast):
+        return (Broadcast,)
+    return type(verb), verb.x.dtype, getattr(verb, "op", ""), getattr(verb, "splits", None) is None
+
+
+def _cut(x: Any, lengths: Sequence[int]) -> list[Any]:
+    stops = itertools.accumulate(lengths)
+    return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
+
+
+def _sums(each: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*each, strict=True)))

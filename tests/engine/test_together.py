@@ -1,0 +1,170 @@
+"""Tensors that travel together get, send and keep what they would alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcompress.engine.collectives import gathered_lengths
+from hvdcompress.engine.rank import ExchangeError, Rank
+from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.together import Together
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.parts import wire
+from hvdcompress.plan import plan_of
+from hvdcompress.plan.plan import APART
+from hvdcompress.testing import numbers
+
+WORLD = 3
+SPECS = [TensorSpec("a", (40, 50)), TensorSpec("b", (30, 60)), TensorSpec("c", (1100,)), TensorSpec("d", (70, 20))]
+
+
+def buffer(name: str, n: int, dtype: str) -> np.ndarray:
+    return np.zeros(n, dtype)
+
+
+def asks(*verbs: Any) -> Generator[Any, Any, Any]:
+    """A method that asks for these collectives, and returns what they brought."""
+    found = []
+    for verb in verbs:
+        found.append((yield verb))
+    return Reduced(total=found)  # type: ignore[arg-type]
+
+
+def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
+    """By rank and tensor, a list of verbs -> by rank and tensor, their results."""
+    ranks = []
+    for number, tensors in enumerate(programs):
+        together = Together([f"t{place}" for place in range(len(tensors))], number, len(programs), fast, buffer)
+        for place, verbs in enumerate(tensors):
+            together.begin(place, asks(*verbs))
+        ranks.append(together)
+    results: list[Any] = [None] * len(ranks)
+    try:
+        while True:
+            results = carry_out([rank.send(result) for rank, result in zip(ranks, results, strict=True)])
+    except StopIteration as stop:
+        ended = [stop.value]
+    for rank, result in zip(ranks[1:], results[1:], strict=True):
+        with pytest.raises(StopIteration) as stopped:
+            rank.send(result)
+        ended.append(stopped.value.value)
+    return [[reduced.total for reduced in each] for each in ended]
+
+
+def test_each_tensor_gets_its_part_of_every_verb() -> None:
+    def tensor(rank: int, place: int) -> list[Any]:
+        x = np.arange(4 + place, dtype=np.float32) + rank
+        payload = np.full(4 * (place + 1), 10 * rank + place, np.uint8)
+        ring = tuple(4 * (place + 1) * (other == (rank + 1) % WORLD) for other in range(WORLD))
+        back = tuple(4 * (place + 1) * (other == (rank - 1) % WORLD) for other in range(WORLD))
+        return [
+            AllReduce(x),
+            AllReduce(x, "max"),
+            AllGather(payload),
+            AllToAll(np.repeat(np.arange(WORLD, dtype=np.uint8) + 10 * rank + 50 * place, 4)),
+            AllToAll(payload, ring, back),
+            Broadcast(lambda: payload, 1, len(payload)),
+            Broadcast(lambda: payload, place % WORLD, len(payload)),
+        ]
+
+    found = run([[tensor(rank, place) for place in range(4)] for rank in range(WORLD)])
+    for rank, tensors in enumerate(found):
+        for place, (total, most, gathered, turned, passed, one_root, roots) in enumerate(tensors):
+            np.testing.assert_array_equal(total, 3 * np.arange(4 + place) + 3)
+            np.testing.assert_array_equal(most, np.arange(4 + place) + 2)
+            assert [piece.tolist() for piece in gathered] == [[10 * r + place] * 4 * (place + 1) for r in range(WORLD)]
+            assert [piece.tolist() for piece in turned] == [[rank + 10 * r + 50 * place] * 4 for r in range(WORLD)]
+            before = (rank - 1) % WORLD
+            assert passed[before].tolist() == [10 * before + place] * 4 * (place + 1)
+            assert one_root.tolist() == [10 + place] * 4 * (place + 1)
+            assert roots.tolist() == [10 * (place % WORLD) + place] * 4 * (place + 1)
+
+
+def test_lengths_that_differ_are_read_from_every_tensors_header() -> None:
+    """Even where those of a rank have the same sum as another's."""
+
+    def payload(extra: int) -> np.ndarray:
+        head = wire.pack(wire.Header("topk", 0, 0, 9, 1, wire.NUM_BYTES + extra))
+        return np.frombuffer(head + bytes(extra), np.uint8)
+
+    extras = [(0, 8), (8, 0), (4, 4)]
+    ranks = [np.concatenate([payload(extra) for extra in each]) for each in extras]
+    for mine, each in zip(ranks, extras, strict=True):
+        verb = AllGather(mine, tuple(wire.NUM_BYTES + extra for extra in each))
+        found = gathered_lengths(np.concatenate(ranks), verb, WORLD, fast)
+        assert found == [wire.NUM_BYTES + extra for pair in extras for extra in pair]
+
+
+def test_unlike_collectives_are_an_error_that_names_tensors() -> None:
+    together = Together(["left", "right"], 0, 2, fast, buffer)
+    together.begin(0, asks(AllReduce(np.zeros(2, np.float32))))
+    together.begin(1, asks(AllReduce(np.zeros(2, np.float16))))
+    with pytest.raises(RuntimeError, match="left.*right.*bucket_elements: 0"):
+        together.send(None)
+    together = Together(["left", "right"], 0, 2, fast, buffer)
+    together.begin(0, asks())
+    together.begin(1, asks(AllGather(np.zeros(4, np.uint8))))
+    with pytest.raises(RuntimeError, match="nothing more for 'left'"):
+        together.send(None)
+
+
+def steps(ranks: list[Rank], known: bool, numbers_of: range) -> list[dict[str, np.ndarray]]:
+    """Steps of ranks in lockstep; the results of rank 0."""
+    outs = []
+    for step in numbers_of:
+        given = [
+            {s.name: numbers((s.size,), len(s.name) + i, r, step) for i, s in enumerate(SPECS)} for r in range(WORLD)
+        ]
+        for bucket in ranks[0].plan.buckets(SPECS, known=known):
+            exchanges = [
+                rank.start(bucket, [own[m.name] for m in bucket.members], [own[m.name] for m in bucket.members], fast)
+                for rank, own in zip(ranks, given, strict=True)
+            ]
+            while exchanges[0].verb is not None:
+                verbs: list[Any] = [exchange.verb for exchange in exchanges]
+                for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+                    exchange.advance(result)
+            for rank, exchange in zip(ranks, exchanges, strict=True):
+                rank.deliver(exchange, 1.0)
+                rank.commit(exchange)
+        outs.append(given[0])
+    return outs
+
+
+@pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16"])
+@pytest.mark.parametrize("first", [True, False])
+def test_state_saved_together_goes_on_alone_and_back(method: str, first: bool) -> None:
+    """State is kept by tensor, so it survives another grouping."""
+    more = {"gradiveq": {"dense_steps": 3, "slice_elements": 20, "matrix_rank": 2, "tensors": "all"}}.get(method, {})
+    plan = plan_of(method, min_elements=1, **more)
+    assert len(plan.buckets(SPECS, known=True)) < len(SPECS) and max(spec.size for spec in SPECS) < APART
+    through = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    expected = steps(through, first, range(8))[4:]
+    before = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    steps(before, first, range(4))
+    after = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    for new, old in zip(after, before, strict=True):
+        new.load_state_dict(old.state_dict(), np.concatenate)
+    for got, want in zip(steps(after, not first, range(4, 8)), expected, strict=True):
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+    assert after[0].state_dict()["state"].keys() == through[0].state_dict()["state"].keys()
+
+
+def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("qsgd", min_elements=1)
+    method, spoiled = type(plan.program.main), plan.program.main.encode
+
+    def encode(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        if ctx.spec.name == "b":
+            raise RuntimeError("spoiled")
+        return spoiled(x, state, ctx, ops)
+
+    monkeypatch.setattr(method, "encode", encode)
+    with pytest.raises(ExchangeError, match=r"tensor 'b' \(method qsgd, round 0, rank 0\): RuntimeError: spoiled"):
+        steps([Rank(plan, rank, WORLD) for rank in range(WORLD)], True, range(1))
