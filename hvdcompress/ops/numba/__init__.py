@@ -29,7 +29,7 @@ from hvdcompress.ops.numba.selection import (
     top_k,
 )
 from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.numpy import (
     add_all,
     all_below,
@@ -44,7 +44,6 @@ from hvdcompress.ops.numpy import (
     irfft,
     keep_if,
     kth_magnitude,
-    l2_norm,
     pack_fields,
     permute,
     principal,
