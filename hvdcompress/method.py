@@ -246,7 +246,7 @@ def _known_values(name: str) -> str:
     if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
         raise ValueError(
             "must be fp32, fp16, bf16, qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … "
-            "rangefloat16 (bits per value, with optional mantissa bits as in rangefloat10m6)"
+            "rangefloat16 (bits per value; mantissa bits are chosen from the data unless given, as in rangefloat10m6)"
         )
     return name
 
@@ -316,8 +316,15 @@ class Method:
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
     momentum: Momentum = 0.9
     """Momentum factor, used with feedback "momentum". The optimizer must then have no momentum of its own."""
+    clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Norm that each tensor's gradient is clipped to, clip_norm/√p on each rank, before its residual is added; null: no
+    clipping."""
 
     def __post_init__(self) -> None:
+        if self.clip_norm is not None and self.feedback == "none":
+            raise ValueError(
+                'clip_norm needs a feedback other than "none": only feedback removes the loss scale from gradients'
+            )
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(
                 'feedback "momentum" needs a method that leaves elements out, such as topk: it resets the momentum of '
@@ -390,21 +397,8 @@ class Method:
         """
         return None
 
-    # The exchange, in the order of the calls: clip and scan for each tensor as it comes, then exchange, which calls
-    # encode and decode.
-
-    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
-        """Return the factor that a tensor's local gradient is multiplied by before the residual is added.
-
-        Override it to clip gradients.
-
-        Args:
-            gradient: this rank's gradient of one tensor [n], still multiplied by the loss scale; read only.
-            scale: 1 / loss scale, or 1 for a method that keeps no state.
-            ctx: rank, world, step and tensor.
-            ops: the array backend.
-        """
-        return scale
+    # The exchange, in the order of the calls: scan for each tensor as it comes, then exchange, which calls encode and
+    # decode.
 
     def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.

@@ -15,6 +15,7 @@ import inspect
 import json
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def config_text(id: str) -> str:
     ]
     lines += ["", f"method: {id}"]
     settings = hvdcompress.get(id).hyperparameters()
-    for name in sorted(settings, key=lambda name: name in ("feedback", "beta", "momentum")):  # its own first
+    shared = {field.name for field in fields(Method)}
+    for name in sorted(settings, key=lambda name: name in shared):  # its own first
         value = settings[name]
         text = comments.get(name, "")
         lines += ["", *textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)]

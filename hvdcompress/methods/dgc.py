@@ -34,7 +34,7 @@ only, which is the paper's hierarchical selection.
 instead of 11).
 
 ``clip_norm``: each rank's gradient is scaled down to the norm clip_norm/√p before it is added to u (local gradient
-clipping, §3.2).
+clipping, §3.2). It is the feedback's (``parts/feedback.py``), and other methods have it too.
 
 Departures from the paper: clipping uses the norm of each tensor, as the authors' code does, not of the whole model. A
 threshold that selects too few entries is corrected too. The sample is drawn without replacement. Tensors that are sent
@@ -56,10 +56,9 @@ array([[0.  , 3.  ],
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
 
 from hvdcompress.method import (
     Array,
@@ -68,7 +67,6 @@ from hvdcompress.method import (
     FeedbackName,
     Fraction,
     Method,
-    Number,
     Sparse,
     TensorSpec,
     Values,
@@ -97,19 +95,9 @@ class DGC(Method):
     sample: Fraction = 0.01
     """Fraction of the elements in the sample. It is raised for small tensors and densities, so that the sample has at
     least 1024 elements, 16 of them above the threshold."""
-    clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Norm that a tensor's gradient is clipped to, clip_norm/√p on each rank before accumulation; null: no clipping."""
     values: Values = "fp32"
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "momentum"
-
-    @model_validator(mode="after")
-    def _clipped_in_known_units(self) -> Self:
-        if self.clip_norm is not None and self.feedback == "none":
-            raise ValueError(
-                'clip_norm needs a feedback other than "none": only feedback removes the loss scale from gradients'
-            )
-        return self
 
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Biases and other vectors are sent dense."""
@@ -121,12 +109,6 @@ class DGC(Method):
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=self.select == "exact")
-
-    def clip(self, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
-        if self.clip_norm is None or not (norm := ops.l2_norm(gradient)):
-            return scale
-        # the backends' float64 sums differ in their last bits; rounded to float32 they agree
-        return float(np.float32(min(scale, self.clip_norm / math.sqrt(ctx.world) / norm)))
 
     def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
         return candidates.scan_whole(self.capacity(ctx.spec.size) + (self.select == "sampled"), ctx)

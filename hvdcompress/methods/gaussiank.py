@@ -18,13 +18,16 @@ Bytes: 24 (header) + Elias-Fano indices + 4·⌊4k/3⌋ (or 2·⌊4k/3⌋), sect
 interval. If elements of equal magnitude make that impossible, those with the lowest indices fill up. Fewer than 2k/3
 are sent only if fewer are non-zero.
 
-``refine: paper`` corrects t at most 3 times: it is halved if c < 2k/3 and multiplied by 1.5 if c > 4k/3. On data with
-heavy tails c can remain far from k (on Laplace data it is 9.5·k in the first round).
+``refine: paper`` counts c at most 3 times, as the authors' code (github.com/hclhkbu/GaussianK-SGD) does: t is halved
+if c < 2k/3 and multiplied by 1.5 if c > 4k/3. What the third count would change comes after the mask that is sent, so
+t changes twice at most. On data with heavy tails c can remain far from k (on Laplace data of density 0.001 it is 9.5·k
+in the first round).
 
 ``scope: global`` selects from one buffer of all tensors joined, as the authors' code does.
 
-Departures from the paper's code: both tails count (|x| > t); bisection; the fixed capacity of ⌊4k/3⌋; a tensor of
-one element is sent (in the authors' code its standard deviation is undefined, and it is never sent).
+Departures from the authors' code, which compares |x| with t too: its t is μ + z·σ, which for μ < 0 selects more than
+for μ > 0; bisection; the fixed capacity of ⌊4k/3⌋, where it sends all that exceed t; a tensor of one element is sent
+(there its standard deviation is undefined, and it is never sent).
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -58,8 +61,8 @@ class GaussianK(Method):
     density: Density = 0.01
     """Target fraction of the elements that each rank sends, k / n."""
     refine: Literal["bisect", "paper"] = "bisect"
-    """How the threshold is corrected. "bisect": until 2k/3 to 4k/3 elements exceed it. "paper": at most three times, as
-    in the paper."""
+    """How the threshold is corrected. "bisect": until 2k/3 to 4k/3 elements exceed it. "paper": at most twice, as in
+    the authors' code."""
     scope: Literal["tensor", "global"] = "tensor"
     """What k refers to. "tensor": each tensor. "global": all tensors of this method, joined in one buffer."""
     values: Values = "fp32"

@@ -120,16 +120,18 @@ def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
 
 # -- range floats ---------------------------------------------------------------------------------------------------
 
+OCTAVES = 19  #: below the largest magnitude, that count in the choice of a mantissa: sums of 4096 then fit int64
+RANGE_MANTISSAS = 8  #: numbers of mantissa bits that are tried: a bit less doubles the octaves, of which there are 256
 RangeSpace = tuple[Array, Array, Array]  #: the first bin, and the number of positive and of negative codes
 
 
-def range_space(edges: Array, bits: int, shift: int, xp: Any) -> RangeSpace:
+def range_space(edges: Array, bits: int, shift: Any, xp: Any) -> RangeSpace:
     """Share out the codes of a range float among its positive and negative bins.
 
     Args:
         edges: [2] int32: the bits of the bounds, both finite and not negative.
         bits: The size of a code.
-        shift: How many bits of a float32 a bin leaves out: 23 less the mantissa's.
+        shift: How many bits of a float32 a bin leaves out: 23 less the mantissa's; a number, or [m, 1] or [1] int32.
         xp: The array library.
 
     Returns:
@@ -142,7 +144,37 @@ def range_space(edges: Array, bits: int, shift: int, xp: Any) -> RangeSpace:
     return first, (top - first + 1).clip(min=0), (low - first + 1).clip(min=0)
 
 
-def range_codes_of(bits: Array, space: RangeSpace, shift: int, xp: Any) -> Array:
+def range_span(width: int) -> tuple[int, int]:
+    """Return the mantissa bits that are tried for codes of ``width`` bits: the least, and the most plus 1."""
+    end = min(width, 23)
+    return max(1, end - RANGE_MANTISSAS), end
+
+
+def range_errors(bits: Array, edges: Array, width: int, shift: Array, xp: Any) -> Array:
+    """Return the squared errors [m] int64 that range floats of each of m shifts are expected to have, in one unit.
+
+    Those of rounding are width²/12 of a bin. What is below the smallest bin errs by itself; if that is less than 2^−19
+    of the largest magnitude, it does not count.
+
+    Args:
+        bits: [n] int32, n ≤ 4096: the bits of a sample of the data.
+        edges: [2] int32: the bits of the bounds, both finite and not negative.
+        width: The size of a code.
+        shift: [m, 1] int32: 23 less the mantissa bits.
+        xp: The array library.
+    """
+    first, _, _ = range_space(edges, width, shift, xp)  # [m, 1]
+    magnitude = bits & 0x7FFFFFFF
+    octave = (magnitude >> 23) - (edges.max() >> 23) + OCTAVES
+    power = xp.where(octave < 0, 0, xp.ones_like(octave, dtype=xp.int64) << (2 * octave.clip(min=0)))  # 4^octave
+    leading = ((magnitude >> 20) & 7) * 2 + 17  # 16·1.f, f in the middle of an eighth
+    lost = magnitude < (first << shift)  # [m, n]: they become zero
+    dropped = xp.where(lost, leading * leading * power, 0).sum(1)  # 256·f²
+    rounded = xp.where(lost, 0, power).sum(1)  # width²·4^m
+    return 3 * dropped + ((64 * rounded) >> (2 * (23 - shift[:, 0])))  # 3·256/12 = 64
+
+
+def range_codes_of(bits: Array, space: RangeSpace, shift: Any, xp: Any) -> Array:
     """Return the range-float codes [n] int32 of float32 numbers, given their bits [n] int32."""
     first, positive, negative = space
     number = ((bits & 0x7FFFFFFF) >> shift) - (first - 1)  # 1 or more from the first bin on
@@ -151,7 +183,7 @@ def range_codes_of(bits: Array, space: RangeSpace, shift: int, xp: Any) -> Array
     return codes.clip(min=0)
 
 
-def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: int, xp: Any) -> Array:
+def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: Any, xp: Any) -> Array:
     """Return the bits [n] int32 of the float32 numbers that range-float codes [n] int32 stand for."""
     first, positive, negative = space
     codes = xp.minimum(codes, positive + negative)

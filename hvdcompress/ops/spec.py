@@ -581,7 +581,22 @@ class Ops(Protocol):
     def float_bounds(self, x: Array) -> Array:
         """Return the largest x and the largest −x [2] float32, each at least 0."""
 
-    def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    def range_mantissa(self, x: Array, bounds: Array, bits: int) -> Array:
+        """Choose the mantissa bits of range floats for data like ``x``: those of the least expected squared error.
+
+        A value that has a code errs by width²/12 of its bin, and one below the smallest bin by itself. It is computed
+        in integers, so that all backends choose alike.
+
+        Args:
+            x: [n], n ≤ 4096: a sample of the data.
+            bounds: [2], of all data, as returned by :meth:`float_bounds`.
+            bits: The size of a code, 2 to 24.
+
+        Returns:
+            [1] uint8, from max(1, bits − 8) to bits − 1, and 22 at most. Of equals, the least.
+        """
+
+    def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
         """Encode ``x`` as range floats: codes that divide a range into bins of constant relative width.
 
         A bin is what float32 numbers with equal sign, exponent and first ``mantissa`` bits share. Code 0 is zero;
@@ -592,17 +607,17 @@ class Ops(Protocol):
             x: [n], within the bounds.
             bounds: [2], as returned by :meth:`float_bounds`.
             bits: The size of a code, 4 to 16.
-            mantissa: The number of mantissa bits that a bin keeps, 1 to 22.
+            mantissa: The number of mantissa bits that a bin keeps, 1 to 22; or [1] uint8 with it.
 
         Returns:
             [n] int32, below 2^bits.
         """
 
-    def range_values(self, codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+    def range_values(self, codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
         """Decode :meth:`range_codes`: return the middle of each code's bin, clipped to the bounds [n] float32.
 
-        Codes that do not exist are read as the last code, and bounds that are not finite or negative as finite
-        ones, so that a damaged payload decodes to finite numbers.
+        Codes that do not exist are read as the last code, bounds that are not finite or negative as finite ones, and
+        an array's ``mantissa`` as one from 1 to 22, so that a damaged payload decodes to finite numbers.
         """
 
     # -- bits: numbers of a few bits, and bitmaps ----------------------------------------------------------------

@@ -5,7 +5,8 @@ A codec writes [count] float32 values in a known number of bytes, and reads them
     fp32                    unchanged
     fp16, bf16              rounded to 16 bits
     qsgd2 … qsgd8           stochastic quantization, bits per value (``parts/quantize.py``)
-    rangefloat4 … 16[mM]    range floats, bits per value, M of them mantissa (``parts/rangefloat.py``)
+    rangefloat4 … 16[mM]    range floats, bits per value, M of them mantissa: by default chosen from the data
+                            (``parts/rangefloat.py``)
 
 Every method that sends values accepts these names. :func:`all_reduce` sums values over ranks: fp32 directly, fp16
 divided by the number of ranks so that the sum stays in range, and all others, which no network can add, by

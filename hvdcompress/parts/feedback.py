@@ -12,11 +12,23 @@ So a low-pass residual is *not* zero where x was sent, and Σ sent = Σ gradient
     velocity = 0 where x was sent
 
 This is plain feedback on gradients that momentum was applied to on each rank. It replaces the optimizer's momentum.
+
+``clip_norm``, with any of them, bounds what a step can add to a residual (local gradient clipping, Lin et al., §3.2)::
+
+    gradient = gradient · min(1, clip_norm/√p / ‖gradient‖)
+
+Clipping what has been exchanged, as an optimizer does, cannot: elements that were not sent wait in the residual with
+the size that they came with. The norm is that of the *tensor*, since a backward pass hands out tensors one by one, and
+the first are on their way before the last are known. It takes one more pass over the gradient, and on a device the
+host waits for it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+
+import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
 from hvdcompress.ops.spec import Found, Ops, Velocity
@@ -39,6 +51,22 @@ def slots(method: Method, spec: TensorSpec) -> dict[str, Slot]:
 def beta(method: Method) -> float:
     """Return the low-pass factor in use: ``method.beta`` for feedback "lowpass", else 1."""
     return method.beta if method.feedback == "lowpass" else 1.0
+
+
+def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
+    """Return the factor of a tensor's local gradient: ``scale``, or less if ``method.clip_norm`` asks for it.
+
+    Args:
+        method: the method.
+        gradient: this rank's gradient of one tensor [n], still multiplied by the loss scale; read only.
+        scale: 1 / loss scale.
+        ctx: rank, world, step and tensor.
+        ops: the array backend.
+    """
+    if method.clip_norm is None or not (norm := ops.l2_norm(gradient)):
+        return scale
+    # the backends' float64 sums differ in their last bits; rounded to float32 they agree
+    return float(np.float32(min(scale, method.clip_norm / math.sqrt(ctx.world) / norm)))
 
 
 def receive(
@@ -77,7 +105,7 @@ def receive(
         What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.spec.Flag``).
     """
     x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops, gradient)
-    factor = method.clip(gradient, scale, ctx, ops)
+    factor = clipping(method, gradient, scale, ctx, ops)
     velocity = None
     if method.feedback == "momentum":
         velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)

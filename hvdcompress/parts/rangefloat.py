@@ -15,10 +15,17 @@ max and min are those of the data; eps is the smallest for which the codes suffi
 other sign gets no codes. A code decodes to the middle of its bin, limited to [min, max]. Decoding is monotone, encoding
 a decoded value gives the same code, and the relative error is below 2^−(m+1) for |f| ≥ eps.
 
-Bytes: 8 (max and −min as float32, from which eps follows) + ⌈count·N/8⌉.
+How many of the N bits are mantissa is given, or chosen from the data's range as in the paper, which tunes its float to
+the range of the frequencies. Ours minimises the expected squared error Σ(decoded − f)² of a sample of up to 4096
+values: width²/12 of its bin for each that has a code, f² for each that is below eps. A bit more of mantissa quarters
+the first sum and halves the octaves that there are codes for, 2^(N − 1 − m) with both signs. The sample is every so
+many-th value. All is computed in integers, so that every array backend chooses alike; the receiver reads m.
+
+Bytes: 8 (max and −min as float32, from which eps follows) + 1 (m, if it is chosen) + ⌈count·N/8⌉.
 
 For normal data m = N − 4 is best with 8 to 12 bits (16 octaves for both signs): the error ‖decoded − f‖/‖f‖ is 1.3 %
 for N = 8 and 0.36 % for N = 10. From 13 bits on, values below eps would cost more than the rounding, so m = N − 5.
+Gradients have heavier tails, and are mostly served better by one or two bits less.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from hvdcompress.parts.sums import put
 from hvdcompress.parts.wire import WireError
 
 HEAD = 8  #: bytes of the range: max and −min
+SAMPLE = 1024  #: values that the mantissa is chosen by, at most
 
 
 @dataclass(frozen=True)
@@ -38,17 +46,17 @@ class RangeFloatCodec:
     """Codec of float32 values as floats of a few bits that cover only the data's range."""
 
     bits: int = 8  #: N, bits per value, 2 to 24
-    mantissa: int | None = None  #: m, mantissa bits, 1 to 22; None: the best for normal data
+    mantissa: int | None = None  #: m, mantissa bits, 1 to 22; None: chosen from the data
     code = 4
 
     @property
-    def mantissa_bits(self) -> int:
-        """Return m."""
-        return max(1, self.bits - (4 if self.bits <= 12 else 5)) if self.mantissa is None else self.mantissa
+    def head(self) -> int:
+        """Return the bytes before the codes."""
+        return HEAD + (self.mantissa is None)
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""
-        return HEAD + -(-count * self.bits // 8)
+        return self.head + -(-count * self.bits // 8)
 
     def encode(self, x: Array, ctx: Context | None, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         """Write values; uses no random numbers.
@@ -64,8 +72,14 @@ class RangeFloatCodec:
             uint8 [num_bytes(count)].
         """
         bounds = ops.float_bounds(x)  # [2] float32
-        codes = ops.range_codes(x, bounds, self.bits, self.mantissa_bits)  # [count] int32
-        return put([ops.to_bytes(bounds), ops.pack_bits(codes, self.bits)], out, ops)
+        mantissa: int | Array | None = self.mantissa
+        head = [ops.to_bytes(bounds)]
+        if mantissa is None:
+            # an odd stride, so that of pairs of values both take part
+            mantissa = ops.range_mantissa(x[:: -(-len(x) // SAMPLE) | 1], bounds, self.bits)  # [1] uint8
+            head.append(mantissa)
+        codes = ops.range_codes(x, bounds, self.bits, mantissa)  # [count] int32
+        return put([*head, ops.pack_bits(codes, self.bits)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Read values, as :meth:`decode` does."""
@@ -88,5 +102,6 @@ class RangeFloatCodec:
         if len(buffer) != self.num_bytes(count):
             raise WireError(f"received {len(buffer)} bytes of range floats, expected {self.num_bytes(count)}")
         bounds = ops.from_bytes(buffer[:HEAD], "float32")
-        codes = ops.unpack_bits(buffer[HEAD:], self.bits, count)
-        return ops.range_values(codes, bounds, self.bits, self.mantissa_bits)
+        mantissa = buffer[HEAD : self.head] if self.mantissa is None else self.mantissa
+        codes = ops.unpack_bits(buffer[self.head :], self.bits, count)
+        return ops.range_values(codes, bounds, self.bits, mantissa)

@@ -89,7 +89,10 @@ def just_below(magnitude: float) -> np.float32:
 
 
 def refine_paper(elements: Elements, start: np.float32, k: int, capacity: int) -> tuple[np.float32, None]:
-    """Correct a threshold up to three times, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1).
+    """Correct a threshold up to twice, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1, and their code).
+
+    Their loop makes a mask and then changes the threshold, three times. It sends the last mask, which was made before
+    the third change: so only two changes have an effect.
 
     Args:
         elements: the elements of x.
@@ -101,7 +104,7 @@ def refine_paper(elements: Elements, start: np.float32, k: int, capacity: int) -
         The threshold, and None.
     """
     threshold = start
-    for _ in range(3):
+    for _ in range(2):
         count = elements.count_above(threshold, capacity)
         if 3 * count < 2 * k:
             threshold *= np.float32(0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +80,7 @@ def test_a_file_without_a_name_is_called_after_itself(write):
         ("steps: 10", "steps: true", 6, "tasks.1.steps: True:"),
         ("1e-3", "fast", 6, "tasks.1.learning_rate: 'fast':"),
         ("1e-3", "yes", 6, "tasks.1.learning_rate: True:"),
+        ("1e-3", "1e-3, clip: never", 6, "tasks.1.clip: 'never':"),
         ("name: small", "nam: small", 1, "nam: unknown key (did you mean 'name'?)"),
         ("name: small", "name: ../small", 1, "name: '../small':"),
         ("ranks: 2", "ranks: 0", 2, "ranks: 0:"),
@@ -113,6 +115,39 @@ def test_the_command_line_overrides(write):
 def test_a_label_never_leaves_its_folder(write):
     run = Experiment.open(write(GOOD.replace("label: few", "label: a/../b"))).runs()[2]
     assert run.method.label == "a/../b" and "/" not in run.id and ".." not in run.id
+
+
+def test_clipping_before_the_exchange_is_part_of_what_a_result_depends_on(write):
+    entry = "  - {label: before, method: topk, density: 0.01, train: {clip: before, clip_norm: 0.5}}\n"
+    *_, before = Experiment.open(write(GOOD + entry)).runs()
+    assert (before.task.clip, before.task.clip_norm) == ("before", 0.5)
+    assert before.spec()["task"]["clip"] == "before"
+    assert {run.task.clip for run in Experiment.open(write(GOOD)).runs()} == {"after"}
+
+
+@pytest.mark.parametrize("bound", [0.1, 100.0])
+def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
+    torch, train_torch = pytest.importorskip("torch"), pytest.importorskip("hvdcompress.lab.training.train_torch")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
+    trainer, x = SimpleNamespace(model=model, clip="before", clip_norm=bound), torch.randn(16, 20)
+
+    def loss():
+        return model(x).square().mean()
+
+    model.zero_grad()
+    loss().backward()
+    assert (0.1 < torch.nn.utils.clip_grad_norm_(model.parameters(), bound) < 100).all()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    now = loss()
+    factor = train_torch.Trainer.clipping(trainer, now)
+    assert all(p.grad is None for p in model.parameters()), "hooks would have fired"
+    (now * factor).backward()
+    for p, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-8)
+    trainer.clip = "after"
+    assert train_torch.Trainer.clipping(trainer, now) == 1.0
 
 
 def test_the_framework_is_part_of_what_a_result_depends_on(write, tmp_path):

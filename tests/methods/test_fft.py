@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_rangefloat import Oracle as RangeFloat
+from test_rangefloat import mantissa_of
 
 import hvdcompress
 from hvdcompress import testing
@@ -14,6 +15,7 @@ from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import spectra
+from hvdcompress.parts.rangefloat import RangeFloatCodec
 from hvdcompress.testing import Trial, check_method, numbers
 
 
@@ -61,7 +63,7 @@ class Oracle:
         if self.bits:
             sent = spectrum[order[: self.k]]
             flat = np.float32(np.concatenate([sent.real, sent.imag]))
-            coder = RangeFloat(flat, self.bits, self.bits - 4)
+            coder = RangeFloat(flat, self.bits, mantissa_of(flat, RangeFloatCodec(self.bits)))
             decoded = np.array([coder.decode(coder.encode(float(f))) for f in flat])
             spectrum[order[: self.k]] = decoded[: self.k] + 1j * decoded[self.k :]
         return spectrum
@@ -217,11 +219,11 @@ def test_bytes_by_the_formula(n: int, block: int, density: float, bits: int) -> 
 
     low = (bins // k).bit_length() - 1
     index = min(up4(k * low) + up4(k + (bins >> low) + 1), up4(bins), 4 * k)
-    expected = 24 + index + up4(8 * (8 + -(-2 * k * bits // 8)))
+    expected = 24 + index + up4(8 * (9 + -(-2 * k * bits // 8)))
     net = Trial(hvdcompress.get("fft", density=density, block=block, values=f"rangefloat{bits}"), 2)
     net.allreduce([numbers((n,), rank) for rank in range(2)])
     assert net.ledger.bytes_sent(0) == expected == len(net.log[0].sent[0])
-    assert expected <= 24 + up4(bins) + 8 + 4 + -(-2 * k * bits // 8), "never more than 2(1 − θ)BN + B + header bits"
+    assert expected <= 24 + up4(bins) + 9 + 3 + -(-2 * k * bits // 8), "never more than 2(1 − θ)BN + B + header bits"
 
 
 def test_rate_of_the_paper() -> None:

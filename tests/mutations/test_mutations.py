@@ -365,6 +365,17 @@ def a_half_of_the_threshold_rounds_is_left_out(patch: Patch) -> None:
     patch.setattr(select, "refine_paper", once)
 
 
+def a_third_change_reaches_the_mask(patch: Patch) -> None:
+    paper = select.refine_paper
+
+    def thrice(elements: Any, start: Any, k: int, capacity: int) -> Any:
+        kept = paper(elements, start, k, capacity)[0]
+        count = elements.count_above(kept, capacity)
+        return np.float32(kept * (0.5 if 3 * count < 2 * k else 1.5 if 3 * count > 4 * k else 1)), None
+
+    patch.setattr(select, "refine_paper", thrice)
+
+
 def bisection_stops_after_four(patch: Patch) -> None:
     def short(elements: Any, start: Any, k: int, capacity: int) -> Any:
         return np.float32(start), None
@@ -427,6 +438,10 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (decoder_trusts_the_indices, lambda: test_wire.test_damaged_payloads(method=test_wire.METHODS[0])),
     (decoder_trusts_the_header, holds("topk", c.check_wire)),
     (a_half_of_the_threshold_rounds_is_left_out, test_gaussiank.run_beside_oracle),
+    (
+        a_third_change_reaches_the_mask,
+        test_gaussiank.test_the_mask_before_the_third_change_is_sent_of_real_residuals,
+    ),
     (
         bisection_stops_after_four,
         lambda: test_gaussiank.test_bisection_holds_the_count_on_any_distribution("laplace", 0.01),

@@ -17,7 +17,6 @@ from hvdcompress import testing
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import arithmetic, floats, spectra
 from hvdcompress.parts import matrices
-from hvdcompress.parts.rangefloat import RangeFloatCodec
 
 FFT = type(hvdcompress.get("fft"))
 
@@ -72,7 +71,7 @@ def sign_is_lost(patch: Patch) -> None:
 
 
 def mantissa_is_half_of_the_bits(patch: Patch) -> None:
-    patch.setattr(RangeFloatCodec, "mantissa_bits", property(lambda self: self.mantissa or self.bits // 2))
+    patch.setattr(reference, "range_mantissa", lambda x, bounds, bits: np.uint8([bits // 2]))
 
 
 # -- fft ----------------------------------------------------------------------------------------------------------

@@ -44,6 +44,19 @@ for bits, mantissa in ((4, 1), (8, 4), (10, 6), (16, 22)):
                 m,
             )
         )
+for bits in (4, 10, 16):
+    call("range_mantissa")(
+        lambda o, put, x, r, n=bits: o.range_mantissa(put(x[:4096]), put(reference.float_bounds(x)), n)
+    )
+    call("range_codes")(
+        lambda o, put, x, r, n=bits: o.range_codes(put(x), put(reference.float_bounds(x)), n, put(np.uint8([n // 2])))
+    )
+for mantissa in (0, 5, 255):  # a byte as it might come over the wire
+    call("range_values")(
+        lambda o, put, x, r, m=mantissa: o.range_values(
+            put(np.arange(x.size, dtype=np.int64) % 1024), put(reference.float_bounds(x)), 10, put(np.uint8([m]))
+        )
+    )
 call("range_values")(  # bounds as they might come over the wire
     lambda o, put, x, r: o.range_values(
         put(np.arange(x.size, dtype=np.int64) % 256), put(np.float32([np.nan, -np.inf])), 8, 4

@@ -158,6 +158,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("magnitudes", "", 6 * n, lambda o: o.magnitudes(x[: n // 2 * 2])),
         Case("largest_waves", "blocks of 4096", 4 * n + 12 * k, lambda o: o.largest_waves(x, 4096, k)),
         Case("range_codes", "10 bits", 8 * n, lambda o: o.range_codes(x, bounds, 10, 6)),
+        Case("range_mantissa", "10 bits", 4 * 1024, lambda o: o.range_mantissa(x[:1024], bounds, 10)),
         Case("range_values", "10 bits", 12 * n, lambda o: o.range_values(ranged, bounds, 10, 6)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),

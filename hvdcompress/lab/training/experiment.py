@@ -32,7 +32,10 @@ class Task(BaseModel):
     momentum: Real = Field(0.9, ge=0, lt=1)
     weight_decay: Real = Field(0.0, ge=0)
     clip_norm: Real | None = Field(None, gt=0)
-    """Bound on the norm of the averaged gradient."""
+    """Bound on the norm of the whole gradient."""
+    clip: Literal["after", "before"] = "after"
+    """What ``clip_norm`` bounds. "after": the averaged gradient, once exchanged. "before": each rank's own, before it
+    meets its residual; this takes a second backward pass."""
     log_every: int = Field(10, ge=1)
     path: str | None = None
     """The folder of the data, for tasks that read the user's own."""
@@ -49,6 +52,7 @@ class Training(BaseModel):
     momentum: Real | None = Field(None, ge=0, lt=1)
     weight_decay: Real | None = Field(None, ge=0)
     clip_norm: Real | None = Field(None, gt=0)
+    clip: Literal["after", "before"] | None = None
 
 
 class TrainedEntry(MethodEntry):

@@ -38,7 +38,7 @@ class Result:
     metric: dict[str, Any] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    training: dict[str, float] = field(default_factory=dict)  # what this method changes in the task
+    training: dict[str, float | str] = field(default_factory=dict)  # what this method changes in the task
 
 
 @dataclass
@@ -225,7 +225,8 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
     if seeds > 1:
         notes.append(f"Mean ± standard deviation over {seeds} seeds; differences are taken seed by seed.")
     for row in rows:
-        changed = {f"{key} {value:g}" for r in row.results for key, value in r.training.items()}
+        settings = [item for r in row.results for item in r.training.items()]
+        changed = {f"{key} {value}" if isinstance(value, str) else f"{key} {value:g}" for key, value in settings}
         if changed:
             notes.append(f"{row.task}, {row.method}: trained with {', '.join(sorted(changed))}, unlike the others.")
         notes += sorted({f"{row.task}, {row.method}: {r.error}" for r in row.results if r.error})

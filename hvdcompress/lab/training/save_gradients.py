@@ -29,13 +29,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32, help="examples a rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the batches")
     given = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(given.seed)
     torch.set_num_threads(1)
     data = TASKS[given.task].load()
     model = getattr(models_torch, TASKS[given.task].model)(data)
     sgd = torch.optim.SGD(model.parameters(), lr=given.learning_rate, momentum=0.9)
-    batches = [data.batches(rank, given.ranks, 0, given.batch_size) for rank in range(given.ranks)]
+    batches = [data.batches(rank, given.ranks, given.seed, given.batch_size) for rank in range(given.ranks)]
     kept: gradients.Gradients = []
     for step in range(given.steps):
         ranks = []

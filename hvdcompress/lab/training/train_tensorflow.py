@@ -34,7 +34,8 @@ class Trainer:
         self.model = getattr(models_tensorflow, TASKS[task.task].model)(data, run.seed)
         self.weights = list(self.model.weights.values())
         self.velocity = [tf.Variable(tf.zeros_like(weight)) for weight in self.weights]
-        self.momentum, self.decay, self.clip = task.momentum, task.weight_decay, task.clip_norm
+        self.momentum, self.decay = task.momentum, task.weight_decay
+        self.clip, self.clip_norm = task.clip, task.clip_norm
         plan = hvdcompress.load({"seed": run.seed, **run.method.settings})
         self.compressor = Compressor(plan, names=list(self.model.weights))
         hvd.broadcast_variables(self.weights, root_rank=0)
@@ -49,12 +50,17 @@ class Trainer:
         return {name: weight.numpy() for name, weight in self.model.weights.items()}
 
     def _step(self, x: tf.Tensor, y: tf.Tensor, rate: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
+        before = self.clip == "before" and self.clip_norm is not None
+        with tf.GradientTape(persistent=before) as tape:
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.model(x)))
+        factor = None
+        if before:  # this rank's own gradient, before it meets its residual
+            norm = tf.linalg.global_norm(tape.gradient(loss, self.weights))
+            factor = tf.minimum(self.clip_norm / (norm + 1e-6), 1.0)
         tape = hvd.DistributedGradientTape(tape, compression=self.compressor)
-        gradients = tape.gradient(loss, self.weights)
-        if self.clip is not None:
-            gradients, _ = tf.clip_by_global_norm(gradients, self.clip)
+        gradients = tape.gradient(loss, self.weights, factor)
+        if self.clip == "after" and self.clip_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.clip_norm)
         for weight, velocity, gradient in zip(self.weights, self.velocity, gradients, strict=True):
             velocity.assign(self.momentum * velocity + gradient + self.decay * weight)
             weight.assign_sub(rate * velocity)

@@ -38,7 +38,7 @@ class Trainer:
 
     def __init__(self, run: Run, data: Images | Bytes):
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
-        self.clip = run.task.clip_norm
+        self.clip, self.clip_norm = run.task.clip, run.task.clip_norm
         self.model = getattr(models_torch, TASKS[run.task.task].model)(data)
         names, weights = list(self.model.named_parameters()), self.model.parameters()
         self.compressor = Compressor(hvdcompress.load({"seed": run.seed, **run.method.settings}), names)
@@ -62,18 +62,30 @@ class Trainer:
         began, codec_began = time.perf_counter(), codec()
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
-        loss.backward()
+        (loss * self.clipping(loss)).backward()
         before, codec_before = time.perf_counter(), codec()
         self.optimizer.synchronize()
         after, codec_after = time.perf_counter(), codec()
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.clip == "after" and self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
         clock.total += time.perf_counter() - began
         clock.select += codec_after - codec_began
         clock.communicate += (after - before) - (codec_after - codec_before)
         return loss.item()
+
+    def clipping(self, loss: torch.Tensor) -> torch.Tensor | float:
+        """Return the factor that clips this rank's own gradient, if it is to be clipped before the exchange.
+
+        In the backward pass that the exchange goes along with, the first tensors are on their way before the last are
+        known. So the norm comes from a pass of its own, which fires no hooks.
+        """
+        if self.clip == "after" or self.clip_norm is None:
+            return 1.0
+        own = torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]))
+        return (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, float]:

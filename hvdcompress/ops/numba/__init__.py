@@ -29,7 +29,7 @@ from hvdcompress.ops.numba.selection import (
     top_k,
 )
 from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.numpy import (
     add_all,
     all_below,
@@ -44,10 +44,10 @@ from hvdcompress.ops.numpy import (
     irfft,
     keep_if,
     kth_magnitude,
-    l2_norm,
     pack_fields,
     permute,
     principal,
+    range_mantissa,
     rfft,
     sort,
     split,
@@ -64,7 +64,7 @@ __all__ = [
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "keep_if", "kth_magnitude", "l2_norm",
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
-    "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
-    "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
-    "unpack_signs", "write", "zero_where", "zeros",
+    "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
+    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
-from hvdcompress.ops.numpy.floats import range_space
+from hvdcompress.ops.numpy.floats import range_shift, range_space
 from hvdcompress.ops.spec import FP16_MAX
 from hvdcompress.ops.spec import NumpyArray as Array
 
@@ -43,19 +43,26 @@ def from_bf16(bits: Array) -> Array:
     return out
 
 
-def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+def _shift(mantissa: int | Array) -> int:
+    shift = range_shift(mantissa)
+    return shift if isinstance(shift, int) else int(shift[0])
+
+
+def range_codes(x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
     if not plain(x):
         return reference.range_codes(x, bounds, bits, mantissa)
-    _, *space = range_space(bounds, bits, 23 - mantissa)
+    shift = _shift(mantissa)
+    _, *space = range_space(bounds, bits, shift)
     out = np.empty(x.size, np.int32)
-    kernels.range_codes(x.view(np.int32), *(one[0] for one in space), np.int32(23 - mantissa), out)
+    kernels.range_codes(x.view(np.int32), *(one[0] for one in space), np.int32(shift), out)
     return out
 
 
-def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
+def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
     if not plain(codes, dtype=np.int64):
         return reference.range_values(codes, bounds, bits, mantissa)
-    edges, *space = range_space(bounds, bits, 23 - mantissa)
+    shift = _shift(mantissa)
+    edges, *space = range_space(bounds, bits, shift)
     out = np.empty(codes.size, np.float32)
-    kernels.range_values(codes, edges, *(one[0] for one in space), np.int32(23 - mantissa), out.view(np.int32))
+    kernels.range_values(codes, edges, *(one[0] for one in space), np.int32(shift), out.view(np.int32))
     return out

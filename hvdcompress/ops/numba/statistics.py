@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
@@ -16,9 +18,18 @@ from hvdcompress.ops.spec import NumpyArray as Array
 def moments(x: Array) -> tuple[float, float]:
     if not plain(x):
         return reference.moments(x)
+    return moments_of(*_sums(x), x.size)
+
+
+def l2_norm(x: Array) -> float:
+    return math.sqrt(_sums(x)[1]) if plain(x) else reference.l2_norm(x)
+
+
+def _sums(x: Array) -> tuple[float, float]:
+    """Return the sums of elements and of squares, in float64."""
     total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
     kernels.moments(x, total, squares)
-    return moments_of(total.sum(), squares.sum(), x.size)
+    return float(total.sum()), float(squares.sum())
 
 
 def max_abs(x: Array) -> float:

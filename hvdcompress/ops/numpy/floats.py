@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hvdcompress.ops import shared
@@ -40,20 +42,32 @@ def float_bounds(x: Array) -> Array:
     return np.array([x.max(initial=0), -x.min(initial=0)], np.float32) + np.float32(0)  # -0 becomes 0
 
 
-def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
-    shift = 23 - mantissa
+def range_mantissa(x: Array, bounds: Array, bits: int) -> Array:
+    tried = np.arange(*shared.range_span(bits), dtype=np.int32)
+    edges = range_space(bounds, bits, 0)[0]
+    errors = shared.range_errors(np.ascontiguousarray(x).view(np.int32), edges, bits, 23 - tried[:, None], np)
+    return tried[errors.argmin()].astype(np.uint8).reshape(1)
+
+
+def range_codes(x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
+    shift = range_shift(mantissa)
     space = range_space(bounds, bits, shift)[1:]
     return shared.range_codes_of(np.ascontiguousarray(x).view(np.int32), space, shift, np)
 
 
-def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
-    shift = 23 - mantissa
+def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
+    shift = range_shift(mantissa)
     edges, first, positive, negative = range_space(bounds, bits, shift)
     found = shared.range_bits_of(codes.astype(np.int32), edges, (first, positive, negative), shift, np)
     return found.astype(np.int32, copy=False).view(np.float32)
 
 
-def range_space(bounds: Array, bits: int, shift: int) -> tuple[Array, Array, Array, Array]:
+def range_shift(mantissa: int | Array) -> Any:
+    """Return 23 − mantissa: a number, or [1] int32 for an array, which may be damaged."""
+    return 23 - (mantissa if isinstance(mantissa, int) else np.clip(mantissa.astype(np.int32), 1, 22))
+
+
+def range_space(bounds: Array, bits: int, shift: Any) -> tuple[Array, Array, Array, Array]:
     """Return the bits [2] int32 of finite bounds, and :func:`hvdcompress.ops.shared.range_space`."""
     edges = np.clip(bounds.view(np.int32), 0, shared.FP32_MAX_BITS)  # damaged bounds become some finite range
     return edges, *shared.range_space(edges, bits, shift, np)

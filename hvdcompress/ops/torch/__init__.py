@@ -31,7 +31,16 @@ from hvdcompress.ops.torch.codes import (
     unpack_fields,
     unpack_signs,
 )
-from hvdcompress.ops.torch.floats import float_bounds, from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
+from hvdcompress.ops.torch.floats import (
+    float_bounds,
+    from_bf16,
+    from_fp16,
+    range_codes,
+    range_mantissa,
+    range_values,
+    to_bf16,
+    to_fp16,
+)
 from hvdcompress.ops.torch.matrices import combine, matmul, matmul_transposed, orthonormalise, permute, principal
 from hvdcompress.ops.torch.memory import (
     asarray,
@@ -65,7 +74,7 @@ __all__ = [
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "keep_if", "kth_magnitude", "l2_norm",
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
-    "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
-    "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
-    "unpack_signs", "write", "zero_where", "zeros",
+    "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
+    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hvdcompress.ops import shared
@@ -38,16 +40,28 @@ def float_bounds(x: Array) -> Array:
     return torch.stack([x.max(), -x.min()]).clamp(min=0) + 0.0  # -0 becomes 0
 
 
-def range_codes(x: Array, bounds: Array, bits: int, mantissa: int) -> Array:
-    shift = 23 - mantissa
+def range_mantissa(x: Array, bounds: Array, bits: int) -> Array:
+    tried = torch.arange(*shared.range_span(bits), dtype=torch.int32, device=x.device)
+    x = x.contiguous().view(torch.int32)
+    errors = shared.range_errors(x, _edges(bounds), bits, 23 - tried[:, None], torch)
+    return tried[errors.argmin().reshape(1)].to(torch.uint8)
+
+
+def range_codes(x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
+    shift = _shift(mantissa)
     space = shared.range_space(_edges(bounds), bits, shift, torch)
     return shared.range_codes_of(x.contiguous().view(torch.int32), space, shift, torch)
 
 
-def range_values(codes: Array, bounds: Array, bits: int, mantissa: int) -> Array:
-    shift, edges = 23 - mantissa, _edges(bounds)
+def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
+    shift, edges = _shift(mantissa), _edges(bounds)
     space = shared.range_space(edges, bits, shift, torch)
     return shared.range_bits_of(codes.to(torch.int32), edges, space, shift, torch).view(torch.float32)
+
+
+def _shift(mantissa: int | Array) -> Any:
+    """Return 23 − mantissa: a number, or [1] int32 for an array, which may be damaged."""
+    return 23 - (mantissa if isinstance(mantissa, int) else mantissa.to(torch.int32).clamp(1, 22))
 
 
 def _edges(bounds: Array) -> Array:

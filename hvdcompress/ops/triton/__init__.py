@@ -42,6 +42,7 @@ from hvdcompress.ops.torch import (
     principal,
     quantize_fields,
     range_codes,
+    range_mantissa,
     range_values,
     rfft,
     scaled,
@@ -67,7 +68,7 @@ __all__ = [
     "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "keep_if", "kth_magnitude", "l2_norm",
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
-    "quantize_fields", "quantize_max", "range_codes", "range_values", "rfft", "scaled", "set_bits", "sort", "split",
-    "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform", "unpack_bits", "unpack_fields",
-    "unpack_signs", "write", "zero_where", "zeros",
+    "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
+    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
 ]  # fmt: skip
