@@ -177,7 +177,7 @@ def test_projection_of_what_lies_in_it_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("paper,order", [(True, "hwio"), (False, "oihw")])
-def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce(paper: bool, order: Any) -> None:
+def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce(paper: bool, order: matrices.Order) -> None:
     world, shape = 3, (8, 4, 3, 3)
     method = {"dense_steps": 4, "compressed_steps": 6, "slice_elements": 32, "paper": paper}
     net = Loopback("gradiveq", world=world, min_elements=1, **method)
