@@ -42,9 +42,9 @@ Departures from the paper, which ``paper: true`` takes back:
 Measured without feedback on 6 layers of two small nets (Fashion-MNIST and digits, a fifth of the labels random, 3
 seeds, Lt 100 from step 200 on, d = slice/8), the relative error over the 400 steps that follow, median and quartiles:
 0.34 (0.31 to 0.41) at 8x; 0.47 (0.41 to 0.52) with ``order: hwio``; 0.75 (0.60 to 0.81) with the paper's samples and
-order, at 8x to 41x, as 99 components are few for slices of 4096. The PCA of those 400 steps themselves reaches 0.30 (0.26 to
-0.35), a random basis 0.94. The mean made no difference there; with Lt 20 from a training's first step on, it raised
-the paper's error on digits from 0.91 to 1.09.
+order, at 8x to 41x, as 99 components are few for slices of 4096. The PCA of those 400 steps themselves reaches 0.30
+(0.26 to 0.35), a random basis 0.94. The mean made no difference there; with Lt 20 from a training's first step on, it
+raised the paper's error on digits from 0.91 to 1.09.
 
 Other departures:
 - The slice is a multiple of D·H·W (``hwio``: F·D) of at most 4096 elements, else a divisor of it: a basis for
