@@ -280,6 +280,8 @@ class Method:
     """The name of the file; :func:`method` sets it."""
     paper: ClassVar[str] = ""
     """The citation, in one line."""
+    published: ClassVar[dict[str, Any]] = {}
+    """The paper's settings, where they are not the defaults: a plan asks for them with ``paper: true``."""
     sends: ClassVar[str] = ""
     """What a rank sends, in one line, for tables."""
     needs_feedback: ClassVar[bool] = False

@@ -102,6 +102,7 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
     if not isinstance(id, str) or id not in known:
         raise FieldError(f"unknown method {id!r}{suggest(id, list(known))}; available: {', '.join(known)}", "method")
     cls = known[id]
+    hyperparameters = written_out(cls, hyperparameters)
     names = [f.name for f in fields(cls)]
     for name in hyperparameters:
         if name not in names:
@@ -114,6 +115,32 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
         name = str(first["loc"][0]) if first["loc"] else ""
         given = f" {name} = {hyperparameters[name]!r}:" if name in hyperparameters else f" {name}:" if name else ""
         raise FieldError(f"{id}:{given} {first['msg'].removeprefix('Value error, ')}", name or "method") from None
+
+
+def written_out(cls: type[Method], given: dict[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters with ``paper: true`` replaced by what it stands for, :attr:`Method.published`.
+
+    Args:
+        cls: the method's class.
+        given: hyper-parameters; a method whose paper's settings are its defaults has no "paper".
+
+    Raises:
+        FieldError: "paper" is not a boolean, or one of the paper's settings is given with another value.
+    """
+    if "paper" not in given or not cls.published:
+        return given
+    rest = {name: value for name, value in given.items() if name != "paper"}
+    if not isinstance(given["paper"], bool):
+        raise FieldError(f"{cls.id}: paper = {given['paper']!r}: must be true or false", "paper")
+    if not given["paper"]:
+        return rest
+    for name, value in cls.published.items():
+        if rest.get(name, value) != value:
+            raise FieldError(
+                f"{cls.id}: {name} = {rest[name]!r}: paper: true sets {name} to {value!r}; leave one of the two out",
+                name,
+            )
+    return {**rest, **cls.published}
 
 
 def formula(cls: type[Method]) -> str:

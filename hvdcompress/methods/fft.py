@@ -136,7 +136,7 @@ class FFT(Method):
             half = codec("fp16")
             x = half.decode(half.encode(x, ctx, ops), len(x), ops)
         if self.reorders(ctx.spec):
-            x = matrices.collocated(x, ctx.spec, ops)
+            x = matrices.arranged(x, ctx.spec, ops)
         index, pairs = ops.largest_waves(x, length, self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, [2·k] float32
         chosen = ops.scaled(pairs, length**0.5)  # as of the unitary FFT: values are as large as gradients
         return pack.encode(Sparse(index, chosen), self.places(ctx.spec), self.values, self.id, ctx, ops, per=2)

@@ -859,15 +859,18 @@ class Ops(Protocol):
             [rows × m] float32, to rounding.
         """
 
-    def principal(self, x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:
-        """Return the principal components of the rows of ``x`` about their mean, as combinations of these rows.
+    def principal(
+        self, x: Array, rows: int, least: int, most: int, dropped: float, centre: bool = True
+    ) -> tuple[Array, Array]:
+        """Return the principal components of the rows of ``x``, as combinations of these rows.
 
         Args:
             x: [rows × m].
             rows: The number of rows.
             least: The least number of components.
             most: The greatest number of components.
-            dropped: The share of the variance that may be left out.
+            dropped: The share of the variance that may be left out: of the sum of squares where it is not centred.
+            centre: Whether the rows' mean is taken from them first.
 
         Returns:
             [1] int32: the least number d of components, within least … most, that leaves out a share of at most
@@ -875,8 +878,8 @@ class Ops(Protocol):
             those after the d-th are zero.
         """
 
-    def combine(self, weights: Array, x: Array, rows: int) -> Array:
-        """Return combinations of the rows of ``x``, less the rows' mean, added in a fixed order in float64.
+    def combine(self, weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
+        """Return combinations of the rows of ``x``, added in a fixed order in float64.
 
         It uses no matrix library either.
 
@@ -884,6 +887,7 @@ class Ops(Protocol):
             weights: [count × rows].
             x: [rows × m].
             rows: The number of rows.
+            centre: Whether the rows' mean is taken from them first.
 
         Returns:
             [count × m] float64.

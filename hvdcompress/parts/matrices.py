@@ -5,35 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from hvdcompress.method import Array, Context, TensorSpec, Values
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
 Axes = tuple[int, ...]
+Order = Literal["oihw", "hwio"]
 
 WIDEST = 4096  #: elements per slice, at most, where there is a choice
 USUAL = 768  #: elements per slice in Yu et al. 2018
 
 
-def filters(spec: TensorSpec) -> tuple[int, int]:
-    """Return (F·D, H·W) of a convolution: filters times depth, and positions of the window.
+def blocks(spec: TensorSpec, order: Order = "hwio") -> tuple[int, int]:
+    """Return what is adjacent in an order, and how often it comes: (F·D, H·W) or (D·H·W, F) of a convolution.
 
-    A matrix or a vector has a window of one position.
+    Args:
+        spec: the tensor: F filters of depth D on windows of H·W positions. A matrix or a vector has one position.
+        order: "hwio": the weights of all filters at one position. "oihw": one filter's weights.
+
+    Returns:
+        The elements of a block, and the number of blocks.
     """
-    ends = spec.shape[-2:] if spec.layout == "hwio" else spec.shape[:2]
-    block = math.prod(ends)
+    across = spec.shape[-2:] if spec.layout == "hwio" else spec.shape[:2]
+    if order == "oihw":
+        across = across[-1:] if spec.layout == "hwio" else across[:1]
+        count = math.prod(across)
+        return spec.size // max(count, 1), count
+    block = math.prod(across)
     return block, spec.size // max(block, 1)
 
 
 @lru_cache
 def slice_for(block: int, places: int) -> int:
-    """Choose the elements per slice, near 768: a multiple of F·D of at most 4096, or else a divisor of F·D.
+    """Choose the elements per slice, near 768: a multiple of a block of at most 4096, or else a divisor of a block.
 
     Args:
-        block: F·D, filters times depth.
-        places: H·W, positions of the window.
+        block: elements of a block (see :func:`blocks`).
+        places: number of blocks.
 
     Returns:
         The elements per slice. Such slices fill the tensor without a rest.
@@ -45,34 +55,39 @@ def slice_for(block: int, places: int) -> int:
     return min(slices, key=lambda size: abs(math.log(max(size, 1) / USUAL)))
 
 
-def collocated(x: Array, spec: TensorSpec, ops: Ops) -> Array:
-    """Reorder ``x`` [n] so that the same weight of all filters is adjacent, then depth, width and height.
+def arranged(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") -> Array:
+    """Reorder ``x`` [n], so that it lies in the same order whichever framework it comes from.
 
-    The element of filter f, depth d and window position (h, w) gets the index ((h·W + w)·D + d)·F + f (Yu et al. 2018,
-    §3.2). This is the order of layout "hwio"; "oihw" is permuted.
+    In order "hwio" the element of filter f, depth d and window position (h, w) gets the index ((h·W + w)·D + d)·F + f:
+    the same weight of all filters is adjacent (Yu et al. 2018, §3.2). In order "oihw" it gets ((f·D + d)·H + h)·W + w:
+    the weights of one filter are adjacent. A tensor that is stored in the order is not touched.
 
     Args:
         x: the elements in stored order [n].
         spec: the tensor.
         ops: the array backend.
+        order: the new order.
 
     Returns:
         The elements in the new order [n].
     """
-    axes = _axes(spec)
-    return x if spec.layout == "hwio" else ops.permute(x, spec.shape, axes)
+    return x if spec.layout == order else ops.permute(x, spec.shape, _axes(len(spec.shape), order))
 
 
-def stored_order(x: Array, spec: TensorSpec, ops: Ops) -> Array:
-    """Return to stored order: the inverse of :func:`collocated`, [n] to [n]."""
-    axes = _axes(spec)
-    back = tuple(axes.index(axis) for axis in range(len(axes)))
-    return x if spec.layout == "hwio" else ops.permute(x, tuple(spec.shape[axis] for axis in axes), back)
+def stored_order(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") -> Array:
+    """Return to stored order: the inverse of :func:`arranged`, [n] to [n]."""
+    if spec.layout == order:
+        return x
+    shape = tuple(spec.shape[axis] for axis in _axes(len(spec.shape), order))
+    return ops.permute(x, shape, _axes(len(shape), spec.layout))
 
 
-def _axes(spec: TensorSpec) -> Axes:
-    ndim = len(spec.shape)
-    return (*range(2, ndim), *reversed(range(min(ndim, 2))))
+def _axes(ndim: int, order: Order) -> Axes:
+    """Return the axes of the other order in this one."""
+    last = min(ndim, 2)
+    if order == "hwio":
+        return (*range(2, ndim), *reversed(range(last)))
+    return (*reversed(range(ndim - last, ndim)), *range(ndim - last))
 
 
 def norm(x: Array, ops: Ops) -> float:

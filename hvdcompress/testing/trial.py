@@ -275,7 +275,7 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
     found: dict[Method, dict[str, Any]] = {}
     for settings in wanted:
         try:
-            found.setdefault(cls(**settings), settings)
+            found.setdefault(cls(**registry.written_out(cls, settings)), settings)
         except ValueError:  # pydantic's ValidationError is one
             continue
     return {",".join(f"{k}={v}" for k, v in s.items()) or "defaults": s for s in found.values()}

@@ -176,9 +176,10 @@ def test_projection_of_what_lies_in_it_loses_nothing() -> None:
     np.testing.assert_allclose(sums[1].total, np.sum(xs, axis=0), rtol=1e-5, atol=1e-5)
 
 
-def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce() -> None:
+@pytest.mark.parametrize("paper,order", [(True, "hwio"), (False, "oihw")])
+def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce(paper: bool, order: matrices.Order) -> None:
     world, shape = 3, (8, 4, 3, 3)
-    method = {"dense_steps": 4, "compressed_steps": 6, "slice_elements": 32}
+    method = {"dense_steps": 4, "compressed_steps": 6, "slice_elements": 32, "paper": paper}
     net = Loopback("gradiveq", world=world, min_elements=1, **method)
     rng = np.random.default_rng(0)
     base = rng.standard_normal((2, *shape)).astype(np.float32)
@@ -189,9 +190,9 @@ def test_gradiveq_around_the_ring_is_gradiveq_by_all_reduce() -> None:
         want = net.allreduce(grads, name="w", op="sum")[0]
     d, spec = int(state["rank"][0]), TensorSpec("w", shape)
     basis = state["basis"][: d * 32].reshape(d, 32)
-    xs = [matrices.collocated(grad.reshape(-1), spec, fast) for grad in grads]
-    sums = simulate(xs, [Projection(basis, world, state["mean"])] * world)
-    got = matrices.stored_order(sums[0].total, spec, fast).reshape(shape)
+    xs = [matrices.arranged(grad.reshape(-1), spec, fast, order) for grad in grads]
+    sums = simulate(xs, [Projection(basis, world, state.get("mean"))] * world)
+    got = matrices.stored_order(sums[0].total, spec, fast, order).reshape(shape)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     assert sums[0].payload == net.ledger.bytes_sent(rank=0) - sent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_methods_of_different_ids_are_different() -> None:
 
 
 @pytest.mark.parametrize(
-    "id,fields,words",
+    "id,given,words",
     [
         ("topkk", {}, ["topkk", "did you mean 'topk'", "available"]),
         ("topk", {"densty": 0.1}, ["densty", "did you mean 'density'", "it has"]),
@@ -67,6 +67,9 @@ def test_methods_of_different_ids_are_different() -> None:
         ("scalecom", {"select": "best"}, ["select", "exact"]),
         ("gaussiank", {"refine": "never"}, ["refine", "paper"]),
         ("gaussiank", {"scope": "all"}, ["scope", "global"]),
+        ("gradiveq", {"paper": 1}, ["paper", "true or false"]),
+        ("gradiveq", {"paper": True, "samples": "all"}, ["samples", "'all'", "paper: true", "'first'"]),
+        ("topk", {"paper": True}, ["topk", "paper"]),
         ("randomk", {"unbiased": True}, ["unbiased", "feedback"]),
         ("none", {"density": 0.1}, ["none", "density"]),
         ("topk", {"id": "x"}, ["id"]),
@@ -74,11 +77,25 @@ def test_methods_of_different_ids_are_different() -> None:
         (None, {}, ["unknown method"]),
     ],
 )
-def test_errors_name_the_field(id: Any, fields: dict[str, Any], words: list[str]) -> None:
+def test_errors_name_the_field(id: Any, given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        hvdcompress.get(id, **fields)
+        hvdcompress.get(id, **given)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_paper_is_short_for_the_papers_settings() -> None:
+    method = hvdcompress.get("gradiveq", paper=True, dense_steps=7)
+    assert method == hvdcompress.get("gradiveq", dense_steps=7, **type(method).published)
+    assert method == hvdcompress.get("gradiveq", paper=True, samples="first", dense_steps=7)
+    assert method == hvdcompress.get("gradiveq", paper=True, **method.hyperparameters())
+    assert (
+        hvdcompress.get("gradiveq", paper=False)
+        == hvdcompress.get("gradiveq")
+        != hvdcompress.get("gradiveq", paper=True)
+    )
+    for cls in registry.classes().values():
+        assert cls.published.keys() <= {field.name for field in fields(cls)}
 
 
 SOURCE = """

@@ -149,16 +149,20 @@ def changed_turn(patch: Patch, change: Callable[[Any], Any]) -> None:
 
 
 def one_component_too_few(patch: Patch) -> None:
-    both(patch, "principal", lambda old, x, rows, least, most, dropped: old(x, rows, 1, max(1, most - 1), dropped))
+    both(patch, "principal", lambda old, x, rows, least, most, dropped, *more: old(
+        x, rows, 1, max(1, most - 1), dropped, *more))  # fmt: skip
 
 
 def one_component_too_many(patch: Patch) -> None:
-    both(patch, "principal", lambda old, x, rows, least, most, dropped: old(
-        x, rows, min(most, 1 + int(old(x, rows, least, most, dropped)[0][0])), most, dropped))  # fmt: skip
+    def more(old: Any, x: Any, rows: int, least: int, most: int, *others: Any) -> Any:
+        found = int(old(x, rows, least, most, *others)[0][0])
+        return old(x, rows, min(most, found + 1), most, *others)
+
+    both(patch, "principal", more)
 
 
 def components_are_not_centred(patch: Patch) -> None:
-    patch.setattr("hvdcompress.ops.numpy.matrices._centred", lambda x, rows: x.reshape(rows, -1).astype(np.float64))
+    patch.setattr("hvdcompress.ops.numpy.matrices.centred", lambda wide: wide)
 
 
 def every_rank_makes_its_own_basis(patch: Patch) -> None:
@@ -179,7 +183,7 @@ def root_is_each_rank_itself(patch: Patch) -> None:
 
 
 def axes_are_height_first_but_depth_last(patch: Patch) -> None:
-    patch.setattr(matrices, "_axes", lambda spec: (2, 3, 0, 1)[: len(spec.shape)])
+    patch.setattr(matrices, "_axes", lambda ndim, order: (2, 3, 0, 1)[:ndim])
 
 
 def one_dense_step_too_few(patch: Patch) -> None:

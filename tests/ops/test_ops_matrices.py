@@ -156,20 +156,22 @@ def test_dependent_rows_are_zero_or_filled(backend: Any) -> None:
 
 @pytest.mark.parametrize("rows,columns", [(2, 9), (6, 40), (12, 7)])
 @pytest.mark.parametrize("dropped", [0.0, 0.01, 0.3, 0.9])
-def test_principal_components(backend: Any, rows: int, columns: int, dropped: float) -> None:
+@pytest.mark.parametrize("centre", [True, False])
+def test_principal_components(backend: Any, rows: int, columns: int, dropped: float, centre: bool) -> None:
     """Their combinations span what the eigenvectors of the covariance do, and their number is the least."""
     x = vector("normal", rows * columns, 7) * np.repeat(2.0 ** -np.arange(rows), columns).astype(np.float32) + 5
     most, put = min(rows - 1, columns), Put(backend)
-    count, weights = backend.principal(put(x.astype(np.float32)), rows, 1, most, dropped)
+    count, weights = backend.principal(put(x.astype(np.float32)), rows, 1, most, dropped, centre)
     assert get(count)[:2] == ("int32", (1,)) and np.asarray(weights).shape == (most * rows,)
     d, wide = int(count[0]), x.astype(np.float32).reshape(rows, columns).astype(np.float64)
-    values, vectors = np.linalg.eigh(np.cov(wide.T, bias=True).reshape(columns, columns))
+    wide = wide - wide.mean(0) * centre
+    values, vectors = np.linalg.eigh(wide.T @ wide / rows)
     values, vectors = values[::-1], vectors[:, ::-1]
     left_out = [values[k:].sum() / values.sum() for k in range(columns)]
     least = next(k for k in range(1, columns + 1) if values[k:].sum() <= dropped * values.sum() + 1e-12 * values.sum())
     assert d == min(max(least, 1), most), (d, left_out)
     assert not array(weights).reshape(most, rows)[d:].any()
-    mixed = backend.combine(put(np.asarray(weights)[: d * rows]), put(x.astype(np.float32)), rows)
+    mixed = backend.combine(put(np.asarray(weights)[: d * rows]), put(x.astype(np.float32)), rows, centre)
     basis = array(backend.orthonormalise(mixed, d)).reshape(d, columns)
     np.testing.assert_allclose(basis.T @ basis, vectors[:, :d] @ vectors[:, :d].T, atol=2e-5)
     put.check()
@@ -186,7 +188,8 @@ def test_principal_components_within_bounds_and_of_nothing(backend: Any) -> None
 
 def test_what_all_ranks_compute_is_equal_to_the_bit_in_every_backend(backend: Any) -> None:
     put, x, w = Put(backend), vector("heavy", 700), vector("normal", 21)
-    assert get(backend.combine(put(w), put(x), 7)) == get(reference.combine(w, x, 7))
+    for centre in (True, False):
+        assert get(backend.combine(put(w), put(x), 7, centre)) == get(reference.combine(w, x, 7, centre))
     p, q = vector("heavy", 60), vector("normal", 90)
     assert get(written(backend, put, p, q, 3, 1.0)) == get(written(reference, Put(reference), p, q, 3, 1.0))
     large = written(backend, put, np.ones(3, np.float32), np.full(3, MAX / 4, np.float32), 3, 1.0)

@@ -33,7 +33,7 @@ __all__ = ["Asked", "Figures", "Measured", "asked_for", "measure", "net_of", "ra
 DENSITY = 0.01  #: of every method that has one, unless its own is given
 #: What methods do their real work with: GradiVeQ's usual 8 components of 100, on any tensor
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "gradiveq": {"tensors": "all", "slice_elements": 768, "matrix_rank": 96, "dense_steps": 97},
+    "gradiveq": {"paper": True, "tensors": "all", "slice_elements": 768, "matrix_rank": 96, "dense_steps": 97},
 }
 WARM = 4  #: steps before the first that counts, at least: thresholds are learned, buffers are made
 TENSORS_AT_MOST = 1.2  #: times that a net's tensors may take as long as one tensor of their size

@@ -151,7 +151,7 @@ class Projection(Linear):
     """d values of each slice: Uᵀ(x − μ/p), and U·q + μ of the sum q, as GradiVeQ has them in its compressed steps.
 
     ``basis``: Uᵀ [d × slice] float32, with orthonormal rows; ``mean``: μ [whole slices of x], none for zeros. The
-    vector lies as ``parts.transform.collocated`` lays it; what fills no slice at its end is sent as it is. Payloads
+    vector lies as ``parts.matrices.arranged`` lays it; what fills no slice at its end is sent as it is. Payloads
     are multiples of 2^-k, so that no sum overflows where the vectors do not.
     """
 

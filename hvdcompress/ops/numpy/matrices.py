@@ -54,8 +54,8 @@ def _dot(x: Array, y: Array) -> Any:
     return fold((x * y)[None])[0]
 
 
-def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:
-    triangle: Any = np.linalg.qr(_centred(x, rows).T, mode="r")  # has the same left vectors, in few columns
+def principal(x: Array, rows: int, least: int, most: int, dropped: float, centre: bool = True) -> tuple[Array, Array]:
+    triangle: Any = np.linalg.qr(_wide(x, rows, centre).T, mode="r")  # has the same left vectors, in few columns
     left, sizes, _ = np.linalg.svd(triangle.T, full_matrices=False)
     energy = np.square(sizes)
     beyond = np.cumsum(energy[::-1])[::-1]  # what is left out if only the components before this one are kept
@@ -65,10 +65,11 @@ def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tup
     return np.array([count], np.int32), combinations.ravel()
 
 
-def combine(weights: Array, x: Array, rows: int) -> Array:
-    return combined(weights.reshape(-1, rows).astype(np.float64), _centred(x, rows))
+def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
+    return combined(weights.reshape(-1, rows).astype(np.float64), _wide(x, rows, centre))
 
 
-def _centred(x: Array, rows: int) -> Array:
-    """Return x [rows × m] in float64 less the mean of its rows."""
-    return centred(x.reshape(rows, -1).astype(np.float64))
+def _wide(x: Array, rows: int, centre: bool) -> Array:
+    """Return x [rows × m] in float64, less the mean of its rows if it is to be centred."""
+    wide = x.reshape(rows, -1).astype(np.float64)
+    return centred(wide) if centre else wide

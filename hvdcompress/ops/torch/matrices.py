@@ -44,8 +44,8 @@ def _at_length_1(row: Array, least: float) -> Array:
     return torch.where(length > least, row / length, torch.zeros_like(row))
 
 
-def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tuple[Array, Array]:
-    triangle = torch.linalg.qr(_centred(x, rows).t(), mode="r").R
+def principal(x: Array, rows: int, least: int, most: int, dropped: float, centre: bool = True) -> tuple[Array, Array]:
+    triangle = torch.linalg.qr(_wide(x, rows, centre).t(), mode="r").R
     left, sizes, _ = torch.linalg.svd(triangle.t(), full_matrices=False)
     beyond = sizes.square().flip(0).cumsum(0).flip(0)
     count = (beyond > dropped * beyond[:1]).sum().clamp(least, most)
@@ -55,10 +55,11 @@ def principal(x: Array, rows: int, least: int, most: int, dropped: float) -> tup
     return count.to(torch.int32).view(1), combinations.view(-1)
 
 
-def combine(weights: Array, x: Array, rows: int) -> Array:
-    return combined(weights.view(-1, rows).double(), _centred(x, rows))
+def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
+    return combined(weights.view(-1, rows).double(), _wide(x, rows, centre))
 
 
-def _centred(x: Array, rows: int) -> Array:
-    """Return x [rows × m] in float64 less the mean of its rows."""
-    return centred(x.view(rows, -1).double())
+def _wide(x: Array, rows: int, centre: bool) -> Array:
+    """Return x [rows × m] in float64, less the mean of its rows if it is to be centred."""
+    wide = x.view(rows, -1).double()
+    return centred(wide) if centre else wide

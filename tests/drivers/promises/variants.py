@@ -45,6 +45,7 @@ VARIANTS: list[tuple[str, Settings]] = [
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain"}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 3, "tensors": "all", "matrix_rank": 1}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "values": "qsgd8", "dense_values": "qsgd4"}),
+    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain", "paper": True}),
 ]
 
 #: one of each method, with settings under which a few steps go through all that it does
