@@ -74,6 +74,11 @@ def test_methods():
         ("task: digits", "task: digit", "line 2: tasks.0.task: unknown task 'digit' (did you mean 'digits'?)"),
         ("task: digits", "task: cifar10", "line 2: tasks.0.path: is missing: the task 'cifar10' reads your own data"),
         ("task: digits", "task: images, path: /no/where", "line 2: tasks.0.path: no such folder: /no/where"),
+        (
+            "task: digits",
+            "task: digits, net: lenet",
+            "line 2: tasks.0.net: unknown net 'lenet' (did you mean 'lenet5'?)",
+        ),
     ],
 )
 def test_a_bad_experiment_starts_nothing(config, monkeypatch, old, new, words):
