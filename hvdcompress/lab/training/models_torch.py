@@ -1,4 +1,4 @@
-"""The nets that the tasks train, by the names in ``tasks.NETS``: of pictures in ``torch_pictures``, of text in ``torch_text``.
+"""The nets that the tasks train, by the names in ``tasks.NETS``; ``torch_pictures`` and ``torch_text`` have them.
 
 There is no batch normalisation, whose running means would differ between ranks, and hardly a bias:
 tensors too small to compress travel dense, and would hide what the methods save.

@@ -1,8 +1,8 @@
 """The training tasks of an experiment: where the data comes from and which nets learn it.
 
 Adding a task is adding one loader under the ``@task`` decorator; adding a net is adding it to :data:`NETS` and to
-``models_torch.py``. Any net of a task's kind can learn it: ``{task: fashion_mnist, net: lenet5}``. This file needs numpy
-only, so that ``hvdcompress run`` can check names and paths before it starts any rank; the nets need PyTorch.
+``models_torch.py``. Any net of a task's kind can learn it: ``{task: fashion_mnist, net: lenet5}``. This file needs
+numpy only, so that ``hvdcompress run`` can check names and paths before it starts any rank; the nets need PyTorch.
 """
 
 from __future__ import annotations
