@@ -311,7 +311,11 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all."""
+    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all.
+
+    The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
+    late third of them. Where the gradients' norm collapses, a warning says so.
+    """
     from hvdcompress.lab import compare as comparison
 
     try:
@@ -325,9 +329,11 @@ def compare(
                 outcomes.append(comparison.measure(entry, given))
         table = comparison.table(outcomes)
         table.print(console, form)
+        if warning := comparison.warning(given):
+            _console(stderr=True).print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(table.markdown(), encoding="utf-8")
+            out.write_text(table.markdown() + (f"\nWarning: {warning}\n" if warning else ""), encoding="utf-8")
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 
