@@ -1,4 +1,4 @@
-"""Phases of a training and spreads of what was measured in them: what a table says in the place of one step's number."""
+"""Phases of a training and spreads of what was measured in them: what tables say in the place of one step's number."""
 
 from __future__ import annotations
 
