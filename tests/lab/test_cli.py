@@ -48,7 +48,8 @@ def test_help_needs_no_framework():
         "    sys.modules[name] = None\n"  # importing them is an error now
         "from typer.testing import CliRunner\n"
         "from hvdcompress import cli\n"
-        "for words in ('--help', '--version', 'methods', 'run --help', 'report --help', 'bench codec --help', 'reproduce --help'):\n"
+        "for words in ('--help', '--version', 'methods', 'run --help', 'report --help', 'bench codec --help',\n"
+        "              'reproduce --help'):\n"
         "    result = CliRunner().invoke(cli.app, words.split())\n"
         "    assert result.exit_code == 0, (words, result.output, result.exception)\n"
     )
