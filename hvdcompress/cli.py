@@ -311,7 +311,11 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all."""
+    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all.
+
+    The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
+    late third of them. Where the gradients' norm collapses, a warning says so.
+    """
     from hvdcompress.lab import compare as comparison
 
     try:
@@ -325,9 +329,11 @@ def compare(
                 outcomes.append(comparison.measure(entry, given))
         table = comparison.table(outcomes)
         table.print(console, form)
+        if warning := comparison.warning(given):
+            _console(stderr=True).print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(table.markdown(), encoding="utf-8")
+            out.write_text(table.markdown() + (f"\nWarning: {warning}\n" if warning else ""), encoding="utf-8")
     except (ValueError, OSError) as error:
         raise _fail(error) from None
 
@@ -380,6 +386,52 @@ def scale(
         scaling.run(entries, set, _split(rate), _split(workers), fit or [], constants, latency, out, _console())
     except (ValueError, OSError) as error:
         raise _fail(error) from None
+
+
+@app.command()
+def reproduce(
+    paper: Annotated[str, typer.Argument(help="A paper by its method's id, such as gaussiank; or summary.")],
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="Hours, for verdicts to print; or at most ten minutes.")
+    ] = False,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of Fashion-MNIST's files. Default: where Debian's package puts them.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the page. Default: build/reproduce/PAPER.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, help="Trainings side by side. Default: one a core.")
+    ] = None,
+    form: FormatOption = Format.table,
+) -> None:
+    """Test a paper's claims on real data, and write a page: claim, how it was tested, picture, number, verdict.
+
+    Writes PAPER.md, PAPER.json and pictures. What was measured is kept in OUTPUT/cache: the same command goes on where
+    it was interrupted. `reproduce summary` prints the verdicts of all pages in OUTPUT, build/reproduce by default.
+
+    Exit status: 0; 2 if data is missing; 130 after Ctrl-C.
+    """
+    from hvdcompress.lab.reproduce import page, papers, run
+    from hvdcompress.lab.reproduce.claims import Scale
+
+    console, parent = _console(), Path("build/reproduce")
+    try:
+        if paper == "summary":
+            page.summary(output or parent).print(console, form)
+            return
+        found, scale = papers.find(paper), Scale(quick=not full, path=data)
+        run.check(found, scale)
+        folder = output or parent / paper
+        cores = len(os.sched_getaffinity(0))
+        line = f"hvdcompress reproduce {paper} {'--full' if full else '--quick'}"
+        files = run.reproduce(found, folder, scale, jobs or cores, console, line)
+        page.verdicts(folder / f"{paper}.json").print(console, form)
+        console.print(f"written: {escape(str(files[-1]))}", highlight=False, soft_wrap=True)
+    except ModuleNotFoundError as error:
+        raise _fail(f"{error.name} is missing: pip install hvdcompress[report,torch]") from None
+    except (ValueError, OSError) as error:
+        raise _fail(error) from None
+    except KeyboardInterrupt:
+        raise _fail("interrupted: what was measured is kept, and the same command goes on from there", 130) from None
 
 
 @app.command()

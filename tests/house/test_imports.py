@@ -32,6 +32,7 @@ FLOORS: list[set[str]] = [
     {"lab/compare", "lab/doctor", "lab/catalogue", "lab/training"},
     {"lab/bench"},
     {"lab/scale"},
+    {"lab/reproduce"},
     {"cli"},
     {"__main__"},
 ]

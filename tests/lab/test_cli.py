@@ -48,7 +48,8 @@ def test_help_needs_no_framework():
         "    sys.modules[name] = None\n"  # importing them is an error now
         "from typer.testing import CliRunner\n"
         "from hvdcompress import cli\n"
-        "for words in ('--help', '--version', 'methods', 'run --help', 'report --help', 'bench codec --help'):\n"
+        "for words in ('--help', '--version', 'methods', 'run --help', 'report --help', 'bench codec --help',\n"
+        "              'reproduce --help'):\n"
         "    result = CliRunner().invoke(cli.app, words.split())\n"
         "    assert result.exit_code == 0, (words, result.output, result.exception)\n"
     )
@@ -74,6 +75,11 @@ def test_methods():
         ("task: digits", "task: digit", "line 2: tasks.0.task: unknown task 'digit' (did you mean 'digits'?)"),
         ("task: digits", "task: cifar10", "line 2: tasks.0.path: is missing: the task 'cifar10' reads your own data"),
         ("task: digits", "task: images, path: /no/where", "line 2: tasks.0.path: no such folder: /no/where"),
+        (
+            "task: digits",
+            "task: digits, net: lenet",
+            "line 2: tasks.0.net: unknown net 'lenet' (did you mean 'lenet5'?)",
+        ),
     ],
 )
 def test_a_bad_experiment_starts_nothing(config, monkeypatch, old, new, words):

@@ -21,6 +21,8 @@ class Task(BaseModel):
 
     task: str
     """The task's id in ``tasks.py``."""
+    net: str | None = None
+    """The net that learns it, one of ``tasks.NETS``; the task's own unless given."""
     label: Label
     """The name used in tables; the id unless given."""
     steps: int = Field(600, ge=1)
@@ -38,7 +40,7 @@ class Task(BaseModel):
     meets its residual; this takes a second backward pass."""
     log_every: int = Field(10, ge=1)
     path: str | None = None
-    """The folder of the data, for tasks that read the user's own."""
+    """The folder of the data, for tasks that read files; some have a place where they look by themselves."""
     image_size: int = Field(32, ge=8, le=512)
     """Pictures are scaled to this many pixels a side (task "images")."""
 

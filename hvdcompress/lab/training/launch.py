@@ -14,7 +14,7 @@ from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.stopping import stoppable
 from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.training.experiment import Experiment, Run
-from hvdcompress.lab.training.tasks import TASKS
+from hvdcompress.lab.training.tasks import NETS, TASKS, net_of
 from hvdcompress.lab.training.watch import Watch
 from hvdcompress.registry import suggest
 
@@ -39,12 +39,14 @@ def check_tasks(experiment: Experiment) -> None:
             raise experiment.error(
                 (*where, "task"), f"unknown task {task.task!r}{hint}; known: {', '.join(sorted(known))}"
             )
-        if experiment.framework not in known[task.task].frameworks:
+        try:
+            net = net_of(task.task, task.net)
+        except ValueError as error:
+            raise experiment.error((*where, "net"), str(error)) from None
+        if experiment.framework not in NETS[net].frameworks:
             raise experiment.error((*where, "task"), f"{task.task!r} has no net for framework {experiment.framework!r}")
-        if known[task.task].needs_path and task.path is None:
-            raise experiment.error((*where, "path"), f"is missing: the task {task.task!r} reads your own data")
-        if task.path is not None and not Path(task.path).expanduser().is_dir():
-            raise experiment.error((*where, "path"), f"no such folder: {task.path}")
+        if problem := known[task.task].missing(task.path):
+            raise experiment.error((*where, "path"), problem)
 
 
 def prepare(folder: Path, experiment: Experiment, resume: bool) -> None:

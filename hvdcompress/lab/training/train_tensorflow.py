@@ -18,7 +18,7 @@ import hvdcompress
 from hvdcompress.lab.training import loop, models_tensorflow
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
-from hvdcompress.lab.training.tasks import TASKS, Batch, Bytes, Images
+from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
 from hvdcompress.tensorflow import Compressor
 
 # a rank a core: threads of several ranks would fight for the same ones
@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, run: Run, data: Images | Bytes):
         task = run.task
-        self.model = getattr(models_tensorflow, TASKS[task.task].model)(data, run.seed)
+        self.model = getattr(models_tensorflow, net_of(task.task, task.net))(data, run.seed)
         self.weights = list(self.model.weights.values())
         self.velocity = [tf.Variable(tf.zeros_like(weight)) for weight in self.weights]
         self.momentum, self.decay = task.momentum, task.weight_decay

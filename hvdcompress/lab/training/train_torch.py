@@ -19,7 +19,7 @@ import hvdcompress
 from hvdcompress.lab.training import loop, models_torch
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
-from hvdcompress.lab.training.tasks import TASKS, Batch, Bytes, Images
+from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
 
 torch.set_num_threads(1)  # a rank a core: threads of several ranks would fight for the same ones
 import horovod  # noqa: E402
@@ -39,7 +39,7 @@ class Trainer:
     def __init__(self, run: Run, data: Images | Bytes):
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
         self.clip, self.clip_norm = run.task.clip, run.task.clip_norm
-        self.model = getattr(models_torch, TASKS[run.task.task].model)(data)
+        self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
         names, weights = list(self.model.named_parameters()), self.model.parameters()
         self.compressor = Compressor(hvdcompress.load({"seed": run.seed, **run.method.settings}), names)
         sgd = torch.optim.SGD(weights, lr=0.0, momentum=run.task.momentum, weight_decay=run.task.weight_decay)

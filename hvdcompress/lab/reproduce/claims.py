@@ -1,0 +1,153 @@
+"""What a claim is: a sentence of a paper, the units of work that test it, and a verdict by rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from hvdcompress.lab.output.table import Table
+
+LISTED = 6  #: conditions that a verdict names; more are counted
+
+
+class Kind(StrEnum):
+    """How a claim came out."""
+
+    HOLDS = "holds"
+    CONDITIONS = "holds under these conditions"
+    FAILS = "does not hold here"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a claim came out, and why or where."""
+
+    kind: Kind
+    because: str = ""
+
+    def __str__(self) -> str:
+        joint = ": " if self.kind is Kind.CONDITIONS else ", because "
+        return f"{self.kind}{joint}{self.because}" if self.because and self.kind is not Kind.HOLDS else str(self.kind)
+
+
+def judge(cells: Mapping[str, Sequence[bool]], otherwise: str) -> Verdict:
+    """A verdict: the rule must be met in every seed, and the conditions in which it is are named.
+
+    Args:
+        cells: whether the rule was met, for each condition one value a seed.
+        otherwise: why the claim does not hold, where no condition meets the rule in every seed.
+
+    Raises:
+        ValueError: there is nothing to judge.
+
+    >>> str(judge({"n = 10": [True, True], "n = 20": [True, True]}, "-"))
+    'holds'
+    >>> str(judge({"n = 10": [True, True], "n = 20": [True, False]}, "-"))
+    'holds under these conditions: n = 10 (1 of 2)'
+    >>> str(judge({"n = 10": [True, False]}, "the rule is met in 1 of 2 seeds"))
+    'does not hold here, because the rule is met in 1 of 2 seeds'
+    """
+    if not cells or not all(cells.values()):
+        raise ValueError("a verdict needs conditions, and a value for each of their seeds")
+    met = [condition for condition, seeds in cells.items() if all(seeds)]
+    if len(met) == len(cells):
+        return Verdict(Kind.HOLDS)
+    if not met:
+        return Verdict(Kind.FAILS, otherwise)
+    more = f" and {len(met) - LISTED} more" if len(met) > LISTED else ""
+    return Verdict(Kind.CONDITIONS, f"{'; '.join(met[:LISTED])}{more} ({len(met)} of {len(cells)})")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a measuring function: what is kept on disk when it is done, and lost when it is interrupted.
+
+    Args:
+        name: of a few plain words; it begins the name of the file that keeps the result.
+        measure: a function at the top of a module, so that another process can import it.
+        settings: its keywords, plain data.
+        seconds: about how long it takes on one core; only the ratios between units count, for the time left.
+        alone: nothing else may run beside it, as it measures time.
+    """
+
+    name: str
+    measure: Callable[..., dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 10.0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a unit found."""
+
+    unit: Unit
+    found: dict[str, Any]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.found[key]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure for a page, as an ``<svg>`` element of ``plots.svg``, and what it shows."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a claim's section says: the verdict, the number that decides it with its spread over seeds, and the rest."""
+
+    verdict: Verdict
+    number: str
+    tables: Sequence[Table[Any]] = ()
+    pictures: Sequence[Picture] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: quick (minutes) or full (hours), and where the user's data is."""
+
+    quick: bool = True
+    path: str | None = None
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim.
+
+    Args:
+        id: "G1": the paper's letter and a number.
+        says: the paper's sentence in our words.
+        where: the section or figure of the paper.
+        tested: how it is tested here.
+        rule: when it holds.
+        units: the units of work at a scale.
+        report: from their results, in the same order, to what the page says.
+    """
+
+    id: str
+    says: str
+    where: str
+    tested: str
+    rule: str
+    units: Callable[[Scale], Sequence[Unit]]
+    report: Callable[[Sequence[Result]], Report]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper: the method's id, its title and source, the tasks whose data it needs, and its claims."""
+
+    id: str
+    title: str
+    source: str
+    tasks: Sequence[str]
+    claims: Sequence[Claim]

@@ -1,0 +1,107 @@
+"""A paper's page, in Markdown with its pictures beside it, and the summary of all papers from their pages' data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hvdcompress
+from hvdcompress.lab.bench.devices import machine
+from hvdcompress.lab.output.table import Column, Table, as_json
+from hvdcompress.lab.reproduce.claims import Claim, Paper, Report, Scale
+
+COLUMNS: tuple[Column[dict[str, Any]], ...] = (
+    Column("id", "claim", lambda row: row["id"], align="left"),
+    Column("says", "what the paper says", lambda row: row["says"], align="left", wrap=True),
+    Column("verdict", "here it", lambda row: row["verdict"], align="left", wrap=True),
+    Column("number", "number", lambda row: row["number"], align="left", wrap=True),
+)
+
+
+def write(
+    paper: Paper, reports: Sequence[tuple[Claim, Report]], folder: Path, command: str, scale: Scale
+) -> list[Path]:
+    """Write a paper's page, its pictures and its data (``<paper>.md``, ``<paper>-<picture>.svg``, ``<paper>.json``).
+
+    Returns:
+        The files that were written.
+    """
+    from hvdcompress.lab.output import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "paper": paper.id,
+        "title": paper.title,
+        "command": command,
+        "quick": scale.quick,
+        "seeds": list(scale.seeds),
+        "version": hvdcompress.__version__,
+        "claims": [row(claim, report) for claim, report in reports],
+    }
+    texts = {f"{paper.id}-{picture.name}.svg": plots.alone(picture.svg) for _, r in reports for picture in r.pictures}
+    texts[f"{paper.id}.json"] = as_json(data)
+    texts[f"{paper.id}.md"] = markdown(paper, reports, data)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def row(claim: Claim, report: Report) -> dict[str, Any]:
+    """A claim's line of the summary, as plain data."""
+    return {
+        "id": claim.id,
+        "says": claim.says,
+        "kind": report.verdict.kind.value,
+        "verdict": str(report.verdict),
+        "number": report.number,
+    }
+
+
+def markdown(paper: Paper, reports: Sequence[tuple[Claim, Report]], data: dict[str, Any]) -> str:
+    """The page."""
+    seeds = ", ".join(map(str, data["seeds"]))
+    parts = [
+        f"# {paper.title}: its claims, tested\n",
+        f"{paper.source}\n",
+        f"Made by `{data['command']}` of hvdcompress {data['version']}, on {machine()}, with the seeds {seeds}. A "
+        "claim holds if its rule is met in every seed.\n",
+        Table(COLUMNS, data["claims"]).markdown(),
+    ]
+    for claim, report in reports:
+        parts += [
+            f"## {claim.id}: {claim.says}\n",
+            f"*In the paper:* {claim.where}\n",
+            f"*How it was tested:* {claim.tested}\n",
+            f"*The rule:* {claim.rule}\n",
+            f"**It {report.verdict}.** {report.number}\n",
+        ]
+        parts += [f"![{p.caption}]({paper.id}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
+        parts += [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
+        if report.notes:
+            parts.append("".join(f"* {note}\n" for note in report.notes))
+    return "\n".join(parts)
+
+
+def verdicts(file: Path) -> Table[dict[str, Any]]:
+    """The claims of one page, from the data beside it."""
+    return Table(COLUMNS, json.loads(file.read_text(encoding="utf-8"))["claims"])
+
+
+def summary(folder: Path) -> Table[dict[str, Any]]:
+    """All papers' claims and verdicts, from the data beside the pages in the folder and those below it.
+
+    Raises:
+        ValueError: there is no page.
+    """
+    found = {}
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and {"paper", "claims"} <= data.keys():
+            found[data["paper"]] = data
+    if not found:
+        raise ValueError(f"no page in {folder}: `hvdcompress reproduce PAPER` writes one")
+    papers = Column[dict[str, Any]]("paper", "paper", lambda row: row["paper"], align="left")
+    rows = [{"paper": data["title"], **claim} for data in found.values() for claim in data["claims"]]
+    return Table([papers, *COLUMNS], rows)
