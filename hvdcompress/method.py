@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.ops.spec import NOTHING, Array, Coded, Found, Ops, Scan, Sparse
+from hvdcompress.ops.spec import NOTHING, Array, Coded, Found, Ops, Scan, Shares, Sparse
 
 # -- what a method and its driver hand each other ------------------------------------------------
 
@@ -79,7 +79,7 @@ class Slot:
     rank's values."""
 
 
-def add_shares(shares: list[Any], ops: Ops) -> Array | Sparse:
+def add_shares(shares: list[Any], ops: Ops) -> Array | Shares:
     """Sum several ranks' shares.
 
     Args:
@@ -87,18 +87,16 @@ def add_shares(shares: list[Any], ops: Ops) -> Array | Sparse:
         ops: the array backend.
 
     Returns:
-        The sum: dense [n], or a :class:`Sparse` that holds the entries of all shares.
+        The sum: dense [n], or the :class:`Shares`, which are added where they are written.
     """
-    if isinstance(shares[0], Sparse):
-        return Sparse(ops.concat([s.index for s in shares]), ops.concat([s.values for s in shares]))
-    return ops.add_all(shares)
+    return Shares(shares) if isinstance(shares[0], Sparse) else ops.add_all(shares)
 
 
 @dataclass
 class Reduced:
     """The result of an exchange."""
 
-    total: Array | Sparse | Coded
+    total: Array | Sparse | Shares | Coded
     """Sum over ranks of what was sent, dense [n], :class:`Sparse` or coded [n]; equal on all ranks. What is coded is
     decoded where it is written (``ops/spec.py``)."""
     own: Array | Sparse | Coded | None = None

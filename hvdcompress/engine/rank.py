@@ -23,7 +23,7 @@ from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Slot, Verb
-from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Sparse, Waves, piece_of
+from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Shares, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -356,7 +356,7 @@ class Rank:
         total, factor, spans = exchange.reduced[0].total, factor / exchange.scale, exchange.bucket.spans
         if len(exchange.reduced) == len(spans):
             pieces: Sequence[Any] = [reduced.total for reduced in exchange.reduced]
-        elif isinstance(total, Sparse):
+        elif isinstance(total, Sparse | Shares):
             pieces = ops.split(total, [stop - start for start, stop in spans])
         else:
             if isinstance(total, Outer | Waves):  # they cannot be cut

@@ -111,7 +111,7 @@ class GTopK(Method):
 
     def write(self, chosen: Sparse, ctx: Context, ops: Ops) -> Array:
         """Encode k entries. A rank does so once per step, so it never uses its random numbers twice."""
-        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
+        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops, keep=False)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
         n = ctx.spec.size

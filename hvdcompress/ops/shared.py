@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, Flag, Found, Norm, NumpyArray, Outer, Scalar, Scan, Sparse
+from hvdcompress.ops.spec import Array, Flag, Found, Norm, NumpyArray, Outer, Scalar, Scan, Shares, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -25,6 +25,11 @@ NEGLIGIBLE = 1e-6  #: a remainder of a row below this share of the row is the ro
 def index_dtype(n: int) -> str:
     """See :class:`~hvdcompress.ops.spec.Ops`."""
     return "int32" if n < 2**31 else "int64"
+
+
+def end_to_end(shares: Shares, concat: Callable[[list[Array]], Array]) -> Sparse:
+    """Return one sparse vector with all entries of several, in their order; ``concat`` joins arrays."""
+    return Sparse(concat([each.index for each in shares.each]), concat([each.values for each in shares.each]))
 
 
 def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:

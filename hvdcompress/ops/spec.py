@@ -209,6 +209,16 @@ class Waves(NamedTuple):
 Coded = Half | Codes | Fields | Sum | Joined | Outer | Waves
 
 
+class Shares(NamedTuple):
+    """A sum of sparse vectors of one length, added in their order in float32.
+
+    Attributes:
+        each: The vectors; at least one.
+    """
+
+    each: list[Sparse]
+
+
 def size_of(x: Array | Coded) -> int:
     """Return the number of elements of a dense vector."""
     return x.size if isinstance(x, Coded) else len(x)
@@ -414,12 +424,12 @@ class Ops(Protocol):
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+    def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n], coded, or sparse, with indices in [0, n). Values of equal indices are added in
+            total: Dense [n], coded, or sparse vectors, with indices in [0, n). Values of equal indices are added in
                 the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
             cleared: ``out`` is 0, not −0, everywhere already.
@@ -428,15 +438,15 @@ class Ops(Protocol):
     def dense(self, x: Array | Coded) -> Array:
         """Return a coded vector as float32 [n]; an array is returned as it is."""
 
-    def split(self, total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
-        """Cut a sparse vector into those of consecutive pieces, with indices that begin at 0 in each.
+    def split(self, total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
+        """Cut sparse vectors into those of consecutive pieces, with indices that begin at 0 in each.
 
         Args:
-            total: A sparse vector of Σ sizes elements: ascending runs of indices, one after another.
+            total: Sparse vectors of Σ sizes elements: ascending runs of indices, one after another.
             sizes: The pieces' numbers of elements.
 
         Returns:
-            A sparse vector a piece. Entries of equal indices stay in their order.
+            A sparse vector, or its shares, a piece. Entries of equal indices stay in their order.
         """
 
     def add_all(self, arrays: list[Array]) -> Array:

@@ -23,6 +23,7 @@ from hvdcompress.method import Array, Context, Sparse, Values
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec
+from hvdcompress.parts.sums import put
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
@@ -74,7 +75,7 @@ def padded(x: Array, ops: Ops) -> Array:
     return ops.concat([x, ops.zeros(missing, "uint8", like=x)]) if missing else x
 
 
-def encode_index(index: Array, coding: Coding, n: int, ops: Ops) -> Array:
+def encode_index(index: Array, coding: Coding, n: int, ops: Ops, out: Array | None = None) -> Array:
     """Write ascending indices.
 
     Args:
@@ -82,18 +83,19 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Ops) -> Array:
         coding: the index coding.
         n: number of positions.
         ops: the array backend.
+        out: receives them, if it is given.
 
     Returns:
         uint8 [index_num_bytes(coding, k, n)].
     """
     k = len(index)
     if coding == "int32":
-        return ops.to_bytes(index)
+        return put([ops.to_bytes(index)], out, ops)
     if coding == "bitmap":
-        return padded(ops.set_bits(index, n), ops)
+        return put([padded(ops.set_bits(index, n), ops)], out, ops)
     low = low_bits(k, n)
     lows, highs = ops.elias_fano(index, low, k + (n >> low) + 1)
-    return ops.concat([padded(lows, ops), padded(highs, ops)])
+    return put([padded(lows, ops), padded(highs, ops)], out, ops)
 
 
 def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Array:
@@ -140,6 +142,7 @@ def encode(
     ops: Ops,
     distinct: bool = True,
     per: int = 1,
+    keep: bool = True,
 ) -> Array:
     """Write a sparse payload.
 
@@ -152,20 +155,23 @@ def encode(
         ops: the array backend.
         distinct: whether the indices are distinct.
         per: values per entry.
+        keep: write it into memory that is kept, where the tensor's next payload will be written.
 
     Returns:
         The payload, uint8 [num_bytes(k, places, values, distinct, per)].
     """
     k = len(chosen.index)
     coding = best_coding(k, places, distinct)
-    header = wire.pack(_header(method, coding, values, k, places, distinct, per))
-    return ops.concat(
-        [
-            ops.asarray(np.frombuffer(header, np.uint8), like=chosen.values),
-            encode_index(chosen.index, coding, places, ops),
-            padded(codec(values).encode(chosen.values, ctx, ops), ops),
-        ]
-    )
+    header = _header(method, coding, values, k, places, distinct, per)
+    new = ctx.buffer if keep else lambda name, n, dtype, ops, like: ops.zeros(n, dtype, like)
+    payload = new("payload", header.length, "uint8", ops, chosen.values)
+    edge, stop = header.length - aligned(width := codec(values).num_bytes(per * k)), header.length
+    ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
+    encode_index(chosen.index, coding, places, ops, payload[wire.NUM_BYTES : edge])
+    codec(values).encode(chosen.values, ctx, ops, out=payload[edge : edge + width])
+    if edge + width < stop:
+        ops.fill(payload[edge + width :], 0)
+    return payload
 
 
 def decode(

@@ -162,11 +162,11 @@ def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
 def last_index_is_off_by_one(patch: Patch) -> None:
     encode = pack.encode_index
 
-    def off(index: Any, coding: Any, n: int, ops: Any) -> Any:
+    def off(index: Any, coding: Any, n: int, ops: Any, out: Any = None) -> Any:
         index = index.copy()
         if len(index) and index[-1] + 1 < n:
             index[-1] += 1
-        return encode(index, coding, n, ops)
+        return encode(index, coding, n, ops, out)
 
     patch.setattr(pack, "encode_index", off)
 

@@ -134,13 +134,13 @@ def momentum_comes_after_the_residual(patch: Patch) -> None:
 
 
 def clipping_forgets_the_workers(patch: Patch) -> None:
-    clip = DGC.clip
-    patch.setattr(DGC, "clip", lambda self, g, scale, ctx, ops: clip(self, g, scale, replace(ctx, world=1), ops))
+    clip = feedback.clipping
+    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, ops: clip(m, g, scale, replace(ctx, world=1), ops))
 
 
 def clipping_is_in_scaled_units(patch: Patch) -> None:
-    clip = DGC.clip
-    patch.setattr(DGC, "clip", lambda self, g, scale, ctx, ops: scale * clip(self, g, 1.0, ctx, ops))
+    clip = feedback.clipping
+    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, ops: scale * clip(m, g, 1.0, ctx, ops))
 
 
 def the_norm_is_taken_in_float32(patch: Patch) -> None:

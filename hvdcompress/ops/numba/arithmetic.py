@@ -37,6 +37,7 @@ from hvdcompress.ops.spec import (
     Found,
     Joined,
     Scan,
+    Shares,
     Sparse,
     Velocity,
     Waves,
@@ -147,7 +148,7 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         if factor != 1.0 or not coded.subtract(x, own):
             reference.subtract(x, own, factor)
     elif plain_sparse(own, x):
-        kernels.add_at(x, int64(own.index), own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
+        kernels.add_at(x, own.index, own.values, -np.float32(factor))  # x − v and x + (−v) are the same float
     elif not isinstance(own, Sparse) and factor != 1.0 and plain(x, own):
         kernels.subtract(x, own, np.float32(factor))
     else:
@@ -156,7 +157,7 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
 
 def zero_where(x: Array, own: Array | Sparse) -> None:
     if plain_sparse(own, x):
-        kernels.zero_at(x, int64(own.index), own.values)
+        kernels.zero_at(x, own.index, own.values)
     else:
         reference.zero_where(x, own)
 
@@ -171,8 +172,15 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
     return reference.merge(a, b, n)
 
 
-def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
-    if isinstance(total, Joined):
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+    if isinstance(total, Shares):
+        if not all(plain_sparse(share, out) for share in total.each):
+            reference.write(out, total, factor, cleared)
+            return
+        write(out, total.each[0], factor, cleared)
+        for share in total.each[1:]:
+            kernels.add_at(out, share.index, share.values, np.float32(factor))
+    elif isinstance(total, Joined):
         for part, piece in _pieces(out, total):
             write(part, piece, factor)
     elif plain_outer(total, out, factor):
@@ -185,7 +193,7 @@ def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: boo
     elif plain_sparse(total, out):
         if not cleared:
             ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
-        kernels.add_at(out, int64(total.index), total.values, np.float32(factor))
+        kernels.add_at(out, total.index, total.values, np.float32(factor))
     else:
         reference.write(out, total, factor, cleared)
 

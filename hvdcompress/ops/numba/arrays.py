@@ -10,6 +10,7 @@ from hvdcompress.ops.spec import NumpyArray as Array
 from hvdcompress.ops.spec import Outer, Scalar, Sparse
 
 ONE = np.float32(1.0)
+INDICES = (np.dtype(np.int32), np.dtype(np.int64))
 INF_BITS = 0x7F800000  #: of a float32; those of NaNs lie above
 
 
@@ -27,7 +28,9 @@ def plain(*arrays: Array, dtype: Any = np.float32) -> bool:
 
 def plain_sparse(y: Any, x: Array) -> TypeGuard[Sparse]:
     """Return whether ``y`` is a sparse vector that the kernels can add to ``x``."""
-    return isinstance(y, Sparse) and plain(x) and plain(y.values) and y.index.size == y.values.size
+    if not isinstance(y, Sparse) or not plain(x) or not plain(y.values) or y.index.size != y.values.size:
+        return False
+    return y.index.dtype in INDICES and y.index.flags.carray
 
 
 def plain_outer(y: Any, x: Array, factor: float) -> TypeGuard[Outer]:

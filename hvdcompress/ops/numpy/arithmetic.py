@@ -8,10 +8,11 @@ import numpy as np
 
 from hvdcompress.ops.numpy.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.numpy.floats import from_bf16, from_fp16, to_fp16
+from hvdcompress.ops.numpy.memory import concat
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.shared import Finders, find, index_dtype, matmul_transposed, outer_sum
+from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import (
     FP32_MAX,
     NOTHING,
@@ -23,6 +24,7 @@ from hvdcompress.ops.spec import (
     Joined,
     Outer,
     Scan,
+    Shares,
     Sparse,
     Sum,
     Velocity,
@@ -94,9 +96,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Coded):
         total = dense(total)
+    if isinstance(total, Shares):
+        total = end_to_end(total, concat)
     if isinstance(total, Sparse):
         if not cleared:
             out[...] = 0
@@ -129,7 +133,9 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
+def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
+    if isinstance(total, Shares):
+        return [Shares(list(each)) for each in zip(*(split(share, sizes) for share in total.each), strict=True)]
     stops = np.cumsum(sizes, dtype=np.int64)
     starts = stops - sizes
     runs = np.concatenate([[0], np.flatnonzero(total.index[1:] < total.index[:-1]) + 1, [total.index.size]])
@@ -140,8 +146,8 @@ def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
     pieces = []
     for number, start in enumerate(starts):
         spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
-        index = np.concatenate([total.index[span] for span in spans]) - start.astype(total.index.dtype)
-        pieces.append(Sparse(index, np.concatenate([total.values[span] for span in spans])))
+        index = concat([total.index[span] for span in spans]) - start.astype(total.index.dtype)
+        pieces.append(Sparse(index, concat([total.values[span] for span in spans])))
     return pieces
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from hvdcompress.ops.shared import Finders, find, index_dtype, matmul_transposed, outer_sum
+from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
 from hvdcompress.ops.spec import (
     FP32_MAX,
     NOTHING,
@@ -21,6 +21,7 @@ from hvdcompress.ops.spec import (
     Joined,
     Outer,
     Scan,
+    Shares,
     Sparse,
     Sum,
     Velocity,
@@ -28,7 +29,7 @@ from hvdcompress.ops.spec import (
 )
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16, to_fp16
-from hvdcompress.ops.torch.memory import zeros
+from hvdcompress.ops.torch.memory import concat, zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
@@ -95,9 +96,11 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
     if isinstance(total, Coded):
         total = dense(total)
+    if isinstance(total, Shares):
+        total = end_to_end(total, concat)
     if isinstance(total, Sparse):
         if not cleared:
             out.zero_()
@@ -150,7 +153,9 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def split(total: Sparse, sizes: Sequence[int]) -> list[Sparse]:
+def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
+    if isinstance(total, Shares):  # at once, as the host waits once
+        total = end_to_end(total, concat)
     ends = torch.tensor(sizes).cumsum(0)
     starts, stops = uploaded(torch.stack([ends - torch.tensor(sizes), ends]), total.index)
     piece = torch.searchsorted(stops, total.index, right=True)

@@ -7,9 +7,9 @@ from math import isfinite
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.shared import Finders, find, find_rest, matmul_transposed, moments_of
-from hvdcompress.ops.spec import NOTHING, Array, Coded, Flag, Found, Half, Scalar, Scan, Sparse, Velocity
-from hvdcompress.ops.torch import bucket_norms, max_abs
+from hvdcompress.ops.shared import Finders, end_to_end, find, find_rest, matmul_transposed, moments_of
+from hvdcompress.ops.spec import NOTHING, Array, Coded, Flag, Found, Half, Scalar, Scan, Shares, Sparse, Velocity
+from hvdcompress.ops.torch import bucket_norms, concat, max_abs
 from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
@@ -131,8 +131,9 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         general.zero_where(x, own)
 
 
-def write(out: Array, total: Array | Sparse | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
     n = len(out)
+    total = end_to_end(total, concat) if isinstance(total, Shares) else total
     if not out.is_contiguous():
         general.write(out, total, factor, cleared)
     elif plain_sparse(total):
