@@ -297,7 +297,7 @@ def test_a_run_from_end_to_end(whole):
 
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_every_rank_and_reports(whole, number):
     whole.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
     run = start(whole)

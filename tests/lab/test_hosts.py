@@ -460,6 +460,7 @@ def test_a_run_on_hosts(nothing_left, config, controller):
     assert events[-1]["seconds"] > seconds  # the link's speed shows
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 @pytest.mark.parallel
 @pytest.mark.timeout(280)

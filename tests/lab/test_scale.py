@@ -443,6 +443,7 @@ def test_training_script_learns():
     assert sparse["wire"] < dense["wire"] / 8
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 @pytest.mark.parallel
 def test_links_are_measured(tmp_path):

@@ -103,7 +103,7 @@ def test_verbs_on_vectors(native: Any, kind: str, n: int) -> None:
     compare(native, vector(kind, n), vector(kind, n, seed=1))
 
 
-@pytest.mark.parametrize("kind,n", [("heavy", 1), ("special", 515), ("ties", 2100)])
+@pytest.mark.parametrize("kind,n", [("heavy", 1), ("special", 515), pytest.param("ties", 2100, marks=pytest.mark.slow)])
 def test_triton_verbs_on_vectors(kind: str, n: int) -> None:
     """Of one program and of several, of equal magnitudes in several."""
     pytest.importorskip("triton")

@@ -83,7 +83,11 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
 
 @pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize(
-    "rows,inner,columns", [(1, 1, 1), (1, 90, 7), (2, 33, 17), (3, 2100, 3), (4, 64, 64), (11, 5, 40), (3, 2100, 2000)]
+    "rows,inner,columns",
+    [
+        *[(1, 1, 1), (1, 90, 7), (2, 33, 17), (3, 2100, 3), (4, 64, 64), (11, 5, 40)],
+        pytest.param(3, 2100, 2000, marks=pytest.mark.slow),  # Triton's interpreter takes a quarter of a minute
+    ],
 )
 def test_products_while_accumulating(native: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
     """What is accumulated is that of accumulate, to the bit; what is found, the product with it."""
