@@ -419,7 +419,7 @@ def flat(results: Sequence[Result]) -> Report:
 
 
 WATCHED = (
-    "FNN-3 and LeNet-5 on Fashion-MNIST, 4 simulated ranks, 100 steps (1000 with --full) at k/n = 1 %, SGD with "
+    "FNN-3 and LeNet-5 on Fashion-MNIST, 4 simulated ranks, 100 steps (800 with --full) at k/n = 1 %, SGD with "
     "momentum 0.9; residuals and selections at 10 (50) of the steps, of all tensors of at least "
     f"{measures.LEAST} elements."
 )
@@ -435,8 +435,9 @@ PAPER = Paper(
             "S1",
             "The ranks' residuals are alike, so that one rank's selection serves all.",
             "Fig. 2 and assumption A1",
-            f"{WATCHED} Mean cosine distance of all pairs of residuals; the squares of the ranks' mean gradient + "
-            "residual at the leader's positions, in those at the k best; quantiles of two ranks' residuals.",
+            f"{WATCHED} 32 examples a rank (with --full 8, too). Mean cosine distance of all pairs of residuals; the "
+            "squares of the ranks' mean gradient + residual at the leader's positions, in those at the k best; "
+            "quantiles of two ranks' residuals.",
             f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",
             settings.watched,
             alike,
@@ -464,7 +465,7 @@ PAPER = Paper(
             "S4",
             "At a large batch and a learning rate scaled up, the filter saves convergence.",
             "large-batch experiments",
-            "FNN-3 on Fashion-MNIST, 16 (64) simulated workers with 8 examples each, k/n = 1 % in chunks, 100 (1000) "
+            "FNN-3 on Fashion-MNIST, 16 (64) simulated workers with 8 examples each, k/n = 1 % in chunks, 100 (800) "
             "steps, learning rates 0.05 and 0.2, β 1, 0.3 and 0.1.",
             f"at four times the learning rate β = 0.1 ends above β = 1, and within {LARGE_POINTS:g} point of dense.",
             settings.large,
@@ -474,7 +475,7 @@ PAPER = Paper(
             "S5",
             "Models train without loss at 47x to 65x and at more than 100x.",
             "Tables 2 and 3",
-            "Four trainings on pictures (300 steps; 3000 with --full) and one on text (500; 2000), 2 simulated ranks, "
+            "Four trainings on pictures (300 steps; 2400 with --full) and one on text (500; 2500), 2 simulated ranks, "
             "SGD with momentum, the same learning rate for all. With --quick the text, some β and rates are of one "
             "seed.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
