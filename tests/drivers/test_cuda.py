@@ -131,7 +131,11 @@ class Run:
 #: How often the host waits for the device in a step of two tensors among two ranks: with Triton, with torch alone.
 #: Once, for the status ("__bool__"); more where a payload's size or header decides what comes next.
 WAITS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "scalecom": ({"__bool__": 1}, {"__bool__": 1, "tolist": 2}),
+    "scalecom": (  # how many are above the leader's threshold, and where a code's set bits are
+        {"__bool__": 1, "tolist": 2, "nonzero": 2},
+        {"__bool__": 1, "tolist": 4, "nonzero": 6},
+    ),
+    "scalecom chunk": ({"__bool__": 1}, {"__bool__": 1, "tolist": 2}),
     "fp16": ({"__bool__": 1}, {"__bool__": 1}),
     "powersgd": ({"__bool__": 1}, {"__bool__": 1}),
     "randomk": ({"__bool__": 1, "tolist": 1}, {"__bool__": 1, "tolist": 3}),  # the factor comes with the payload
@@ -145,9 +149,11 @@ WAITS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 
 @pytest.mark.parametrize("method", WAITS)
 def test_the_host_waits_so_often_and_results_are_the_hosts(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    host = Run(monkeypatch, method, on=None)
+    id, *select = method.split()
+    settings = {"select": select[0]} if select else {}
+    host = Run(monkeypatch, id, on=None, **settings)
     for ops, waits in zip(("auto", "torch"), WAITS[method], strict=True):
-        run = Run(monkeypatch, method, ops=ops)
+        run = Run(monkeypatch, id, ops=ops, **settings)
         assert dict(run.waits) == waits
         assert not run.mixed
         assert run.counters == host.counters
@@ -157,9 +163,11 @@ def test_the_host_waits_so_often_and_results_are_the_hosts(monkeypatch: pytest.M
 
 
 def test_joined_tensors_cost_one_wait_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For how many numbers came back of each tensor."""
-    run = Run(monkeypatch, "scalecom", bucket_elements=10**6)
+    """For how many numbers came back of each tensor, and for the one code of all positions."""
+    run = Run(monkeypatch, "scalecom", bucket_elements=10**6, select="chunk")
     assert run.waits == {"__bool__": 1, "tolist": 1}
+    run = Run(monkeypatch, "scalecom", bucket_elements=10**6)
+    assert run.waits == {"__bool__": 1, "tolist": 2, "nonzero": 1}
 
 
 @pytest.mark.parametrize("ops", ["auto", "torch"])

@@ -433,7 +433,7 @@ def test_what_the_command_refuses(words, text, fitted, tmp_path, monkeypatch):
 
 def test_real_workers_bytes_are_the_models():
     lines = workers.bytes_table([2, 9]).markdown().splitlines()  # it exits where they differ
-    assert len(lines) == 2 + 10 and lines[3].startswith("| scalecom | 800 B | 800 B |")
+    assert len(lines) == 2 + 10 and lines[3].startswith("| scalecom | 832 B | 832 B |")
 
 
 def test_training_script_learns():

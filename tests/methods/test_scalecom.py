@@ -7,6 +7,7 @@ import pytest
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
+from hvdcompress.parts import pack
 from hvdcompress.testing import Trial, numbers
 
 
@@ -125,7 +126,7 @@ def test_commutes_with_the_average(select: str) -> None:
 
 def test_one_worker_is_top_k_of_each_chunk() -> None:
     g = numbers((95,), 3)
-    net = Loopback("scalecom", world=1, density=0.1, beta=1.0, min_elements=1)
+    net = Loopback("scalecom", world=1, density=0.1, select="chunk", min_elements=1)
     out = net.allreduce([g], "w")[0]
     for start in range(0, 95, 10):
         piece = np.abs(g[start : start + 10])
@@ -134,10 +135,7 @@ def test_one_worker_is_top_k_of_each_chunk() -> None:
 
 
 def test_one_worker_with_exact_selection_is_topk() -> None:
-    nets = [
-        Loopback(id, world=1, density=0.05, feedback="plain", min_elements=1, **more)
-        for id, more in (("scalecom", {"select": "exact"}), ("topk", {}))
-    ]
+    nets = [Loopback(id, world=1, density=0.05, feedback="plain", min_elements=1) for id in ("scalecom", "topk")]
     for step in range(10):
         outs = [net.allreduce([numbers((200,), step)], "w")[0] for net in nets]
         np.testing.assert_array_equal(*outs)
@@ -154,7 +152,7 @@ def test_exact_selection_equals_top_k_of_the_leader() -> None:
 
 @pytest.mark.parametrize("n,chunk", [(1, 10), (9, 10), (10, 10), (11, 10), (19, 10), (101, 7), (5, 5)])
 def test_ragged_last_chunk_sends_one_and_stays_inside(n: int, chunk: int) -> None:
-    net = Trial(hvdcompress.get("scalecom", density=1 / chunk), 2)
+    net = Trial(hvdcompress.get("scalecom", density=1 / chunk, select="chunk"), 2)
     for step in range(5):
         net.allreduce([numbers((n,), rank, step) for rank in range(2)], "w")
         index = places(net)
@@ -168,29 +166,46 @@ def test_ragged_last_chunk_sends_one_and_stays_inside(n: int, chunk: int) -> Non
 def test_an_index_costs_log2_of_the_chunk(density: float, bits: int) -> None:
     n = 20_000
     k = -(-n // round(1 / density))
-    net = Trial(hvdcompress.get("scalecom", density=density), 2)
+    net = Trial(hvdcompress.get("scalecom", density=density, select="chunk"), 2)
     net.allreduce([numbers((n,), rank) for rank in range(2)], "w")
     broadcast, reduce = net.log
     assert broadcast.num_bytes == (4 * -(-k * bits // 32),) * 2
     assert (reduce.verb, reduce.num_bytes) == ("AllReduce", (4 * k, 4 * k))
 
 
+@pytest.mark.parametrize("select", ["exact", "chunk"])
 @pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2)])
-def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int) -> None:
+def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int, select: str) -> None:
     sent = set()
     for world in (1, 2, 3, 8, 64, 256):
-        net = Loopback("scalecom", world=world, density=0.01, values=values)
+        net = Loopback("scalecom", world=world, density=0.01, values=values, select=select)
         outs = net.allreduce([numbers((2000,), rank) for rank in range(world)])
         assert len({out.tobytes() for out in outs}) == 1
         sent |= {net.ledger.bytes_sent(rank) for rank in range(world)}
-    assert sent == {4 * -(-20 * 7 // 32) + 20 * width}
+    index = {"exact": pack.index_num_bytes(pack.best_coding(20, 2000), 20, 2000), "chunk": 4 * -(-20 * 7 // 32)}
+    assert sent == {index[select] + 20 * width}
 
 
 def test_rate_of_a_hundred() -> None:
-    """Density 1/128 in fp32: 128·32/(32 + 7) = 105x, for any number of ranks."""
-    net = Loopback("scalecom", world=2, density=1 / 128)
-    net.allreduce([numbers((128 * 320,), rank) for rank in range(2)])
-    np.testing.assert_allclose(net.ledger.rate(0), 128 * 32 / 39, rtol=1e-6)
+    """Density 1/128 in fp32: 128·32/(32 + 7) = 105x with chunks, 128·32/(32 + 9) = 100x by default."""
+    for select, bits in (("chunk", 7), ("exact", 9)):
+        net = Loopback("scalecom", world=2, density=1 / 128, select=select)
+        net.allreduce([numbers((128 * 320,), rank) for rank in range(2)])
+        np.testing.assert_allclose(net.ledger.rate(0), 128 * 32 / (32 + bits), rtol=5e-3)
+
+
+def test_the_papers_settings() -> None:
+    """``paper: true`` is chunks and β = 0.1; by default the leader's k largest are sent, with plain feedback."""
+    paper = hvdcompress.get("scalecom", select="chunk", feedback="lowpass", beta=0.1)
+    assert hvdcompress.get("scalecom", paper=True) == paper
+    settings = {"paper": {"paper": True}, "default": {}, "exact": {"select": "exact", "feedback": "plain"}}
+    nets = {name: Trial(hvdcompress.get("scalecom", density=0.1, **given), 2) for name, given in settings.items()}
+    for step in range(4):
+        gradients = [numbers((60,), rank, step) for rank in range(2)]
+        outs = {name: net.allreduce(gradients, "w")[0] for name, net in nets.items()}
+        np.testing.assert_array_equal(outs["default"], outs["exact"])
+        assert not np.array_equal(outs["default"], outs["paper"])
+    np.testing.assert_array_equal(nets["default"].residual("w", 1), nets["exact"].residual("w", 1))
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.3, 0.1])

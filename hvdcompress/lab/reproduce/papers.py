@@ -7,7 +7,7 @@ import importlib
 from hvdcompress.lab.reproduce.claims import Paper
 from hvdcompress.registry import suggest
 
-MODULES = {"gaussiank": "hvdcompress.lab.reproduce.gaussiank"}  #: each has a ``PAPER``
+MODULES = {id: f"hvdcompress.lab.reproduce.{id}" for id in ("gaussiank", "scalecom")}  #: each has a ``PAPER``
 
 
 def find(id: str) -> Paper:

@@ -46,8 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
 BATCH, HIDDEN, STEPS, WARM_UP = 8, 64, 300, 30
 TRAINED: dict[str, dict[str, Any]] = {
     "none": {},
-    "scalecom β 0.1": {"method": "scalecom", "density": 0.02, "beta": 0.1},
-    "scalecom β 1": {"method": "scalecom", "density": 0.02, "beta": 1.0},
+    "scalecom β 0.1": {"method": "scalecom", "density": 0.02, "select": "chunk", "beta": 0.1},
+    "scalecom β 1": {"method": "scalecom", "density": 0.02, "select": "chunk", "beta": 1.0},
     "topk": {"density": 0.02},
     "gaussiank": {"density": 0.02},
     "gtopk": {"density": 0.02},
