@@ -78,9 +78,11 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
             parts = [saved["state"].get(name, {}).get(slot) for name in names]
             if any(part is None for part in parts):
                 raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
+            sizes = [member.size for member in bucket.members] if slot in feedback.BUFFERED else [prod(about.shape)]
+            for name, part, size in zip(names, parts, sizes, strict=True):
+                if len(part) != size:
+                    raise ValueError(f"{slot!r} of {name!r} has {len(part)} elements, not {size}")
             found[slot] = copy(parts)
-            if len(found[slot]) != prod(about.shape):
-                raise ValueError(f"{slot!r} of {whose!r} has {len(found[slot])} elements, not {about.shape}")
         return found
 
     own = [Own(slots(each, name)) for each, name in zip(declared_by_members(bucket), members, strict=False)]
