@@ -128,8 +128,9 @@ def several_dtypes_and_frozen_parameters() -> None:
         dtypes = {name: p.grad.numpy().dtype for name, p in compressor.parameters.items()}
         want = net.allreduce_many([{n: a.astype(dtypes[n]) for n, a in one.items()} for one in given])[0]
         got = {name: p.grad.numpy() for name, p in compressor.parameters.items()}
-        if dist.get_world_size() == 2:
-            assert_close({n: got[n] for n in want}, want, EXACT, f"step {step}")
+        for name, array in want.items():  # loopback adds float16 as such, the driver in float32
+            close = (2e-3, 1e-3) if array.dtype == np.float16 else summed(dist.get_world_size())
+            assert_close({name: got[name]}, {name: array}, close, f"step {step}")
 
 
 @case
