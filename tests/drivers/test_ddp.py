@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import environment, launch
+from launching import environment
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.parallel
@@ -62,11 +61,3 @@ def test_one_parameter_has_one_driver() -> None:
         attached.close()
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.timeout(150)
-def test_the_example_trains() -> None:
-    done = launch("torchrun-2", HERE.parents[1] / "examples" / "ddp_compressed.py", seconds=120)
-    said = re.search(r"held-out accuracy ([\d.]+)%, ([\d.]+) times fewer bytes than dense", done.stdout)
-    assert done.returncode == 0 and said, done.stdout
-    assert float(said[1]) > 94 and float(said[2]) > 10
