@@ -200,7 +200,7 @@ class _Medium:
 class _Transport:
     """One rank's end of the medium; a handle is the collective's name."""
 
-    ordered, broadcasts, unequal = False, True, True
+    ordered, fuses, broadcasts, unequal = False, False, True, True
 
     def __init__(self, rank: int, medium: _Medium):
         self.rank, self.world, self.medium = rank, medium.world, medium

@@ -61,7 +61,7 @@ def main() -> None:
     given = parser.parse_args()
     readme, page = ROOT / "README.md", ROOT / "docs" / "methods.md"
     text = replaced(readme.read_text(), "methods", methods())
-    for kind in ("torch", "tensorflow", "keras"):
+    for kind in ("torch", "ddp", "tensorflow", "keras"):
         text = replaced(text, f"{kind} diff", diff(kind))
     if given.check:
         stale = [p.name for p, new in ((readme, text), (page, methods_page())) if p.read_text() != new]

@@ -34,6 +34,7 @@ def launches(door: str) -> str:
         "mpi": "{} ranks by `horovodrun` over MPI",
         "gloo": "{} ranks over Gloo",
         "mpirun": "{} ranks by `mpirun`",
+        "torchrun": "{} ranks by `torchrun` over Gloo",
         "alone": "alone",
     }
     found: dict[str, list[str]] = {}

@@ -3,7 +3,7 @@
 ===========  ===========================================================================
 verb         what is sent
 ===========  ===========================================================================
-all-reduce   as it is; over transports without names, small ones that follow each other as one
+all-reduce   as it is; over transports that ask for it, small ones that follow each other as one
 all-gather   as it is; over transports that must know lengths, 8 bytes of lengths before it
 all-to-all   as it is
 broadcast    as it is, or as an int32 sum to which the other ranks give zeros
@@ -177,7 +177,7 @@ class Collectives:
             num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
             splits = verb.splits if isinstance(verb, AllToAll) else None
             self._sent(name, type(verb).__name__, payload, num_bytes, splits=splits)
-        if self.ordered and request.kind == "all_reduce":
+        if self.transport.fuses and request.kind == "all_reduce":
             self._fuse(pending)
         else:
             self.flush()

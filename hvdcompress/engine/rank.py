@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -369,8 +369,8 @@ class Rank:
                 ops.write(out, piece, factor, cleared)
         self.worked(exchange.name, time.perf_counter() - began, last=True)
 
-    def commit(self, exchange: Exchange) -> None:
-        """Keep the exchange's new state."""
+    def commit(self, exchange: Exchange, unused: Collection[str] = ()) -> None:
+        """Keep the exchange's new state; of ``unused`` tensors, whose results nobody takes, what feedback had kept."""
         assert exchange.reduced is not None
         state, old, spare = exchange.state, exchange.state.slots, exchange.spare
         counters = exchange.ctx.counters
@@ -382,6 +382,9 @@ class Rank:
                     counters[name] = counters.get(name, 0) + number
         else:
             state.slots = {**old, **exchange.reduced[0].state}
+        for member, span in zip(exchange.bucket.members, exchange.bucket.spans, strict=True) if unused else ():
+            for slot in feedback.names(exchange.method) if member.name in unused else ():
+                exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)
         # a slot that now lives in its second buffer leaves the old array behind as the next one
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1

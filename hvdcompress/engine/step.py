@@ -88,6 +88,7 @@ class Step:
         self._first: Pending | None = None  # the first status, until it is heard
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
+        self._unused: set[str] = set()  # tensors that had a gradient on no rank
         self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
 
     # -- gradients come in ----------------------------------------------------------------------------------
@@ -176,6 +177,11 @@ class Step:
         except Exception as error:
             self.error = self.error or error
 
+    @property
+    def num_under_way(self) -> int:
+        """Exchanges with a collective under way."""
+        return len(self._under_way)
+
     # -- the ranks agree ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
@@ -225,8 +231,12 @@ class Step:
 
     # -- the end --------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def finish(self, used: Sequence[bool] | None = None) -> None:
         """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
+
+        Args:
+            used: of each tensor in ``terms.tensors``, whether this rank had a gradient. What no rank had keeps its
+                state, since its result is not used. None: all have. With ``Agree.FIRST_AND_LAST`` only.
 
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank.
@@ -237,9 +247,12 @@ class Step:
         self.hear()
         self.drain()
         if self.agree is Agree.FIRST_AND_LAST:
-            last = self._tell(1, [float(not self.finite)])
+            last = self._tell(1, [float(not self.finite), *map(float, used or ())])
             self.collectives.advance(last)
-            self.finite = not self.collectives.result(last)[0]
+            non_finite, *everyones = self.collectives.result(last)
+            self.finite = not non_finite
+            if used is not None:
+                self._unused = {name for name, use in zip(self.terms.tensors, everyones, strict=True) if not use}
         self.close()
 
     def drain(self) -> None:
@@ -248,23 +261,27 @@ class Step:
         To wait for one tensor in particular would be a deadlock there: other ranks may wait for another one.
         """
         self.collectives.flush()
-        left_in_round = len(self._under_way)
         while self._under_way:
-            if not self.collectives.ordered:
+            if self.collectives.ordered:
+                self.advance(len(self._under_way))
+            else:
                 self._go_on()
-                continue
-            self._advance(self._under_way.popleft())
-            left_in_round -= 1
-            if not left_in_round:
-                self.collectives.flush()
-                left_in_round = len(self._under_way)
         self._deliver_done()
+
+    def advance(self, count: int) -> None:
+        """Wait for the collectives of the ``count`` oldest exchanges under way, in their order, and start what follows.
+
+        For transports that go by order: every rank calls it at the same places.
+        """
+        for _ in range(count):
+            self._advance(self._under_way.popleft())
+        self.collectives.flush()
 
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
         for exchange in self.exchanges.values():
             if self.finite:
-                self.rank.commit(exchange)
+                self.rank.commit(exchange, self._unused)
             else:
                 self.rank.abandon(exchange)
                 self.written(exchange)

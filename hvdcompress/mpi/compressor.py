@@ -26,12 +26,12 @@ os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 from mpi4py import MPI  # noqa: E402
 
 from hvdcompress.engine import compressor  # noqa: E402
-from hvdcompress.engine.agreement import PeerError, Terms, compare_terms, failure  # noqa: E402
+from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
+from hvdcompress.engine.alarm import everyones  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
-from hvdcompress.engine.rank import ExchangeError  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
-from hvdcompress.mpi.transport import Alarm, MPITransport  # noqa: E402
+from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.ops import fast  # noqa: E402
 from hvdcompress.plan import Bucket, Plan, plan_of  # noqa: E402
 
@@ -150,8 +150,8 @@ class Compressor(compressor.Compressor):
             step.finish()
         except Exception as caught:
             step.abandon()
-            self._everyones(caught, error)
-            raise
+            raised = everyones(self._transport, caught, error)
+            raise raised from raised.__cause__
         self.ledger.steps += step.finite
         return outs
 
@@ -173,23 +173,6 @@ class Compressor(compressor.Compressor):
                 clear = flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data
                 step.receive(exchange, place, flat, out, clear)
             step.begin(exchange)
-
-    def _everyones(self, caught: Exception, mine: Exception | None) -> None:
-        """Raise on this rank what all ranks raise for an error in a step; return if it is this rank's own business.
-
-        Args:
-            caught: what ended the step.
-            mine: what was wrong with this rank's input.
-        """
-        if isinstance(caught, Alarm):
-            raise self._transport.fail(None) from None
-        if isinstance(caught, PeerError):  # all ranks have it
-            if mine:
-                raise mine from None
-            return
-        common = self._transport.fail(caught)
-        if isinstance(caught, ExchangeError):
-            raise common from caught
 
     def _known(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
         """What follows from the arrays' names, shapes and dtypes: mostly the same as in the last step.

@@ -1,10 +1,8 @@
 """MPI's non-blocking collectives, and the alarm by which a rank that fails frees the others.
 
-MPI's collectives have no names: order is all there is, and what was begun cannot be taken back. So a rank that fails
-in the middle of a step sends every other rank an *alarm*, a message on a communicator of its own, for which ranks look
-wherever they wait. Then all ranks tell each other which collectives they have begun, and each makes up for those that
-it has not: nobody waits for ever, and the next step finds all in order. Alarms carry the number of their step, as a
-rank may hear one of the next step while it waits for the last answer of this one.
+MPI's collectives have no names: order is all there is (``engine/alarm.py``). An alarm is a message to every other
+rank, on a communicator of its own. It carries the number of its step, as a rank may hear one of the next step while it
+waits for the last answer of this one.
 """
 
 from __future__ import annotations
@@ -13,30 +11,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hvdcompress.engine.agreement import failure
+from hvdcompress.engine.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
 
 Array = np.ndarray[Any, Any]
-
-
-class Alarm(Exception):
-    """Another rank has failed in this step and waits in :meth:`MPITransport.fail`."""
-
-
-class Call(NamedTuple):
-    """A collective that this rank has begun, for ranks that have not: without the payload."""
-
-    kind: str
-    dtype: str
-    size: int
-    op: str
-    gives: tuple[int, ...] | None
-    gets: tuple[int, ...] | None
 
 
 @dataclass(eq=False)
@@ -58,7 +42,7 @@ class MPITransport:
         comm: an intracommunicator; it is duplicated.
     """
 
-    ordered, broadcasts, unequal = True, False, False
+    ordered, fuses, broadcasts, unequal = True, True, False, False
 
     def __init__(self, comm: MPI.Comm):
         self.comm, self.side = comm.Dup(), comm.Dup()
@@ -153,13 +137,7 @@ class MPITransport:
         self._listen()
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed.
-
-        The rank that failed calls it with its error, and the others, which then meet an :class:`Alarm`, with None.
-
-        Returns:
-            The error that every rank raises, the same everywhere.
-        """
+        """End the step on all ranks, one of which has failed; see ``engine/alarm.py``."""
         alarms = []
         if error is not None:
             number = np.array([self.step], np.int64)
@@ -181,18 +159,8 @@ class MPITransport:
 
     def _catch_up(self, everyone: Sequence[Sequence[Call]]) -> None:
         """Take part, with zeros, in every collective of this step that another rank has begun."""
-        for number in range(len(self._calls), max(map(len, everyone))):
-            there = {rank: calls[number] for rank, calls in enumerate(everyone) if number < len(calls)}
-            call = next(iter(there.values()))
-            size = call.size
-            if call.kind == "all_gather":
-                size = (call.gets or ())[self.rank]
-            elif call.kind == "all_to_all":
-                ranks = range(self.world)
-                gives = tuple((there[r].gets or ())[self.rank] if r in there else 0 for r in ranks)
-                gets = tuple((there[r].gives or ())[self.rank] if r in there else 0 for r in ranks)
-                call, size = call._replace(gives=gives, gets=gets), sum(gives)
-            self._begin(call, np.zeros(size, call.dtype))
+        for call in missing(everyone, self.rank):
+            self._begin(call, np.zeros(call.size, call.dtype))
         MPI.Request.Waitall([handle.request for handle in self._running])
         self._running.clear()
 

@@ -19,20 +19,16 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-import hvdcompress.ops
-import hvdcompress.ops.torch as torch_ops
-from hvdcompress.engine import compressor
-from hvdcompress.engine.agreement import PeerError, Terms
+from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.rank import Exchange
 from hvdcompress.engine.step import Agree, Step
-from hvdcompress.method import Method, TensorSpec
+from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.method import Method
 from hvdcompress.ops import fast
 from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
 _numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
@@ -62,7 +58,6 @@ class Arrivals:
     Attributes:
         step: the engine's step.
         came: names of the tensors whose gradients are there, by bucket.
-        copies: by bucket, gradients whose results arrive elsewhere, since they have another dtype or layout.
         order: tensor names as their gradients came.
         left: names of gradients that have not been handed back.
         sealed: the first ``decompress`` has been called: every exchange is under way.
@@ -71,13 +66,12 @@ class Arrivals:
     def __init__(self, step: Step):
         self.step = step
         self.came: dict[str, set[str]] = {}
-        self.copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
         self.order: list[str] = []
         self.left: set[str] = set()
         self.sealed = False
 
 
-class Compressor(compressor.Compressor):
+class Compressor(TensorCompressor):
     """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
 
     A program with several makes them in the same order on every rank.
@@ -97,8 +91,11 @@ class Compressor(compressor.Compressor):
         parameters: the parameters by name.
 
     Raises:
-        ValueError: the plan is wrong; two parameters have one name; ``hvd.init()`` was not called.
+        ValueError: the plan is wrong; two parameters have one name; ``hvd.init()`` was not called; a Compressor under
+            DistributedDataParallel has one of them.
     """
+
+    driver = "Horovod"
 
     def __init__(
         self,
@@ -112,22 +109,11 @@ class Compressor(compressor.Compressor):
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
-        if ops not in ("auto", "torch"):
-            raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
-        super().__init__(plan_of(method, **settings), process_set.rank(), process_set.size(), loss_scale)
-        pairs = list(named_parameters)
-        self.parameters = dict(pairs)
-        if len(self.parameters) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
-        self.process_set, self.force_torch = process_set, ops == "torch"
+        plan, rank, world = plan_of(method, **settings), process_set.rank(), process_set.size()
+        super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
+        self.process_set = process_set
         set_id = process_set.process_set_id
         self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
-        specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, known=True)}
-        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
-        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
-        world = self.local.world
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._arrivals: Arrivals | None = None
@@ -193,47 +179,6 @@ class Compressor(compressor.Compressor):
             self.ledger.steps += arrivals.step.finite
         return ctx.gradient
 
-    # -- state ----------------------------------------------------------------------------------------------
-
-    def residual(self, name: str) -> torch.Tensor:
-        """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept.
-
-        Raises:
-            KeyError: there is no such parameter.
-        """
-        shape = self.parameters[name].shape
-        flat = self.local.residual(name) if name in self.local.names() else None
-        return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file a rank.
-
-        Raises:
-            RuntimeError: a step is under way.
-        """
-        if self._arrivals and self._arrivals.step.exchanges:
-            raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
-        saved = super().state_dict()
-        state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
-        return {**saved, "state": state}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' device.
-
-        Raises:
-            ValueError: it is of another rank, world, or set of parameters; nothing is changed then.
-        """
-        anywhere = next(iter(self.parameters.values()), torch.zeros(0))
-
-        def copy(parts: list[Any]) -> Any:
-            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
-            return joined.numpy() if self._ops(anywhere) is fast else joined
-
-        self.local.load_state_dict(saved, copy, self._buckets())
-
-    def _buckets(self) -> list[Bucket]:
-        return list(self.buckets.values())
-
     # -- a step ---------------------------------------------------------------------------------------------
 
     def _current(self) -> Arrivals:
@@ -244,9 +189,11 @@ class Compressor(compressor.Compressor):
             self._drop()
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
-            step = Step(self.local, collectives, self._terms, agree=Agree.BEFORE_WAITING, written=self._store)
-            self._arrivals = Arrivals(step)
+            self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING))
         return self._arrivals
+
+    def _is_under_way(self) -> bool:
+        return self._arrivals is not None and bool(self._arrivals.step.exchanges)
 
     def _drop(self) -> None:
         """Leave the step that is under way, if any, as if it had not been."""
@@ -271,7 +218,9 @@ class Compressor(compressor.Compressor):
             ticket.passed = True
             self._pass_on(arrivals.step, bucket, ticket.gradient)
             return
-        exchange = self._take(arrivals, bucket, place, ticket.gradient)
+        if bucket.spec.name not in arrivals.step.exchanges:
+            arrivals.step.loss_scale = self.current_loss_scale()
+        exchange = self._take(arrivals.step, bucket, place, ticket.gradient)
         if len(came) == len(bucket.members):
             piggyback = self._agreed and self.local.piggyback(bucket) is not None
             arrivals.step.begin(exchange, piggyback)
@@ -285,27 +234,12 @@ class Compressor(compressor.Compressor):
         flat: Any = gradient.detach().reshape(-1) if check else gradient
         step.pass_on(bucket, flat.numpy() if check and ops is fast else flat, ops, spoil, check)
 
-    def _take(self, arrivals: Arrivals, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
-        """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        exchange = arrivals.step.exchanges.get(bucket.spec.name)
-        if exchange is None:
-            arrivals.step.loss_scale = self.current_loss_scale()
-            exchange = arrivals.step.open(bucket, gradient, self._ops(gradient))
-        dtype = DTYPES[exchange.dtype]
-        same = gradient.dtype == dtype and gradient.is_contiguous()
-        flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
-        flat = flat.numpy() if exchange.ops is fast else flat
-        if not same:
-            arrivals.copies.setdefault(bucket.spec.name, []).append((gradient, flat))
-        arrivals.step.receive(exchange, place, flat, flat, clear=True)
-        return exchange
-
     def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
         """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
         came = arrivals.came[bucket.spec.name]
         for place, member in enumerate(bucket.members):
             if member.name not in came:
-                self._take(arrivals, bucket, place, torch.zeros_like(self.parameters[member.name]))
+                self._take(arrivals.step, bucket, place, torch.zeros_like(self.parameters[member.name]))
         arrivals.step.begin(arrivals.step.exchanges[bucket.spec.name])
 
     def _seal(self, arrivals: Arrivals) -> None:
@@ -336,19 +270,7 @@ class Compressor(compressor.Compressor):
                 step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
             step.poll()
 
-    def _store(self, exchange: Exchange) -> None:
-        """Bring an exchange's results into the gradients' memory, where they are not there already."""
-        assert self._arrivals is not None
-        for gradient, flat in self._arrivals.copies.get(exchange.name, ()):
-            gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
-
     # -- inside ---------------------------------------------------------------------------------------------
-
-    def _ops(self, tensor: torch.Tensor) -> Any:
-        """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""
-        if self.force_torch or tensor.device.type not in ("cpu", "cuda"):
-            return torch_ops
-        return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
 
     def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.

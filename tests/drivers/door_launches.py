@@ -11,8 +11,13 @@ from run_door import CASE_SUBSETS, CASES
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "run_door.py"
-SECONDS = {"tensorflow": 540, "torch": 300, "mpi": 270}
-MODULES = {"torch": ("torch", "horovod"), "tensorflow": ("tensorflow", "horovod"), "mpi": ("mpi4py",)}
+SECONDS = {"tensorflow": 540, "torch": 300, "ddp": 300, "mpi": 270}
+MODULES = {
+    "torch": ("torch", "horovod"),
+    "ddp": ("torch",),
+    "tensorflow": ("tensorflow", "horovod"),
+    "mpi": ("mpi4py",),
+}
 
 
 def cases(door: str, launch: str) -> list[str]:

@@ -32,7 +32,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
 
 
 def world_of(kind: str) -> int:
-    """The ranks of "alone", "mpirun-3", "mpi-2" (horovodrun over MPI) or "gloo-2"."""
+    """The ranks of "alone", "mpirun-3", "mpi-2" (horovodrun over MPI), "gloo-2" or "torchrun-2"."""
     return 1 if kind == "alone" else int(kind.split("-")[1])
 
 
@@ -44,6 +44,7 @@ def launch(
     start = {
         "alone": [],
         "mpirun": ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world],
+        "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world],
     }.get(controller, ["horovodrun", "-np", world, f"--{controller}"])
     line = [*start, sys.executable, str(script), *arguments]
     with subprocess.Popen(

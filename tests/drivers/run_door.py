@@ -15,6 +15,7 @@ from promises import PROMISES, keep
 #: a driver's own cases: what its framework alone has
 CASES = {
     "torch": ("torch_cases", "torch_refusals"),
+    "ddp": ("ddp_cases",),
     "tensorflow": ("tf_cases", "tf_graphs"),
     "mpi": ("mpi_cases", "ring_cases"),
 }

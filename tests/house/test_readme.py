@@ -46,14 +46,15 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
-def test_the_torch_examples_train() -> None:
-    pytest.importorskip("horovod")
+@pytest.mark.parametrize("kind,kind_of_launch", [("torch", "mpi-2"), ("ddp", "torchrun-2")])
+def test_the_torch_examples_train(kind: str, kind_of_launch: str) -> None:
+    pytest.importorskip("horovod" if kind == "torch" else "torch")
     sys.path.insert(0, str(ROOT / "tests" / "drivers"))
     from launching import launch
 
     found = {}
     for name in ("plain", "compressed"):
-        done = launch("mpi-2", ROOT / "examples" / f"torch_{name}.py", seconds=90)
+        done = launch(kind_of_launch, ROOT / "examples" / f"{kind}_{name}.py", seconds=90)
         assert done.returncode == 0, done.stdout[-2000:]
         found[name] = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
     assert found["plain"] > 93 and np.isclose(*found.values(), atol=3), found

@@ -66,7 +66,8 @@ def _some_ranks(door: Any) -> list[tuple[int, ...]]:
 def _fail(door: Any, method: str, settings: Settings, rounds: int, ranks: tuple[int, ...], good: int = 1) -> str:
     """``good`` steps, a step that fails, and then another or the error again; the message."""
     faulty = Faulty(method, settings)
-    handle, control = door.make(faulty.plan, {}, door.shapes), door.make(method, settings, door.shapes)
+    handle = door.make(faulty.plan, {}, door.shapes)
+    control = door.make(method, {"bucket_elements": 0, **settings}, door.shapes)
     for step in range(good):
         handle.reduce(door.gradients(step, door.shapes))
         control.reduce(door.gradients(step, door.shapes))

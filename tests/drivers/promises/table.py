@@ -21,6 +21,7 @@ class DoorEntry:
 DOORS = {
     "loopback": DoorEntry("Loopback", ("threads-2", "threads-3")),
     "torch": DoorEntry("PyTorch", ("mpi-2", "mpi-3", "mpi-4", "gloo-2")),
+    "ddp": DoorEntry("PyTorch DDP", ("torchrun-2", "torchrun-3", "torchrun-4")),
     "tensorflow": DoorEntry("TensorFlow", ("mpi-2", "mpi-3", "gloo-2")),
     "mpi": DoorEntry("MPI", ("alone", "mpirun-2", "mpirun-3", "mpirun-4")),
 }
@@ -51,6 +52,8 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("torch", "mpi-3"): (*_SOME, "another_number_of_ranks_takes_over", "a_process_set"),
     ("torch", "mpi-4"): (),
     ("torch", "gloo-2"): _SOME,
+    ("ddp", "torchrun-3"): (),
+    ("ddp", "torchrun-4"): (),
     ("tensorflow", "mpi-3"): (),
     ("tensorflow", "gloo-2"): (),
     ("mpi", "mpirun-4"): (),
@@ -69,6 +72,7 @@ class Exempt:
 _OWN_GRAPHS = "each gradient has a graph of its own"
 _ONE_OBJECT = "one object holds all ranks"
 _LIKE_PARAMETERS = "gradients are made by the framework, like what they are of"
+_AVERAGES = "DDP averages, and does nothing else"
 _PROBE = "ranks tell each other no more than fits into a probe beside each tensor"
 
 EXCEPTIONS: dict[tuple[str, str], Exempt] = {
@@ -90,6 +94,13 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     ("torch", "different_operations_are_one_message"): Exempt(
         "Horovod compares the ranks' operations itself", refused=("Mismatched",)
     ),
+    ("ddp", "a_wrong_input_at_a_later_step"): Exempt(_LIKE_PARAMETERS),
+    ("ddp", "sums_are_the_loopbacks"): Exempt(_AVERAGES),
+    ("ddp", "different_operations_are_one_message"): Exempt(_AVERAGES),
+    ("ddp", "different_names_are_one_message"): Exempt(
+        "DDP compares the number of parameters itself; other names are one message", refused=("same model",)
+    ),
+    ("ddp", "different_shapes_are_one_message"): Exempt("DDP compares shapes itself, when it is made"),
     ("tensorflow", "a_wrong_input_at_a_later_step"): Exempt(_LIKE_PARAMETERS),
     ("tensorflow", "different_operations_are_one_message"): Exempt(
         "Horovod compares the ranks' operations itself", refused=("Mismatched",)

@@ -1,0 +1,127 @@
+"""The door: find the DistributedDataParallel module, refuse what cannot work, and register the hook."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdcompress.ddp.compressor import Compressor
+from hvdcompress.method import Method
+from hvdcompress.plan import Plan
+
+Hook = Callable[[Compressor, Any], "torch.futures.Future[torch.Tensor]"]
+
+#: an attribute of DDP's, what it comes from, and why there is no hook with it
+REFUSED = (
+    ("mixed_precision", "mixed_precision=", "it is a communication hook of its own; use torch.autocast"),
+    ("_delay_all_reduce_params", "delay_all_reduce_named_params=", "those gradients go past the hook"),
+    ("skip_all_reduce_unused_params", "skip_all_reduce_unused_params=True", "ranks would exchange different tensors"),
+    ("_use_python_reducer", 'torch._dynamo.config.optimize_ddp = "python_reducer"', "it calls hooks in another way"),
+)
+
+
+def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Compressor:
+    """Compress what a ``DistributedDataParallel`` model exchanges.
+
+    Call it on every rank, before the first backward pass.
+
+    Args:
+        model: the DDP module, or one that holds it, as accelerate's, Fabric's and torch.compile's do.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
+            :class:`~hvdcompress.ddp.compressor.Compressor`.
+
+    Returns:
+        The Compressor. Parameters go by the names that they have in the wrapped module.
+
+    Raises:
+        ValueError: there is no DDP module, or several; it has a hook, or an option with which there is none; the plan
+            is wrong.
+    """
+    module = _find(model)
+    _refuse(module)
+    names = [(n, p) for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
+    trained = [(name, parameter) for name, parameter in names if parameter.requires_grad]
+    compressor = Compressor(method, trained, process_group=module.process_group, **settings)
+    module.register_comm_hook(compressor, _receive)
+    module.register_forward_pre_hook(_before_forward(weakref.ref(compressor)))
+    if module.find_unused_parameters or module.static_graph:
+        compressor.used = set()
+        for name, parameter in trained:
+            parameter.register_post_accumulate_grad_hook(_note(weakref.ref(compressor), name))
+    return compressor
+
+
+def hook(
+    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], **settings: Any
+) -> tuple[Compressor, Hook]:
+    """The two arguments of ``register_comm_hook``, for frameworks that register a hook themselves.
+
+    Such a model cannot be asked for its options: it must have no unused parameters, whose residuals would be lost.
+
+    Args:
+        model: the module that will be wrapped.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        settings: as for :func:`attach`, and ``process_group`` if DDP uses another than all ranks.
+
+    Returns:
+        The state, which is the Compressor, and the hook.
+
+    Raises:
+        ValueError: the plan is wrong.
+    """
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Compressor(method, trained, **settings), _receive
+
+
+# DDP looks at annotations: where they are strings it refuses the hook
+def _receive(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    return state.receive(bucket)
+
+
+def _find(model: torch.nn.Module) -> DistributedDataParallel:
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(found) or 'no'} DistributedDataParallel module{'s' * (len(found) != 1)}"
+            + ("; attach to each of them" if found else "; wrap it first, and attach to what comes out")
+        )
+    return found[0]
+
+
+def _refuse(module: DistributedDataParallel) -> None:
+    if module._comm_hooks:
+        there = module._comm_hooks[0][0]
+        raise ValueError(
+            f"the model has a communication hook, {getattr(there, '__qualname__', there)}: DDP takes one, and once"
+        )
+    for attribute, option, reason in REFUSED:
+        if getattr(module, attribute, None):
+            raise ValueError(f"{option} does not go with compression: {reason}")
+
+
+def _before_forward(compressor: weakref.ref[Compressor]) -> Callable[[DistributedDataParallel, Any], None]:
+    def check(module: DistributedDataParallel, inputs: Any) -> None:
+        if there := compressor():
+            there.cut_short()
+        if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
+            raise RuntimeError(
+                "static_graph=True does not go with no_sync(): DDP stops exchanging gradients (PyTorch's issue 187732)"
+            )
+        if module._join_config.enable:
+            raise RuntimeError("join() does not go with compression: there is no telling what ranks without data owe")
+
+    return check
+
+
+def _note(compressor: weakref.ref[Compressor], name: str) -> Callable[[torch.Tensor], None]:
+    def note(parameter: torch.Tensor) -> None:
+        there = compressor()
+        if there is not None and there.used is not None:
+            there.used.add(name)
+
+    return note

@@ -1,0 +1,260 @@
+"""The DDP driver: any method as a communication hook of ``DistributedDataParallel``.
+
+DDP calls its hook with a bucket of gradients when these are there, in one order on all ranks, and wants a future of the
+reduced bucket. The hook only hands the bucket to a thread, one for each Compressor, that does all else in the order in
+which buckets come: so every rank starts its collectives in the same order, and they overlap with the backward pass.
+Units of exchange are the plan's buckets, and state goes by parameter name: DDP's own buckets do not matter.
+``docs/architecture.md`` says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcompress.ddp.transport import ProcessGroupTransport
+from hvdcompress.engine.alarm import everyones
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.method import Method
+from hvdcompress.plan import Plan, plan_of
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A bucket of DDP's that has come.
+
+    Attributes:
+        last: it is the step's last one.
+        buffer: its flat memory, to which results are written.
+        future: what the hook has returned; None of a backward pass that was cut short.
+        gradients: views of the buffer by parameter name, in the parameters' layouts.
+        used: the parameters that had a gradient up to now in this backward pass.
+        there: on a GPU, the event after which the gradients are there.
+        error: what was wrong with it.
+    """
+
+    last: bool
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor] | None = None
+    gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    used: frozenset[str] = frozenset()
+    there: Any = None
+    error: Exception | None = None
+
+
+class Compressor(TensorCompressor):
+    """One model's compression; :func:`hvdcompress.ddp.attach` makes it.
+
+    Args:
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        named_parameters: names and parameters of the model, without DDP's ``module.``. State is kept by name.
+        process_group: the group that DDP uses (default: all ranks).
+        loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
+            residuals are kept unscaled, so it may change between steps.
+        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
+
+    Attributes:
+        plan: what each tensor gets.
+        ledger: bytes and seconds so far, on this rank. Beside the tensors it has "status", 64 bytes a step, and
+            "lengths", 8 bytes an all-gather.
+        parameters: the parameters by name.
+        used: names of the parameters that had a gradient in this backward pass; None where DDP does not look for
+            unused ones.
+
+    Raises:
+        ValueError: the plan is wrong; two parameters have one name; the process group is not initialized; a Compressor
+            under Horovod has one of the parameters.
+    """
+
+    driver = "DistributedDataParallel"
+
+    def __init__(
+        self,
+        method: str | Method | Plan | Mapping[str, Any],
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        process_group: Any = None,
+        loss_scale: float | Callable[[], float] = 1.0,
+        ops: str = "auto",
+        **settings: Any,
+    ):
+        if not dist.is_initialized():
+            raise ValueError("call torch.distributed.init_process_group() before making a Compressor")
+        if isinstance(method, TensorCompressor):
+            raise ValueError(
+                f"a Compressor under {method.driver} cannot be attached: give the method and its settings, or the plan"
+            )
+        self._parent = process_group or dist.group.WORLD
+        rank, world = dist.get_rank(self._parent), dist.get_world_size(self._parent)
+        super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
+        self.used: set[str] | None = None
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._transport: ProcessGroupTransport | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
+        self._arrivals: SimpleQueue[Arrival] | None = None  # of the step under way
+        self._failure: Exception | None = None  # of the step that has ended, until it is raised
+        self._stream: Any = None  # of a GPU, the thread's
+
+    def close(self) -> None:
+        """Free its process group. Nothing may be under way."""
+        self._thread.shutdown()
+        if self._transport:
+            self._transport.close()
+
+    def _is_under_way(self) -> bool:
+        return self._arrivals is not None
+
+    # -- DDP's side, in the thread of the backward pass --------------------------------------------------------
+
+    def receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Take a bucket of DDP's; its future has the reduced one when the step is at its end.
+
+        An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
+        """
+        buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self._begin(buffer)
+        assert self._arrivals is not None
+        devices = [buffer.device] if buffer.is_cuda else None
+        arrival = Arrival(bucket.is_last(), buffer, torch.futures.Future(devices=devices))
+        try:
+            arrival.gradients = self._gradients(bucket)
+            if buffer.is_cuda:
+                arrival.there = torch.cuda.current_stream(buffer.device).record_event()
+            if self.used is not None and arrival.last:
+                arrival.used = frozenset(self.used)
+                self.used.clear()
+        except Exception as error:  # an exception here would leave the other ranks alone
+            arrival.error = error
+        self._arrivals.put(arrival)
+        assert arrival.future is not None
+        return arrival.future
+
+    def _begin(self, buffer: torch.Tensor) -> None:
+        """The first bucket of a step."""
+        # DDP puts its own callback in line after this one, and before the one that this one puts there
+        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+        queue_callback(lambda: queue_callback(self._raise))
+        self.cut_short()
+        if self._transport is None:
+            self._transport = ProcessGroupTransport(self._parent, buffer.device)
+        if buffer.is_cuda and self._stream is None:
+            self._stream = torch.cuda.Stream(buffer.device)
+        self._arrivals = SimpleQueue()
+        self._thread.submit(self._run, self._transport, self._arrivals)
+
+    def cut_short(self) -> None:
+        """End the step that a backward pass has left in the middle, if any: the other ranks wait for it."""
+        if self._arrivals is not None:
+            short = RuntimeError("a backward pass ended before all of its gradients were there")
+            self._arrivals.put(Arrival(True, torch.empty(0), error=short))
+
+    def _raise(self) -> None:
+        """After the backward pass: raise the step's error, if there is one."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
+        """The bucket's gradients by name, as views.
+
+        Raises:
+            ValueError: one is sparse, or of a parameter that the Compressor was not given.
+        """
+        if bucket.buffer().is_sparse:
+            names = [self._names.get(id(parameter), "?") for parameter in bucket.parameters()]
+            raise ValueError(
+                f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
+                "(torch.nn.Embedding(..., sparse=False))"
+            )
+        found = {}
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter that the Compressor was given"
+                )
+            # DDP lays gradients out as their parameters, but shows them as if they were contiguous
+            other = not parameter.is_contiguous() and _is_dense(parameter)
+            found[name] = gradient.as_strided(parameter.shape, parameter.stride()) if other else gradient
+        return found
+
+    # -- the exchange, in the Compressor's thread -------------------------------------------------------------
+
+    def _run(self, transport: ProcessGroupTransport, arrivals: SimpleQueue[Arrival]) -> None:
+        """One step, from its first bucket to the end of its futures."""
+        came: list[Arrival] = []
+
+        def each() -> Iterator[Arrival]:
+            while not (came and came[-1].last):
+                came.append(arrivals.get())
+                yield came[-1]
+
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            try:
+                self._exchange(transport, each())
+            except Exception as error:
+                self._failure = error
+                for _ in each():  # DDP waits for the futures of all buckets
+                    pass
+            if self._arrivals is arrivals:
+                self._arrivals = None
+            for arrival in came:
+                if arrival.future is not None:
+                    arrival.future.set_result(arrival.buffer)
+
+    def _exchange(self, transport: ProcessGroupTransport, arrivals: Iterator[Arrival]) -> None:
+        transport.begin()
+        step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step.factor = 1.0 / self.local.world
+        with step.errors_wait():
+            step.loss_scale = self.current_loss_scale()
+        mine = step.error  # goes with the status; one that comes later sounds the alarm
+        try:
+            step.say()
+            used = frozenset() if mine else self._receive_all(step, arrivals)
+            step.finish(None if self.used is None else [name in used for name in self.parameters])
+        except Exception as caught:
+            step.abandon()
+            raise everyones(transport, caught, mine) from None
+        self.ledger.steps += step.finite
+
+    def _receive_all(self, step: Step, arrivals: Iterator[Arrival]) -> frozenset[str]:
+        """Take all buckets in, and start exchanges as they become whole; returns the parameters that were used.
+
+        If ranks disagree, that is what is wrong, and not what follows from it.
+        """
+        came: dict[str, int] = {}
+        try:
+            for arrival in arrivals:
+                if arrival.error:
+                    raise arrival.error
+                if arrival.there:
+                    self._stream.wait_event(arrival.there)
+                before = step.num_under_way
+                for name, gradient in arrival.gradients.items():
+                    bucket, place = self._place[name]
+                    exchange = self._take(step, bucket, place, gradient)
+                    came[bucket.spec.name] = came.get(bucket.spec.name, 0) + 1
+                    if came[bucket.spec.name] == len(bucket.members):
+                        step.begin(exchange)
+                step.advance(before)  # those of earlier buckets: second rounds overlap with the backward pass, too
+        except Exception:
+            step.hear()
+            raise
+        return arrival.used
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill its memory, in some order of the dimensions."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()

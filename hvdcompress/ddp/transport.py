@@ -1,0 +1,197 @@
+"""torch.distributed's collectives, as the engine asks for them, and the alarm by which a rank that fails frees others.
+
+A process group's collectives go by order (``engine/alarm.py``). An alarm is a key in the group's store, which a rank
+looks at while it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hvdcompress.engine.agreement import PeerError, failure
+from hvdcompress.engine.alarm import Alarm, Call, missing
+from hvdcompress.engine.transport import Request
+from hvdcompress.method import Array
+
+PAUSE = 1e-4  #: seconds between two looks at what has come
+LISTEN = 0.02  #: seconds between two looks for an alarm, each of which asks the store's server
+
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before PyTorch 2.13
+
+
+class PeerLost(PeerError):
+    """The process group has failed: a rank is gone, or did not come in time. The group cannot be used any more."""
+
+
+@dataclass(eq=False)
+class Handle:
+    """A collective under way.
+
+    Attributes:
+        works: torch's handles; none where there is nothing to send.
+        out: where its result goes.
+        payload: what is sent, which must live as long.
+        numpy: whether the result is wanted as a numpy array.
+    """
+
+    works: list[Any]
+    out: torch.Tensor
+    payload: torch.Tensor
+    numpy: bool
+
+
+class ProcessGroupTransport:
+    """Collectives over a process group of our own, so that they keep apart from those of DDP and of the program.
+
+    Arrays in host memory go over gloo. Tensors on a GPU stay there, and go over NCCL.
+
+    Args:
+        parent: the group whose ranks take part. Making the new one is collective.
+        device: where gradients are.
+    """
+
+    ordered, broadcasts, unequal = True, False, False
+    fuses = False  # what goes together would depend on DDP's buckets, and on that the order in which ranks are added
+
+    def __init__(self, parent: Any, device: torch.device):
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_backend(parent)}"
+        # PyTorch would give it half an hour, whatever the program asked for
+        self.timeout: timedelta = parent._get_backend(device).options._timeout
+        ranks = dist.get_process_group_ranks(parent)
+        some = len(ranks) < dist.get_world_size()  # then the others do not take part in making it
+        self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.step = 0  # the number of this step, the same on all ranks
+        self._store = dist.distributed_c10d._get_process_group_store(self.group)
+        self._calls: list[Call] = []  # of this step
+        self._running: list[Handle] = []
+
+    def close(self) -> None:
+        """Give the group back. Nothing may be under way."""
+        dist.destroy_process_group(self.group)
+
+    def begin(self) -> None:
+        """A step begins: nothing is left of the last one, however it ended."""
+        self.step += 1
+        self._calls.clear()
+        self._running.clear()
+
+    # -- collectives ----------------------------------------------------------------------------------------
+
+    def start(self, name: str, request: Request) -> Handle:
+        """Begin a collective; returns at once."""
+        is_numpy = not isinstance(request.payload, torch.Tensor)
+        payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload.contiguous()
+        dtype = str(payload.dtype).removeprefix("torch.")
+        call = Call(request.kind, dtype, len(payload), request.op, request.gives, request.gets, payload.device.type)
+        return self._begin(call, payload, request.spent, is_numpy)
+
+    def ready(self, handle: Handle) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return all(work.is_completed() for work in handle.works)
+
+    def wait(self, handle: Handle) -> Array:
+        """The result.
+
+        Raises:
+            Alarm: a rank has failed in this step.
+            PeerLost: the group has failed.
+        """
+        listened = time.monotonic()
+        while not self.ready(handle):
+            if time.monotonic() - listened > LISTEN:
+                if self._store.check([f"alarm.{self.step}"]):
+                    raise Alarm
+                listened = time.monotonic()
+            time.sleep(PAUSE)
+        self._end(handle)
+        return handle.out.numpy() if handle.numpy else handle.out
+
+    def idle(self, handle: Handle) -> None:
+        """Wait for a moment."""
+        time.sleep(PAUSE)
+
+    def _begin(self, call: Call, payload: torch.Tensor, spent: bool = False, is_numpy: bool = False) -> Handle:
+        """Call torch.distributed, and note what was called."""
+        try:
+            works, out = self._called(call, payload, spent)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._calls.append(call)
+        self._running.append(Handle(works, out, payload, is_numpy))
+        return self._running[-1]
+
+    def _called(self, call: Call, payload: torch.Tensor, spent: bool) -> tuple[list[Any], torch.Tensor]:
+        asynchronous: dict[str, Any] = {"group": self.group, "async_op": True}
+        if call.kind == "all_reduce":
+            out = payload if spent else payload.clone()
+            return ([dist.all_reduce(out, OPS[call.op], **asynchronous)] if len(out) else []), out
+        gets = list(call.gets or ())
+        out = payload.new_empty(sum(gets))
+        if call.kind == "all_to_all":
+            gives = list(call.gives or ())
+            return [dist.all_to_all_single(out, payload, gets, gives, **asynchronous)], out
+        if len(set(gets)) == 1:
+            return ([_all_gather(out, payload, **asynchronous)] if len(out) else []), out
+        # gloo gathers equal lengths alone: each rank broadcasts its payload, as padding would cost bytes
+        pieces = list(out.split(gets))
+        pieces[self.rank].copy_(payload)
+        ranks = dist.get_process_group_ranks(self.group)
+        works = [
+            dist.broadcast(piece, src, **asynchronous) for src, piece in zip(ranks, pieces, strict=True) if len(piece)
+        ]
+        return works, out
+
+    def _end(self, handle: Handle) -> None:
+        try:
+            for work in handle.works:
+                work.wait()  # of a GPU's: the stream waits
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        self._running.remove(handle)
+
+    def _lost(self, error: Exception) -> PeerLost:
+        return PeerLost(f"the process group has failed on rank {self.rank}; is a rank gone? {error}")
+
+    # -- failure --------------------------------------------------------------------------------------------
+
+    def fail(self, error: Exception | None) -> Exception:
+        """End the step on all ranks, one of which has failed; see ``engine/alarm.py``."""
+        if error is not None:
+            self._store.set(f"alarm.{self.step}", "")
+        text = "" if error is None else str(error) or type(error).__name__
+        try:
+            texts, calls = zip(*self._tell_all(text), strict=True)
+            for call in missing(calls, self.rank):
+                self._begin(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
+            for handle in list(self._running):
+                self._end(handle)
+        except PeerLost as lost:
+            return lost
+        return failure(texts)
+
+    def _tell_all(self, text: str) -> list[tuple[str, list[Call]]]:
+        """Every rank's text and what it has begun, by the store."""
+        keys = [f"end.{self.step}.{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], json.dumps([text, self._calls]))
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise self._lost(TimeoutError(f"not all ranks have ended step {self.step}"))
+            time.sleep(LISTEN)
+        everyone = [json.loads(self._store.get(key)) for key in keys]
+        return [(text, [Call(*map(_plain, call)) for call in calls]) for text, calls in everyone]
+
+
+def _plain(value: Any) -> Any:
+    """JSON has lists for tuples."""
+    return tuple(value) if isinstance(value, list) else value

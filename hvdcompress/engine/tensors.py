@@ -1,0 +1,158 @@
+"""What the Compressors of PyTorch's drivers have in common: named parameters, their buckets, state as tensors."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+import hvdcompress.ops
+import hvdcompress.ops.torch as torch_ops
+from hvdcompress.engine import compressor
+from hvdcompress.engine.agreement import Terms
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.rank import Exchange
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.method import TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.plan import Bucket, Plan
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+_living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
+
+
+class TensorCompressor(compressor.Compressor):
+    """A driver's Compressor of the gradients of named parameters.
+
+    Args:
+        plan: what each tensor gets.
+        rank: this rank.
+        world: number of ranks.
+        named_parameters: names and parameters. State is kept by name.
+        loss_scale: a number, or a function that returns one, by which the loss was multiplied.
+        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+
+    Attributes:
+        parameters: the parameters by name.
+        buckets: what is exchanged together, by name.
+
+    Raises:
+        ValueError: ``ops`` is neither; two parameters have one name; another driver compresses one of them.
+    """
+
+    driver: str  #: what a user calls the driver
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        world: int,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        loss_scale: float | Callable[[], float] = 1.0,
+        ops: str = "auto",
+    ):
+        if ops not in ("auto", "torch"):
+            raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
+        super().__init__(plan, rank, world, loss_scale)
+        pairs = list(named_parameters)
+        self.parameters = dict(pairs)
+        if len(self.parameters) != len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
+        self._refuse_two_drivers()
+        self.force_torch = ops == "torch"
+        specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
+        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, known=True)}
+        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
+        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
+        self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
+
+    def _refuse_two_drivers(self) -> None:
+        mine = {id(parameter): name for name, parameter in self.parameters.items()}
+        for other in _living:
+            twice = [mine[id(p)] for p in other.parameters.values() if id(p) in mine]
+            if twice and other.driver != self.driver:
+                raise ValueError(
+                    f"{twice[0]!r} would be exchanged twice: a Compressor under {other.driver} has it, and now one "
+                    f"under {self.driver}; use one of them"
+                )
+        _living.add(self)
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def residual(self, name: str) -> torch.Tensor:
+        """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept.
+
+        Raises:
+            KeyError: there is no such parameter.
+        """
+        shape = self.parameters[name].shape
+        flat = self.local.residual(name) if name in self.local.names() else None
+        return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file a rank.
+
+        Raises:
+            RuntimeError: a step is under way.
+        """
+        if self._is_under_way():
+            raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
+        saved = super().state_dict()
+        state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+        return {**saved, "state": state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' device.
+
+        Raises:
+            ValueError: it is of another rank, world, or set of parameters; nothing is changed then.
+        """
+        anywhere = next(iter(self.parameters.values()), torch.zeros(0))
+
+        def copy(parts: list[Any]) -> Any:
+            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
+            return joined.numpy() if self._ops(anywhere) is fast else joined
+
+        self.local.load_state_dict(saved, copy, self._buckets())
+
+    def _buckets(self) -> list[Bucket]:
+        return list(self.buckets.values())
+
+    @abstractmethod
+    def _is_under_way(self) -> bool:
+        """Whether a step has begun and not ended."""
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
+        self._copies.clear()
+        return Step(self.local, collectives, self._terms, agree=agree, written=self._store)
+
+    def _ops(self, tensor: torch.Tensor) -> Any:
+        """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""
+        if self.force_torch or tensor.device.type not in ("cpu", "cuda"):
+            return torch_ops
+        return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
+
+    def _take(self, step: Step, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
+        """Hand a gradient to the engine, which adds its residual while it is in the cache."""
+        exchange = step.open(bucket, gradient, self._ops(gradient))
+        dtype = DTYPES[exchange.dtype]
+        same = gradient.dtype == dtype and gradient.is_contiguous()
+        flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
+        flat = flat.numpy() if exchange.ops is fast else flat
+        if not same:
+            self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
+        step.receive(exchange, place, flat, flat, clear=True)
+        return exchange
+
+    def _store(self, exchange: Exchange) -> None:
+        """Bring an exchange's results into the gradients' memory, where they are not there already."""
+        for gradient, flat in self._copies.get(exchange.name, ()):
+            gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))

@@ -1,0 +1,365 @@
+"""Cases of the DDP driver alone: DDP's buckets and options, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from doors.ddp import Net, reduced
+from harness import EXACT, Skip, assert_close, case, heavy_tailed, must_raise, summed
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdcompress
+from hvdcompress import ddp
+from hvdcompress.loopback import Loopback
+
+SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+
+
+def gather(value):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def everyone(step: int, shapes: dict = SHAPES) -> list[dict]:
+    return [heavy_tailed(shapes, step, rank) for rank in range(dist.get_world_size())]
+
+
+def against_loopback(
+    model: DistributedDataParallel, method: str, steps: int, shapes: dict = SHAPES, **settings
+) -> None:
+    """Reduce the same gradients by DDP and by loopback."""
+    compressor = ddp.attach(model, method, **settings)
+    net = Loopback(method, world=dist.get_world_size(), **settings)
+    for step in range(steps):
+        given = everyone(step, shapes)
+        got = reduced(model, given[dist.get_rank()])
+        assert_close(got, net.allreduce_many(given)[0], summed(dist.get_world_size()), f"{method}, step {step}")
+    compressor.close()
+
+
+@case
+def buckets_and_views_of_ddp_do_not_matter() -> None:
+    """One bucket in the first step, others from the second on; a parameter each, or all; gradients as views of them."""
+    results = []
+    for cap in (1e-5, 0.004, 25):
+        for view in (False, True):
+            model = DistributedDataParallel(Net(SHAPES), bucket_cap_mb=cap, gradient_as_bucket_view=view)
+            indices = []
+            compressor = ddp.attach(model, "scalecom", density=0.02)
+            receive = compressor.receive
+            compressor.receive = lambda bucket, r=receive, i=indices: (i.append(bucket.index()), r(bucket))[1]
+            steps = [reduced(model, everyone(step)[dist.get_rank()]) for step in range(4)]
+            steps.append({name: compressor.residual(name).numpy() for name in SHAPES})
+            compressor.close()
+            results.append(steps)
+            later = range({25: 1, 0.004: 3, 1e-5: 4}[cap])
+            assert indices == [0, *later, *later, *later], "one bucket, and rebuilt at the second step"
+    for other in results[1:]:
+        for step, (got, want) in enumerate(zip(other, results[0], strict=True)):
+            assert_close(got, want, EXACT, f"step {step}")
+
+
+@case
+def no_sync_accumulates() -> None:
+    model = DistributedDataParallel(Net(SHAPES))
+    compressor = ddp.attach(model, "topk", density=0.05)
+    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    for step in range(3):
+        sums = [{name: a + b for (name, a), b in zip(one.items(), two.values(), strict=True)}
+                for one, two in zip(everyone(2 * step), everyone(2 * step + 1), strict=True)]  # fmt: skip
+        model.zero_grad()
+        with model.no_sync():
+            model(everyone(2 * step)[dist.get_rank()]).backward()
+        sent = compressor.ledger.bytes_sent()
+        model(everyone(2 * step + 1)[dist.get_rank()]).backward()
+        assert compressor.ledger.bytes_sent() > sent
+        got = {name: parameter.grad.numpy() for name, parameter in model.module.named_parameters()}
+        assert_close(got, net.allreduce_many(sums)[0], summed(dist.get_world_size()), f"step {step}")
+    assert compressor.ledger.steps == 3
+
+
+@case
+def parameters_that_no_rank_uses_keep_their_residuals() -> None:
+    """By themselves and in a bucket with others; one that some rank uses takes part."""
+    for settings in ({"min_elements": 1}, {"min_elements": 1, "bucket_elements": 0}):
+        for method in ("topk", "scalecom", "dgc"):
+            model = DistributedDataParallel(Net(SHAPES), find_unused_parameters=True)
+            compressor = ddp.attach(model, method, density=0.05, **settings)
+            for step in range(6):
+                given = everyone(step)[dist.get_rank()]
+                without = "c" if step in (2, 3) else "a" if step == 4 and dist.get_rank() else ""
+                kept = {name: compressor.residual(name) for name in SHAPES}
+                model.zero_grad()
+                model({name: gradient for name, gradient in given.items() if name != without}).backward()
+                changed = [name for name in "abc" if not torch.equal(kept[name], compressor.residual(name))]
+                assert changed == [name for name in "abc" if name != "c" or without != "c"], (method, step, changed)
+                if without == "c":
+                    assert model.module.c.grad is None
+            compressor.close()
+
+
+@case
+def without_unused_parameters_looking_for_them_changes_nothing() -> None:
+    against_loopback(DistributedDataParallel(Net(SHAPES), find_unused_parameters=True), "topk", 3, density=0.05)
+    against_loopback(DistributedDataParallel(Net(SHAPES), static_graph=True), "topk", 3, density=0.05)
+
+
+@case
+def several_dtypes_and_frozen_parameters() -> None:
+    module = torch.nn.Module()
+    module.small, module.wide = Net({"w": (40, 41)}, "float16"), Net({"w": (40, 43)}, "float64")
+    module.single, module.frozen = Net({"w": (40, 47)}), torch.nn.Parameter(torch.ones(9, 9), requires_grad=False)
+    names = ("small", "wide", "single")
+    module.forward = lambda given: sum(getattr(module, n)({"w": given[f"{n}.w"]}) for n in names)
+    shapes = {f"{n}.w": tuple(getattr(module, n).w.shape) for n in names}
+    model = DistributedDataParallel(module)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    assert sorted(compressor.parameters) == sorted(shapes)
+    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    for step in range(3):
+        given = everyone(step, shapes)
+        model.zero_grad()
+        model(given[dist.get_rank()]).backward()
+        dtypes = {name: p.grad.numpy().dtype for name, p in compressor.parameters.items()}
+        want = net.allreduce_many([{n: a.astype(dtypes[n]) for n, a in one.items()} for one in given])[0]
+        got = {name: p.grad.numpy() for name, p in compressor.parameters.items()}
+        for name, array in want.items():  # loopback adds float16 as such, the driver in float32
+            close = (2e-3, 1e-3) if array.dtype == np.float16 else summed(dist.get_world_size())
+            assert_close({name: got[name]}, {name: array}, close, f"step {step}")
+
+
+@case
+def layouts_of_parameters() -> None:
+    """A convolution in channels_last, and a transposed matrix."""
+    net = Net({"w": (16, 12, 3, 3), "t": (40, 50)})
+    net.w.data = net.w.data.to(memory_format=torch.channels_last)
+    net.t.data = torch.zeros(50, 40).T
+    against_loopback(DistributedDataParallel(net), "powersgd", 3, {"w": (16, 12, 3, 3), "t": (40, 50)}, min_elements=1)
+
+
+@case
+def every_method_trains_with_batch_norm_and_clipping() -> None:
+    for method in hvdcompress.available():
+        torch.manual_seed(7)
+        layers = (torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96), torch.nn.Tanh(), torch.nn.Linear(96, 10))
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        compressor = ddp.attach(model, method)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(30):
+            x = torch.randn(16, 64, generator=generator)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+        assert np.mean(losses[-5:]) < np.mean(losses[:5]), (method, losses)
+        weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        assert len(set(gather(weights))) == 1, f"{method}: ranks differ"
+        compressor.close()
+
+
+@case
+def a_gradscaler_that_overflows() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(64, 32))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=2)
+    compressor = ddp.attach(model, "topk", density=0.1, loss_scale=scaler.get_scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    changes = 0
+    for step in range(8):
+        before = model.module.weight.detach().clone()
+        optimizer.zero_grad()
+        overflows = step % 3 == 0 and dist.get_rank() == dist.get_world_size() - 1
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(torch.full((4, 64), 0.5))
+        loss = out.float().pow(2).mean() * (float("inf") if overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changes += not torch.equal(before, model.module.weight)
+    assert compressor.ledger.steps == changes == 5, "steps with an overflow are undone"
+    assert bool(torch.isfinite(model.module.weight).all())
+    assert len(set(gather((model.module.weight.detach().numpy().tobytes(), scaler.get_scale())))) == 1
+
+
+@case
+def training_goes_on_from_saved_state_to_the_bit() -> None:
+    """In a new DDP, whose buckets are those of a first step again."""
+
+    def steps(model: DistributedDataParallel, first: int, last: int) -> list[dict]:
+        return [reduced(model, everyone(step)[dist.get_rank()]) for step in range(first, last)]
+
+    for method in ("scalecom", "powersgd", "dgc"):
+        model = DistributedDataParallel(Net(SHAPES), bucket_cap_mb=0.004)
+        compressor = ddp.attach(model, method)
+        steps(model, 0, 3)
+        saved, want = compressor.state_dict(), steps(model, 3, 6)
+        again = DistributedDataParallel(Net(SHAPES))
+        ddp.attach(again, method).load_state_dict(saved)
+        for got, expected in zip(steps(again, 3, 6), want, strict=True):
+            assert_close(got, expected, EXACT, method)
+
+
+@case
+def the_model_is_found_in_others() -> None:
+    class Wrapper(torch.nn.Module):  # as Fabric's: the DDP module is inside
+        def __init__(self, inner: torch.nn.Module):
+            super().__init__()
+            self.module = inner
+
+        def forward(self, *given):
+            return self.module(*given)
+
+    inside = Wrapper(DistributedDataParallel(Wrapper(Net(SHAPES))))
+    compressor = ddp.attach(inside, "topk", density=0.05)
+    assert list(compressor.parameters) == [f"module.{name}" for name in SHAPES], "the wrapped module's own names"
+    inside(everyone(0)[dist.get_rank()]).backward()
+    assert compressor.ledger.steps == 1 and "topk" in compressor.describe()
+    must_raise(
+        ValueError, ["no DistributedDataParallel", "wrap it first"], lambda: ddp.attach(Net(SHAPES), "topk"), gather
+    )
+    two = torch.nn.ModuleList([DistributedDataParallel(Net(SHAPES)), DistributedDataParallel(Net(SHAPES))])
+    must_raise(ValueError, ["2 DistributedDataParallel modules"], lambda: ddp.attach(two, "topk"), gather)
+
+
+@case
+def two_arguments_for_register_comm_hook() -> None:
+    module = Net(SHAPES)
+    state, hook = ddp.hook(module, "topk", density=0.05)
+    model = DistributedDataParallel(module)
+    model.register_comm_hook(state, hook)
+    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    for step in range(3):
+        given = everyone(step)
+        got = reduced(model, given[dist.get_rank()])
+        assert_close(got, net.allreduce_many(given)[0], summed(dist.get_world_size()), f"step {step}")
+
+
+@case
+def a_second_hook_is_refused() -> None:
+    model = DistributedDataParallel(Net(SHAPES))
+    first = ddp.attach(model, "topk")
+    must_raise(ValueError, ["a communication hook", "takes one"], lambda: ddp.attach(model, "fp16"), gather)
+    must_raise(
+        ValueError, ["cannot be attached"], lambda: ddp.attach(DistributedDataParallel(Net(SHAPES)), first), gather
+    )
+
+
+@case
+def options_that_go_past_the_hook_are_refused() -> None:
+    module = Net(SHAPES)
+    delayed = {"delay_all_reduce_named_params": [("a", module.a)], "param_to_hook_all_reduce": module.b}
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    for word, options in (("delay_all_reduce_named_params", delayed), ("skip_all_reduce_unused_params", skipping)):
+        model = DistributedDataParallel(module, **options)
+        must_raise(ValueError, [word], lambda m=model: ddp.attach(m, "topk"), gather)
+    model = DistributedDataParallel(Net(SHAPES))
+    model.mixed_precision = object()  # DDP wants a GPU for it
+    must_raise(ValueError, ["mixed_precision=", "torch.autocast"], lambda: ddp.attach(model, "topk"), gather)
+
+
+@case
+def join_and_a_static_graph_with_no_sync_are_refused() -> None:
+    model = DistributedDataParallel(Net(SHAPES), static_graph=True)
+    ddp.attach(model, "topk")
+    given = everyone(0)[dist.get_rank()]
+    with model.no_sync():
+        must_raise(RuntimeError, ["static_graph", "no_sync"], lambda: model(given), gather)
+    model(given).backward()
+    other = DistributedDataParallel(Net(SHAPES))
+    ddp.attach(other, "topk")
+
+    def joined() -> None:
+        with other.join():
+            other(given)
+
+    must_raise(RuntimeError, ["join()"], joined, gather)
+
+
+@case
+def sparse_gradients_are_refused_on_all_ranks() -> None:
+    model = DistributedDataParallel(torch.nn.Embedding(500, 10, sparse=True))
+    ddp.attach(model, "topk")
+    must_raise(
+        Exception, ["sparse gradients", "weight"], lambda: model(torch.tensor([1, 2])).sum().backward(), gather, False
+    )
+
+
+@case
+def an_error_comes_within_seconds_and_training_goes_on() -> None:
+    """Ranks that wait for one that has failed are freed; what has failed is undone."""
+    if dist.get_world_size() > 2:
+        raise Skip("two ranks tell")
+    model = DistributedDataParallel(Net(SHAPES), bucket_cap_mb=1e-5)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    given = everyone(0)[dist.get_rank()]
+    take, began = compressor._take, time.monotonic()
+
+    def fails(*rest):
+        raise MemoryError("made by the test")
+
+    for _ in range(3):
+        reduced(model, given)
+        compressor._take = fails if dist.get_rank() == 1 else take
+        began = time.monotonic()
+        must_raise(Exception, ["made by the test"], lambda: reduced(model, given), gather, False)
+        assert time.monotonic() - began < 5
+        compressor._take = take
+    assert compressor.ledger.steps == 3
+    assert sum(thread.name.startswith("hvdcompress") for thread in threading.enumerate())
+
+
+class _Breaks(torch.autograd.Function):
+    """The identity; its backward pass fails where it is asked to."""
+
+    @staticmethod
+    def forward(ctx, x, breaks):
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.breaks:
+            raise MemoryError("made by the test")
+        return gradient, None
+
+
+@case
+def a_backward_pass_that_ends_in_the_middle() -> None:
+    """The rank has its own error. When it goes on, the others, who wait for its gradients, are told."""
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(40, 50), torch.nn.Linear(50, 40)
+
+        def forward(self, x, breaks):
+            return self.second(_Breaks.apply(self.first(x), breaks)).sum()
+
+    def error_of(run) -> Exception:
+        try:
+            run()
+        except Exception as error:
+            return error
+        raise AssertionError("no error")
+
+    model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
+    compressor = ddp.attach(model, "topk", density=0.05)
+    x, odd = torch.ones(3, 40), dist.get_rank() == 1
+    for _ in range(2):
+        model(x, False).backward()
+    loss, began = model(x, odd), time.monotonic()
+    error = error_of(loss.backward)
+    if odd:
+        assert isinstance(error, MemoryError)
+        assert "Expected to have finished" in str(error_of(lambda: model(x, False))), "DDP itself does not go on"
+    else:
+        assert isinstance(error, ddp.PeerError) and "rank 1: a backward pass ended before" in str(error)
+    assert time.monotonic() - began < 10
+    assert compressor.ledger.steps == 2
