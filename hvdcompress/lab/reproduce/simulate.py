@@ -7,6 +7,7 @@ and, in a :class:`~hvdcompress.loopback.Loopback`, its residual. The arithmetic 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
@@ -85,13 +86,16 @@ def spread_out(steps: int, count: int) -> set[int]:
     return {round((number + 1) * steps / count) - 1 for number in range(min(count, steps))}
 
 
-def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[int] = ()) -> Trained:
+def train(
+    run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[int] = (), held_out: bool = True
+) -> Trained:
     """Train, and look at some of the steps.
 
     Args:
         run: task, method, seed and ranks; ``run_of`` makes one.
         look: is called with the :class:`Moment` of each step in ``at``; what it returns is kept.
         at: steps, from 0.
+        held_out: whether the held-out measure is taken; it is NaN otherwise.
 
     Raises:
         Diverged: the loss is not finite any more.
@@ -122,7 +126,24 @@ def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[
         _update(parameters, reduced, sgd, rate, clip_after)
         net.observe(learning_rate=rate, loss=loss)
         losses.append(loss)
-    return Trained(losses, evaluate(model, task.task, data), net.ledger.rate(run.ranks - 1), rows)
+    value = evaluate(model, task.task, data) if held_out else math.nan
+    return Trained(losses, value, net.ledger.rate(run.ranks - 1), rows)
+
+
+def accuracy(task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int) -> dict[str, Any]:
+    """Train: the held-out measure, the rate, and the loss over the last twentieth of the steps."""
+    try:
+        trained = train(run_of(task, method, ranks, seed))
+    except loop.Diverged:
+        return {"value": float("nan"), "rate": float("nan"), "loss": float("nan"), "losses": []}
+    last = max(1, len(trained.losses) // 20)
+    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
+    return {
+        "value": trained.value,
+        "rate": trained.rate,
+        "loss": statistics.fmean(trained.losses[-last:]),
+        "losses": losses,
+    }
 
 
 def _gradients(model: torch.nn.Module, parameters: dict[str, Any], batch: Any) -> tuple[Tensors, float]:
