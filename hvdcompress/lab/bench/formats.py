@@ -1,4 +1,4 @@
-"""Number formats on saved gradients: the error of range floats beside uniform codes, fp8 and bf16, at equal bits.
+"""Number formats on saved gradients: the error of range floats beside uniform codes, other floats and bf16, at equal bits.
 
     python -m hvdcompress.lab.training.save_gradients runs/digits0.safetensors --seed 0
     python -m hvdcompress.lab.bench.formats runs/digits0.safetensors runs/digits1.safetensors
@@ -30,7 +30,8 @@ from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.select import num_kept
 
 Vector = np.ndarray[Any, Any]
-BITS = (6, 7, 8, 9, 10)  #: of the range floats and uniform codes
+BITS = (6, 7, 8, 9, 10)  #: of the range floats, uniform codes and other floats
+EXPONENTS = (3, 4, 5)  #: bits of the other floats' exponents
 
 
 def uniform(x: Vector, bits: int) -> Vector:
@@ -51,12 +52,22 @@ def fp8(x: Vector, dtype: torch.dtype) -> Vector:
     return (torch.from_numpy(x * np.float32(scale)).to(dtype).to(torch.float32) / scale).numpy()
 
 
+def small_float(x: Vector, exponent: int, mantissa: int) -> Vector:
+    """Return x [n] float32 as scaled to the range of a float with so many bits of each, and rounded to nearest even."""
+    largest = np.float32(2.0 - 2.0**-mantissa)  # with the exponent 0; the least normal number's is 2 − 2^exponent
+    scale = largest / np.abs(x).max()
+    _, above = np.frexp(x * scale)  # |x| < 2^above
+    ulp = np.ldexp(np.float32(1.0), np.maximum(above - 1, 2 - 2**exponent) - mantissa)
+    return np.asarray(np.rint(x * scale / ulp) * ulp / scale)
+
+
 def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
     """Return bits, name, and what writes and reads, of each format."""
     made: list[tuple[int, str, Callable[[Vector], Vector]]] = []
     for n in BITS:
         names = [f"rangefloat{n}", *(f"rangefloat{n}m{m}" for m in range(max(1, n - 6), n - 3))]
         made += [(n, "uniform", partial(uniform, bits=n)), *((n, name, partial(coded, name=name)) for name in names)]
+        made += [(n, f"e{e}m{n - 1 - e}", partial(small_float, exponent=e, mantissa=n - 1 - e)) for e in EXPONENTS]
         if n == 8:
             made += [(8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn))]
             made += [(8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2))]
