@@ -1,4 +1,4 @@
-"""Number formats on saved gradients: the error of range floats beside uniform codes, other floats and bf16, at equal bits.
+"""Number formats on saved gradients: the error of range floats, uniform codes and other floats at equal bits.
 
     python -m hvdcompress.lab.training.save_gradients runs/digits0.safetensors --seed 0
     python -m hvdcompress.lab.bench.formats runs/digits0.safetensors runs/digits1.safetensors
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,16 +86,30 @@ def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:
     return float(np.sqrt(lost / there))
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """What decides whether elements or frequencies are better left out, of one tensor; medians."""
+class Statistics(NamedTuple):
+    """What decides whether elements or frequencies are better left out."""
 
-    name: str
-    size: int
     correlation: float
     """Of neighbours in memory: lag-1 autocorrelation."""
     kurtosis: float
     """Of the elements: 3 for a normal distribution, more with heavy tails."""
+
+
+def statistics_of(x: Vector) -> Statistics:
+    """Return those of x [n]."""
+    centred = x - x.mean(dtype=np.float64)
+    variance = np.square(centred).mean()
+    return Statistics(float((centred[1:] * centred[:-1]).mean() / variance), float((centred**4).mean() / variance**2))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor's statistics, and its errors; medians."""
+
+    name: str
+    size: int
+    correlation: float
+    kurtosis: float
     topk: float
     """‖x − kept‖/‖x‖ with the largest elements kept."""
     fft: float
@@ -106,14 +120,10 @@ class Tensor:
         """Take the medians over vectors [n] of one tensor."""
         net, figures = Loopback("fft", world=1, density=density, values="fp32", min_elements=1), []
         for x in xs:
-            centred = x - x.mean(dtype=np.float64)
             square = np.square(x, dtype=np.float64)
             left_out = np.sort(square)[: len(x) - num_kept(density, len(x))].sum() / square.sum()
-            variance = np.square(centred).mean()
-            correlation = (centred[1:] * centred[:-1]).mean() / variance
-            kurtosis = (centred**4).mean() / variance**2
             fft = error([x], lambda x: net.allreduce([x], name)[0])
-            figures.append((correlation, kurtosis, left_out**0.5, fft))
+            figures.append((*statistics_of(x), left_out**0.5, fft))
         return cls(name, len(xs[0]), *np.median(figures, axis=0).tolist())
 
 

@@ -7,7 +7,10 @@ import importlib
 from hvdcompress.lab.reproduce.claims import Paper
 from hvdcompress.registry import suggest
 
-MODULES = {"gaussiank": "hvdcompress.lab.reproduce.gaussiank"}  #: each has a ``PAPER``
+MODULES = {  #: each has a ``PAPER``
+    "fft": "hvdcompress.lab.reproduce.fft",
+    "gaussiank": "hvdcompress.lab.reproduce.gaussiank",
+}
 
 
 def find(id: str) -> Paper:
