@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from scipy.stats import spearmanr
@@ -279,11 +280,11 @@ def training(results: Sequence[Result]) -> Report:
             for s in seeds
         ]
         back += regained
-        cells[f"a constant θ {LARGE:g} stalls with", net] = [gap < -POINTS for gap in gaps(large)]
+        cells[f"a constant θ {LARGE:g} stalls", f"with {net}"] = [gap < -POINTS for gap in gaps(large)]
         for theta in (THETA, LARGE):
             plan = f"diminishing from {theta:g}"
-            cells[f"θ {plan} converges with", net] = [gap >= -POINTS for gap in gaps(plan)]
-        cells["a lowered θ recovers with", net] = [share >= REGAINED for share in regained]
+            cells[f"θ {plan} converges", f"with {net}"] = [gap >= -POINTS for gap in gaps(plan)]
+        cells["a lowered θ recovers", f"with {net}"] = [share >= REGAINED for share in regained]
         for (plan,), those in grouped(some, "plan").items():
             lines.append(
                 {
@@ -331,8 +332,17 @@ def training(results: Sequence[Result]) -> Report:
             "*recovery* is the method's own trigger: the density grows fourfold whenever a step's loss is more "
             "than half above the best so far. A single step's loss is noisy, so it acts often, and the rate falls.",
             "*feedback* is not the paper's: what was not sent is kept and added to the next gradient.",
+            f"Halfway, {percent(left_halfway(results[0].unit.settings['task']))} of the sum of the learning rates is "
+            "still to come (a cosine): with that a lowered θ can recover.",
         ],
     )
+
+
+def left_halfway(given: Row) -> float:
+    """The share of the sum of a training's learning rates that belongs to its second half."""
+    training = Task.model_validate({"label": given["task"], **given})
+    rates = [loop.learning_rate(training, step) for step in range(training.steps)]
+    return sum(rates[training.steps // 2 :]) / sum(rates)
 
 
 # -- F3: number formats --------------------------------------------------------------------------
@@ -360,6 +370,7 @@ def numbers(results: Sequence[Result]) -> Report:
         for key, some in grouped(rows, "bits", "format", "net", "seed").items()
     }
     cells: dict[tuple[str, str], list[bool]] = {}
+    tally: dict[str, dict[str, list[bool]]] = {}
     nets, seeds = ({key[place]: None for key in found} for place in (2, 3))
     for bits, name in grouped(rows, "bits", "format"):
         ours = f"rangefloat{bits}"
@@ -370,8 +381,10 @@ def numbers(results: Sequence[Result]) -> Report:
                 all(found[bits, ours, net, seed][what] < found[bits, name, net, seed][what] for net in nets)
                 for seed in seeds
             ]
-            place = (f"than {rival_kind(name)} on {words} with", f"{bits} bits")
+            place = (f"than {rival_kind(name)} on {words}", f"at {bits} bits")
             cells[place] = [a and b for a, b in zip(better, cells.get(place, [True] * len(better)), strict=True)]
+            wins = tally.setdefault(place[0], {}).setdefault(f"{bits} bits", [])
+            wins += [found[bits, ours, *at][what] < found[bits, name, *at][what] for at in product(nets, seeds)]
     verdict = judge_by(cells, "some other format errs less at every number of bits")
     lines = [
         {
@@ -387,10 +400,22 @@ def numbers(results: Sequence[Result]) -> Report:
         f"on {words} " + ", ".join(f"{middle[8, name][what]} with {label}" for name, label in shown.items())
         for what, words in DATA.items()
     )
+    wins_of = [
+        {"rival": rival, **{bits: f"{sum(wins)} of {len(wins)}" for bits, wins in by_bits.items()}}
+        for rival, by_bits in tally.items()
+    ]
     return Report(
         verdict,
         f"Error at 8 bits: {told}.",
         [
+            Table(
+                [
+                    text("rival", "less", "left"),
+                    *(text(f"{bits} bits", f"{bits} bits") for bits in measures.formats.BITS),
+                ],
+                wins_of,
+                "How often the range float errs less: nets, seeds and formats of that kind.",
+            ),
             Table(
                 [
                     text("bits", "bits"),
@@ -401,7 +426,7 @@ def numbers(results: Sequence[Result]) -> Report:
                 lines,
                 "‖decoded − x‖/‖x‖ over all tensors of a step: median over steps and nets, then over seeds (least to "
                 "largest).",
-            )
+            ),
         ],
         [figures.formats(rows, what, words) for what, words in DATA.items()],
         [

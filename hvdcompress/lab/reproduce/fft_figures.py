@@ -65,7 +65,11 @@ def _error(id: str, theta: str, row: Row) -> float:
 
 def by_theta(results: Iterable[Result], thetas: Sequence[float]) -> Picture:
     """Error against θ of frequencies and of elements, a panel a kind of layer."""
-    rows = [{"seed": result.unit.settings["seed"], **row} for result in results for row in result["tensors"]]
+    rows = [
+        {"net": result.unit.settings["task"]["net"], "seed": result.unit.settings["seed"], **row}
+        for result in results
+        for row in result["tensors"]
+    ]
     kinds = grouped(rows, "kind")
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(2.1 * math.ceil(len(kinds) / 3) + 0.9)
@@ -84,10 +88,10 @@ def by_theta(results: Iterable[Result], thetas: Sequence[float]) -> Picture:
                 axes.vlines(xs, [min(f) for f in found], [max(f) for f in found], color=plots.colour(number))
             axes.set_xscale("log")
             axes.set_yscale("log")
-            axes.invert_xaxis()
-            axes.set_title(f"{kind}, {len({r['tensor'] for r in some})} tensors", fontsize=9)
+            axes.set_title(f"{kind}, {len(grouped(some, 'net', 'tensor'))} tensors", fontsize=9)
             axes.set_xticks([1 - theta for theta in thetas], [f"{theta:g}" for theta in thetas], fontsize=7)
             axes.xaxis.set_minor_formatter(NullFormatter())
+        panels[0].invert_xaxis()  # shared by all
         figure.supxlabel("θ, the share that is dropped (logarithmic in 1 − θ)", fontsize=10)
         figure.supylabel("error (logarithmic)", fontsize=10)
         panels[0].legend(frameon=False, fontsize=8)
@@ -111,10 +115,10 @@ def causes(rows: Sequence[Row], ratio: Callable[[Row], float], rival: str) -> Pi
             axes.set_xlabel(label, fontsize=9)
         panels[0].set_xscale("log")
         _plain(panels[0].xaxis)
-        panels[0].set_ylabel("FFT's error divided by top-k's (logarithmic)", fontsize=9)
+        panels[0].set_ylabel("FFT's error / top-k's (logarithmic; at most 100)", fontsize=9)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        title = f"What decides against {rival}: {len(rows)} tensors, medians over steps and seeds (at most 100)"
+        title = f"What decides against {rival}: {len(rows)} tensors, medians of steps and seeds"
         caption = "FFT's error divided by top-k's at equal θ, against the tails of the elements and their smoothness."
         return picture(figure, "causes", title, caption)
 
@@ -167,7 +171,7 @@ def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
         axes.set_ylabel("‖decoded − x‖/‖x‖ (logarithmic)")
         axes.legend(frameon=False, fontsize=8)
         steps = len({(row["net"], row["seed"], row["step"]) for row in rows})
-        title = f"Number formats on {words}: {steps} steps of five nets, {seeds(rows)} (median, least to largest)"
+        title = f"Number formats on {words}: {steps} steps, {seeds(rows)} (median, least to largest)"
         return picture(figure, f"formats-{what}", title, f"Error of number formats on {words}, by bits.")
 
 
