@@ -497,7 +497,8 @@ def alexnet(results: Sequence[Result]) -> Report:
     ]
     ten = {line["host"]: line for line in lines if line["rate"] == str(Rate.parse("10gbit"))}
     told = "; ".join(
-        f"with {host} {line['fft']} against " + ", ".join(f"{line[m]} ({m})" for m in labels if m != "fft")
+        f"with {host} {line['fft']}, and "
+        + ", ".join(f"{'dense' if m == 'none' else m} {line[m]}" for m in labels if m != "fft")
         for host, line in ten.items()
     )
     middle = exchange.fitted().held_out["a method, in turn"].median
