@@ -16,7 +16,6 @@ MODULES = [
     *(f"hvdcompress.methods.{info.name}" for info in pkgutil.iter_modules([str(METHODS)])),
     "hvdcompress.lab.phases",
     "hvdcompress.lab.reproduce.claims",
-    "hvdcompress.lab.reproduce.rows",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",

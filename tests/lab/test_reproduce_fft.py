@@ -16,8 +16,7 @@ pytest.importorskip("matplotlib")
 
 from hvdcompress.lab import nets  # noqa: E402
 from hvdcompress.lab.reproduce import fft, fft_exchange, fft_measures, run, simulate  # noqa: E402
-from hvdcompress.lab.reproduce.claims import Kind, Scale, Unit  # noqa: E402
-from hvdcompress.lab.reproduce.rows import judge_by  # noqa: E402
+from hvdcompress.lab.reproduce.claims import Kind, Scale, Unit, judge_by  # noqa: E402
 from hvdcompress.method import TensorSpec  # noqa: E402
 from hvdcompress.plan import load  # noqa: E402
 

@@ -17,8 +17,8 @@ from hvdcompress.lab.reproduce import fft_exchange as exchange
 from hvdcompress.lab.reproduce import fft_figures as figures
 from hvdcompress.lab.reproduce import fft_measures as measures
 from hvdcompress.lab.reproduce import simulate
-from hvdcompress.lab.reproduce.claims import Claim, Paper, Report, Result, Scale, Unit, judge
-from hvdcompress.lab.reproduce.rows import Row, grouped, judge_by, over_seeds, spread, text
+from hvdcompress.lab.reproduce.claims import Claim, Paper, Report, Result, Scale, Unit, judge, judge_by
+from hvdcompress.lab.reproduce.rows import Row, grouped, over_seeds, spread, text
 from hvdcompress.lab.training import loop
 from hvdcompress.lab.training.experiment import Task
 

@@ -16,7 +16,7 @@ from hvdcompress.lab.bench.formats import BITS, EXPONENTS
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture, Result
-from hvdcompress.lab.reproduce.drawing import picture, seeds, style
+from hvdcompress.lab.reproduce.pictures import picture, seeds_of, style
 from hvdcompress.lab.reproduce.rows import Row, grouped, over_seeds
 
 CAUSES = {"kurtosis": "kurtosis of the elements (3: normal)", "correlation": "correlation of neighbours in memory"}
@@ -54,7 +54,7 @@ def ratios(rows: Sequence[Row], rivals: Sequence[str], ratio: Callable[[Row], fl
         axes.set_xlabel("FFT's error divided by the other's (logarithmic; left of 1 FFT errs less)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
         steps = len({(row["net"], row["seed"], row["step"]) for row in rows})
-        title = f"Error of one exchange against others: {steps} steps, {seeds(rows)} (median, least to largest)"
+        title = f"Error of one exchange against others: {steps} steps, {seeds_of(rows)} (median, least to largest)"
         caption = "FFT's error divided by each competitor's, at equal bytes, and top-k's at equal θ."
         return picture(figure, "ratios", title, caption)
 
@@ -95,7 +95,7 @@ def by_theta(results: Iterable[Result], thetas: Sequence[float]) -> Picture:
         figure.supxlabel("θ, the share that is dropped (logarithmic in 1 − θ)", fontsize=10)
         figure.supylabel("error (logarithmic)", fontsize=10)
         panels[0].legend(frameon=False, fontsize=8)
-        title = f"Error of one exchange at equal θ, values in full, {seeds(rows)} (median, least to largest)"
+        title = f"Error of one exchange at equal θ, values in full, {seeds_of(rows)} (median, least to largest)"
         caption = "Error of FFT and of top-k against θ, by kind of layer, over all nets."
         return picture(figure, "theta", title, caption)
 
@@ -142,7 +142,7 @@ def losses(rows: Sequence[Row], net: str) -> Picture:
         axes.set_xlabel("step")
         axes.set_ylabel("training loss, nats (logarithmic)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        title = f"{net}: training with θ by schedule, {seeds(rows)} (mean)"
+        title = f"{net}: training with θ by schedule, {seeds_of(rows)} (mean)"
         return picture(figure, f"losses-{net}", title, f"Training loss of {net} with θ by schedule.")
 
 
@@ -171,7 +171,7 @@ def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
         axes.set_ylabel("‖decoded − x‖/‖x‖ (logarithmic)")
         axes.legend(frameon=False, fontsize=8)
         steps = len({(row["net"], row["seed"], row["step"]) for row in rows})
-        title = f"Number formats on {words}: {steps} steps, {seeds(rows)} (median, least to largest)"
+        title = f"Number formats on {words}: {steps} steps, {seeds_of(rows)} (median, least to largest)"
         return picture(figure, f"formats-{what}", title, f"Error of number formats on {words}, by bits.")
 
 
@@ -198,7 +198,7 @@ def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], 
         panels[0].set_ylabel("seconds (logarithmic), predicted")
         handles, names = panels[0].get_legend_handles_labels()
         figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        title = f"Model: AlexNet's exchange, 61 million elements, {world} ranks; codecs timed with {seeds(rows)}"
+        title = f"Model: AlexNet's exchange, 61 million elements, {world} ranks; codecs timed with {seeds_of(rows)}"
         caption = "Predicted time of AlexNet's exchange by link, with the codec of one core and with a faster one."
         return picture(figure, "alexnet", title, caption)
 
@@ -220,5 +220,5 @@ def primitives(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         axes.set_xlabel("n, elements (logarithmic)")
         axes.set_ylabel("nanoseconds an element (logarithmic)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        title = f"FFT's primitives, one core, θ 0.85, {seeds(rows)} (median, least to largest)"
+        title = f"FFT's primitives, one core, θ 0.85, {seeds_of(rows)} (median, least to largest)"
         return picture(figure, "primitives", title, "Time of FFT's primitives an element, by size.")

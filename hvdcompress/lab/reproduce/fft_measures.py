@@ -45,7 +45,7 @@ def watched(task: Settings, ranks: int, seed: int, samples: int, thetas: Sequenc
     """
     run = simulate.run_of(task, {"method": "none"}, ranks, seed)
     watch = Watch(ranks, thetas)
-    trained = simulate.train(run, watch, simulate.spread_out(run.task.steps, samples), held_out=False)
+    trained = simulate.train(run, watch, simulate.spread_out(run.task.steps, samples), until=run.task.steps)
     return {part: [row for found in trained.rows for row in found[part]] for part in ("tensors", "formats")}
 
 

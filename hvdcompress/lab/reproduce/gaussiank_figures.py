@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,9 +15,8 @@ from hvdcompress.lab.output.numbers import percent
 from hvdcompress.lab.phases import PHASES
 from hvdcompress.lab.reproduce import gaussiank_measures as measures
 from hvdcompress.lab.reproduce.claims import Picture
-from hvdcompress.lab.reproduce.drawing import picture, seeds, style
-
-Row = dict[str, Any]
+from hvdcompress.lab.reproduce.pictures import picture, seeds_of, style
+from hvdcompress.lab.reproduce.rows import Row
 
 
 def histograms(rows: Sequence[Row], net: str) -> Picture:
@@ -45,7 +43,7 @@ def histograms(rows: Sequence[Row], net: str) -> Picture:
         axes.set_ylabel("density (logarithmic)")
         axes.legend(frameon=False, fontsize=9)
         n = those[0]["n"] if those else 0
-        title = f"{net}: gradient + residual, all {n:,} elements, {seeds(those)}"
+        title = f"{net}: gradient + residual, all {n:,} elements, {seeds_of(those)}"
         return picture(
             figure,
             f"distribution-{net}",
@@ -77,7 +75,7 @@ def bounds(rows: Sequence[Row], densities: Sequence[float]) -> Picture:
         axes.set_xlabel("k/n (logarithmic)")
         axes.set_ylabel("‖u − top_k(u)‖²/‖u‖²")
         axes.legend(frameon=False, fontsize=9, loc="lower left")
-        title = f"What top-k leaves of gradient + residual: {len(rows)} vectors, {seeds(rows)}"
+        title = f"What top-k leaves of gradient + residual: {len(rows)} vectors, {seeds_of(rows)}"
         return picture(
             figure, "bounds", title, "The energy that top-k leaves, against the two bounds, a point a vector."
         )
@@ -97,7 +95,7 @@ def curves(rows: Sequence[Row], net: str) -> Picture:
         axes.set_xlabel("i/n, elements in descending order of magnitude")
         axes.set_ylabel("(|u|(i)/max |u|)²")
         axes.legend(frameon=False, fontsize=9)
-        title = f"{net}: squared magnitudes against the theorem's line, {seeds(those)}"
+        title = f"{net}: squared magnitudes against the theorem's line, {seeds_of(those)}"
         return picture(figure, f"curve-{net}", title, f"The theorem's curve of each tensor of {net}, below its line.")
 
 
@@ -123,9 +121,8 @@ def counts(rows: Sequence[Row], rules: Sequence[str], densities: Sequence[float]
             axes.set_xticks(range(1, len(rules) + 1), [rule.replace(" ", "\n") for rule in rules], fontsize=8)
             axes.set_xlabel(f"k/n = {percent(density)}")
         np.atleast_1d(panels)[0].set_ylabel(f"count/k (logarithmic; {least:g}: none)")
-        title = (
-            f"Elements chosen by each rule: {len(rows)} vectors, {seeds(rows)}\nwhiskers 5 to 95 %, shaded 2/3 to 4/3"
-        )
+        title = f"Elements chosen by each rule: {len(rows)} vectors, {seeds_of(rows)}\n"
+        title += "whiskers 5 to 95 %, shaded 2/3 to 4/3"
         return picture(figure, "counts", title, "Elements that each rule's threshold chooses, in units of k.")
 
 
@@ -148,7 +145,7 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         axes.set_xlabel("n, elements (logarithmic)")
         axes.set_ylabel("milliseconds (logarithmic)")
         axes.legend(frameon=False, fontsize=8)
-        title = f"Selecting 0.1 % of n values (Laplace), one core, {seeds(those)}"
+        title = f"Selecting 0.1 % of n values (Laplace), one core, {seeds_of(those)}"
         return picture(figure, "times", title, "Selection time of each selector by the number of elements.")
 
 
@@ -179,7 +176,7 @@ def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Pic
         axes.set_xlabel("k/n (logarithmic)")
         axes.set_ylabel("held-out accuracy, %")
         axes.legend(frameon=False, fontsize=9)
-        title = f"{net} on Fashion-MNIST, 10 000 held-out pictures, {seeds(those)} (median, least to largest)"
+        title = f"{net} on Fashion-MNIST, 10 000 held-out pictures, {seeds_of(those)} (median, least to largest)"
         return picture(
             figure,
             f"accuracy-{net}",

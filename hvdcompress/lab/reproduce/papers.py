@@ -8,8 +8,8 @@ from hvdcompress.lab.reproduce.claims import Paper
 from hvdcompress.registry import suggest
 
 MODULES = {  #: each has a ``PAPER``
-    "fft": "hvdcompress.lab.reproduce.fft",
     "gaussiank": "hvdcompress.lab.reproduce.gaussiank",
+    "fft": "hvdcompress.lab.reproduce.fft",
 }
 
 
