@@ -19,7 +19,21 @@ def test_errors_of_formats_on_normal_data() -> None:
     assert found["rangefloat8"] == found["rangefloat8m4"] == pytest.approx(0.0133, abs=5e-4)
     assert found["rangefloat10"] == found["rangefloat10m6"] == pytest.approx(0.0036, abs=2e-4)
     assert found["fp8 e5m2"] == pytest.approx(2 * found["fp8 e4m3"], rel=0.1)
+    assert found["e4m3"] == pytest.approx(found["fp8 e4m3"], rel=0.05)
+    assert found["e5m2"] == pytest.approx(found["fp8 e5m2"], rel=0.05)
     assert found["bf16"] == pytest.approx(2.0**-9 * 0.85, rel=0.1)
+
+
+def test_small_floats_are_those_of_the_mx_formats() -> None:
+    """OCP Microscaling Formats 1.0, table 5: all numbers of e2m3 and e3m2, whose largest are 7.5 and 28."""
+    for exponent, mantissa, bias, largest in ((2, 3, 1, 7.5), (3, 2, 3, 28.0)):
+        steps = np.arange(2**mantissa) / 2**mantissa
+        normal = np.concatenate([(1 + steps) * 2.0 ** (e - bias) for e in range(1, 2**exponent)])
+        numbers = np.concatenate([steps * 2.0 ** (1 - bias), normal]).astype(np.float32)
+        assert numbers.max() == largest
+        assert (formats.small_float(numbers, exponent, mantissa) == numbers).all()
+        between = np.append((numbers[1:] + numbers[:-1]) / 2 * np.float32(1.0001), np.float32(largest))
+        assert (formats.small_float(between, exponent, mantissa)[:-1] == numbers[1:]).all()
 
 
 def test_tables_of_saved_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,11 @@ def test_names_are_unique_and_every_file_has_a_first_line():
     assert [one.name for one in packaged.every(["method"])] == hvdcompress.available()
 
 
+def test_all_methods_are_compared():
+    compared = Experiment.open(packaged.FOLDER / "bench" / "compare.yaml").methods
+    assert {entry.method for entry in compared} == set(hvdcompress.available())
+
+
 @pytest.mark.parametrize("one", packaged.every(), ids=lambda one: one.name)
 def test_files_are_of_their_kinds(one):
     if one.name == "saved":

@@ -1,4 +1,4 @@
-"""Number formats on saved gradients: the error of range floats beside uniform codes, fp8 and bf16, at equal bits.
+"""Number formats on saved gradients: the error of range floats, uniform codes and other floats at equal bits.
 
     python -m hvdcompress.lab.training.save_gradients runs/digits0.safetensors --seed 0
     python -m hvdcompress.lab.bench.formats runs/digits0.safetensors runs/digits1.safetensors
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.select import num_kept
 
 Vector = np.ndarray[Any, Any]
-BITS = (6, 7, 8, 9, 10)  #: of the range floats and uniform codes
+BITS = (6, 7, 8, 9, 10)  #: of the range floats, uniform codes and other floats
+EXPONENTS = (3, 4, 5)  #: bits of the other floats' exponents
 
 
 def uniform(x: Vector, bits: int) -> Vector:
@@ -51,12 +52,22 @@ def fp8(x: Vector, dtype: torch.dtype) -> Vector:
     return (torch.from_numpy(x * np.float32(scale)).to(dtype).to(torch.float32) / scale).numpy()
 
 
+def small_float(x: Vector, exponent: int, mantissa: int) -> Vector:
+    """Return x [n] float32 as scaled to the range of a float with so many bits of each, and rounded to nearest even."""
+    largest = np.float32(2.0 - 2.0**-mantissa)  # with the exponent 0; the least normal number's is 2 − 2^exponent
+    scale = largest / np.abs(x).max()
+    _, above = np.frexp(x * scale)  # |x| < 2^above
+    ulp = np.ldexp(np.float32(1.0), np.maximum(above - 1, 2 - 2**exponent) - mantissa)
+    return np.asarray(np.rint(x * scale / ulp) * ulp / scale)
+
+
 def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
     """Return bits, name, and what writes and reads, of each format."""
     made: list[tuple[int, str, Callable[[Vector], Vector]]] = []
     for n in BITS:
         names = [f"rangefloat{n}", *(f"rangefloat{n}m{m}" for m in range(max(1, n - 6), n - 3))]
         made += [(n, "uniform", partial(uniform, bits=n)), *((n, name, partial(coded, name=name)) for name in names)]
+        made += [(n, f"e{e}m{n - 1 - e}", partial(small_float, exponent=e, mantissa=n - 1 - e)) for e in EXPONENTS]
         if n == 8:
             made += [(8, "fp8 e4m3", partial(fp8, dtype=torch.float8_e4m3fn))]
             made += [(8, "fp8 e5m2", partial(fp8, dtype=torch.float8_e5m2))]
@@ -75,16 +86,30 @@ def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:
     return float(np.sqrt(lost / there))
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """What decides whether elements or frequencies are better left out, of one tensor; medians."""
+class Statistics(NamedTuple):
+    """What decides whether elements or frequencies are better left out."""
 
-    name: str
-    size: int
     correlation: float
     """Of neighbours in memory: lag-1 autocorrelation."""
     kurtosis: float
     """Of the elements: 3 for a normal distribution, more with heavy tails."""
+
+
+def statistics_of(x: Vector) -> Statistics:
+    """Return those of x [n]."""
+    centred = x - x.mean(dtype=np.float64)
+    variance = np.square(centred).mean()
+    return Statistics(float((centred[1:] * centred[:-1]).mean() / variance), float((centred**4).mean() / variance**2))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor's statistics, and its errors; medians."""
+
+    name: str
+    size: int
+    correlation: float
+    kurtosis: float
     topk: float
     """‖x − kept‖/‖x‖ with the largest elements kept."""
     fft: float
@@ -95,14 +120,10 @@ class Tensor:
         """Take the medians over vectors [n] of one tensor."""
         net, figures = Loopback("fft", world=1, density=density, values="fp32", min_elements=1), []
         for x in xs:
-            centred = x - x.mean(dtype=np.float64)
             square = np.square(x, dtype=np.float64)
             left_out = np.sort(square)[: len(x) - num_kept(density, len(x))].sum() / square.sum()
-            variance = np.square(centred).mean()
-            correlation = (centred[1:] * centred[:-1]).mean() / variance
-            kurtosis = (centred**4).mean() / variance**2
             fft = error([x], lambda x: net.allreduce([x], name)[0])
-            figures.append((correlation, kurtosis, left_out**0.5, fft))
+            figures.append((*statistics_of(x), left_out**0.5, fft))
         return cls(name, len(xs[0]), *np.median(figures, axis=0).tolist())
 
 

@@ -60,6 +60,29 @@ def judge(cells: Mapping[str, Sequence[bool]], otherwise: str) -> Verdict:
     return Verdict(Kind.CONDITIONS, f"{'; '.join(met[:LISTED])}{more} ({len(met)} of {len(cells)})")
 
 
+def judge_by(cells: Mapping[tuple[str, str], Sequence[bool]], otherwise: str) -> Verdict:
+    """A verdict as :func:`judge` makes it, whose conditions are told by their first word, each with its second ones.
+
+    Args:
+        cells: whether the rule was met, one value a seed, by two words of a condition: "than dense", "at 1 Gbit/s".
+        otherwise: why the claim does not hold, where no condition meets the rule in every seed.
+
+    >>> str(judge_by({("a", "1"): [True], ("a", "2"): [True], ("b", "1"): [True], ("b", "2"): [False]}, "-"))
+    'holds under these conditions: a everywhere; b 1 (3 of 4)'
+    """
+    verdict = judge({f"{first} {second}": seeds for (first, second), seeds in cells.items()}, otherwise)
+    if verdict.kind is not Kind.CONDITIONS:
+        return verdict
+    told = []
+    for first in dict.fromkeys(first for first, _ in cells):
+        places = {second: all(seeds) for (each, second), seeds in cells.items() if each == first}
+        met = [second for second, every in places.items() if every]
+        if met:
+            told.append(f"{first} {'everywhere' if len(met) == len(places) else ', '.join(met)}")
+    count = sum(map(all, cells.values()))
+    return Verdict(Kind.CONDITIONS, f"{'; '.join(told)} ({count} of {len(cells)})")
+
+
 @dataclass(frozen=True)
 class Unit:
     """One call of a measuring function: what is kept on disk when it is done, and lost when it is interrupted.

@@ -177,22 +177,6 @@ def counterexample(n: int, density: float) -> dict[str, Any]:
     return {"above": curve(magnitudes)["above"], "left": left(magnitudes, k), "bound": (1 - k / n) ** 2}
 
 
-def accuracy(task: Settings, method: Settings, ranks: int, seed: int) -> dict[str, Any]:
-    """Train: the held-out measure, the rate, and the loss over the last twentieth of the steps."""
-    try:
-        trained = simulate.train(simulate.run_of(task, method, ranks, seed))
-    except simulate.loop.Diverged:
-        return {"value": float("nan"), "rate": float("nan"), "loss": float("nan"), "losses": []}
-    last = max(1, len(trained.losses) // 20)
-    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
-    return {
-        "value": trained.value,
-        "rate": trained.rate,
-        "loss": statistics.fmean(trained.losses[-last:]),
-        "losses": losses,
-    }
-
-
 # -- selection alone -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,8 @@ import importlib
 from hvdcompress.lab.reproduce.claims import Paper
 from hvdcompress.registry import suggest
 
-MODULES = {id: f"hvdcompress.lab.reproduce.{id}" for id in ("gaussiank", "scalecom")}  #: each has a ``PAPER``
+PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
+MODULES = {id: f"hvdcompress.lab.reproduce.{id}" for id in PAPERS}  #: each has a ``PAPER``
 
 
 def find(id: str) -> Paper:
