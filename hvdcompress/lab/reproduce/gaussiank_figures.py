@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -16,23 +15,8 @@ from hvdcompress.lab.output.numbers import percent
 from hvdcompress.lab.phases import PHASES
 from hvdcompress.lab.reproduce import gaussiank_measures as measures
 from hvdcompress.lab.reproduce.claims import Picture
-
-Row = dict[str, Any]
-
-
-def _seeds(rows: Sequence[Row]) -> str:
-    seeds = sorted({row["seed"] for row in rows})
-    return f"{len(seeds)} seeds" if len(seeds) > 1 else "1 seed"
-
-
-def _style(line: Any, number: int) -> None:
-    if plots.dashes(number):
-        line.set_dashes(plots.dashes(number))
-
-
-def _picture(figure: Any, name: str, title: str, caption: str) -> Picture:
-    figure.suptitle(title, fontsize=10)
-    return Picture(name, caption, plots.svg(figure, name, caption.replace('"', "'")))
+from hvdcompress.lab.reproduce.pictures import picture, seeds_of, style
+from hvdcompress.lab.reproduce.rows import Row
 
 
 def histograms(rows: Sequence[Row], net: str) -> Picture:
@@ -52,15 +36,15 @@ def histograms(rows: Sequence[Row], net: str) -> Picture:
             if any(row["phase"] == phase for row in those)
         }
         for number, (label, values) in enumerate(curves.items()):
-            _style(axes.plot(centres, values, color=plots.colour(number), linewidth=1.6, label=label)[0], number + 1)
+            style(axes.plot(centres, values, color=plots.colour(number), linewidth=1.6, label=label)[0], number + 1)
         axes.set_yscale("log")
         axes.set_ylim(1e-5, 3)
         axes.set_xlabel("(u − mean)/standard deviation of a step's vector")
         axes.set_ylabel("density (logarithmic)")
         axes.legend(frameon=False, fontsize=9)
         n = those[0]["n"] if those else 0
-        title = f"{net}: gradient + residual, all {n:,} elements, {_seeds(those)}"
-        return _picture(
+        title = f"{net}: gradient + residual, all {n:,} elements, {seeds_of(those)}"
+        return picture(
             figure,
             f"distribution-{net}",
             title,
@@ -91,8 +75,8 @@ def bounds(rows: Sequence[Row], densities: Sequence[float]) -> Picture:
         axes.set_xlabel("k/n (logarithmic)")
         axes.set_ylabel("‖u − top_k(u)‖²/‖u‖²")
         axes.legend(frameon=False, fontsize=9, loc="lower left")
-        title = f"What top-k leaves of gradient + residual: {len(rows)} vectors, {_seeds(rows)}"
-        return _picture(
+        title = f"What top-k leaves of gradient + residual: {len(rows)} vectors, {seeds_of(rows)}"
+        return picture(
             figure, "bounds", title, "The energy that top-k leaves, against the two bounds, a point a vector."
         )
 
@@ -106,13 +90,13 @@ def curves(rows: Sequence[Row], net: str) -> Picture:
         places = np.linspace(0, 1, 41)
         for number, tensor in enumerate(dict.fromkeys(row["tensor"] for row in those)):
             found = np.median([row["curve"]["points"] for row in those if row["tensor"] == tensor], axis=0)
-            _style(axes.plot(places, found, color=plots.colour(number + 1), linewidth=1.5, label=tensor)[0], number + 1)
+            style(axes.plot(places, found, color=plots.colour(number + 1), linewidth=1.5, label=tensor)[0], number + 1)
         axes.plot(places, 1 - places, color=plots.colour(0), label="1 − i/n")
         axes.set_xlabel("i/n, elements in descending order of magnitude")
         axes.set_ylabel("(|u|(i)/max |u|)²")
         axes.legend(frameon=False, fontsize=9)
-        title = f"{net}: squared magnitudes against the theorem's line, {_seeds(those)}"
-        return _picture(figure, f"curve-{net}", title, f"The theorem's curve of each tensor of {net}, below its line.")
+        title = f"{net}: squared magnitudes against the theorem's line, {seeds_of(those)}"
+        return picture(figure, f"curve-{net}", title, f"The theorem's curve of each tensor of {net}, below its line.")
 
 
 def counts(rows: Sequence[Row], rules: Sequence[str], densities: Sequence[float]) -> Picture:
@@ -137,10 +121,9 @@ def counts(rows: Sequence[Row], rules: Sequence[str], densities: Sequence[float]
             axes.set_xticks(range(1, len(rules) + 1), [rule.replace(" ", "\n") for rule in rules], fontsize=8)
             axes.set_xlabel(f"k/n = {percent(density)}")
         np.atleast_1d(panels)[0].set_ylabel(f"count/k (logarithmic; {least:g}: none)")
-        title = (
-            f"Elements chosen by each rule: {len(rows)} vectors, {_seeds(rows)}\nwhiskers 5 to 95 %, shaded 2/3 to 4/3"
-        )
-        return _picture(figure, "counts", title, "Elements that each rule's threshold chooses, in units of k.")
+        title = f"Elements chosen by each rule: {len(rows)} vectors, {seeds_of(rows)}\n"
+        title += "whiskers 5 to 95 %, shaded 2/3 to 4/3"
+        return picture(figure, "counts", title, "Elements that each rule's threshold chooses, in units of k.")
 
 
 def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
@@ -153,7 +136,7 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         for number, name in enumerate(names):
             found = [[row["seconds"] * 1e3 for row in those if (row["n"], row["selector"]) == (n, name)] for n in ns]
             middle = [statistics.median(each) for each in found]
-            _style(axes.plot(ns, middle, color=plots.colour(number + 1), linewidth=1.7, label=name)[0], number + 1)
+            style(axes.plot(ns, middle, color=plots.colour(number + 1), linewidth=1.7, label=name)[0], number + 1)
             axes.vlines(
                 ns, [min(e) for e in found], [max(e) for e in found], color=plots.colour(number + 1), linewidth=1
             )
@@ -162,8 +145,8 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         axes.set_xlabel("n, elements (logarithmic)")
         axes.set_ylabel("milliseconds (logarithmic)")
         axes.legend(frameon=False, fontsize=8)
-        title = f"Selecting 0.1 % of n values (Laplace), one core, {_seeds(those)}"
-        return _picture(figure, "times", title, "Selection time of each selector by the number of elements.")
+        title = f"Selecting 0.1 % of n values (Laplace), one core, {seeds_of(those)}"
+        return picture(figure, "times", title, "Selection time of each selector by the number of elements.")
 
 
 def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Picture:
@@ -193,8 +176,8 @@ def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Pic
         axes.set_xlabel("k/n (logarithmic)")
         axes.set_ylabel("held-out accuracy, %")
         axes.legend(frameon=False, fontsize=9)
-        title = f"{net} on Fashion-MNIST, 10 000 held-out pictures, {_seeds(those)} (median, least to largest)"
-        return _picture(
+        title = f"{net} on Fashion-MNIST, 10 000 held-out pictures, {seeds_of(those)} (median, least to largest)"
+        return picture(
             figure,
             f"accuracy-{net}",
             title,

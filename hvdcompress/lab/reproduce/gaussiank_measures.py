@@ -14,7 +14,7 @@ from scipy.special import ndtr
 from hvdcompress import registry
 from hvdcompress.lab.reproduce import simulate
 from hvdcompress.lab.reproduce.simulate import Moment
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, Sparse, TensorSpec
 from hvdcompress.methods.dgc import DGC
 from hvdcompress.ops import fast
 from hvdcompress.parts import select
@@ -177,23 +177,46 @@ def counterexample(n: int, density: float) -> dict[str, Any]:
     return {"above": curve(magnitudes)["above"], "left": left(magnitudes, k), "bound": (1 - k / n) ** 2}
 
 
-def accuracy(task: Settings, method: Settings, ranks: int, seed: int) -> dict[str, Any]:
-    """Train: the held-out measure, the rate, and the loss over the last twentieth of the steps."""
-    try:
-        trained = simulate.train(simulate.run_of(task, method, ranks, seed))
-    except simulate.loop.Diverged:
-        return {"value": float("nan"), "rate": float("nan"), "loss": float("nan"), "losses": []}
-    last = max(1, len(trained.losses) // 20)
-    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
-    return {
-        "value": trained.value,
-        "rate": trained.rate,
-        "loss": statistics.fmean(trained.losses[-last:]),
-        "losses": losses,
-    }
-
-
 # -- selection alone -----------------------------------------------------------------------------
+
+
+def magnitudes(x: Vector) -> tuple[float, float]:
+    """Mean and largest of |x|, from which RedSync's searches start."""
+    return float(np.abs(x).mean()), fast.max_abs(x)
+
+
+def trimmed(x: Vector, k: int) -> Sparse:
+    """RedSync's trimmed top-k (Fang et al. 2019, arXiv 1808.04357): exact top-k of what a low threshold leaves.
+
+    The threshold falls from max |x| towards mean |x| in steps of a fifth of the way, until k elements are above it.
+    """
+    mean, largest = magnitudes(x)
+    threshold, count = np.float32(largest), 0
+    for fifths in range(4, -1, -1):
+        threshold = np.float32(mean + fifths / 5 * (largest - mean))
+        count = fast.count_above(x, threshold)
+        if count >= k:
+            break
+    index = fast.first_above(x, threshold, count)
+    return fast.largest_of(Sparse(index, fast.take(x, index)), min(k, count))[0]
+
+
+def searched(x: Vector, k: int) -> Vector:
+    """RedSync's threshold by binary search, between mean |x| and max |x|: the indices of k to 2k elements.
+
+    As in the paper it ends when a thousandth of the way is left, then with whatever is above.
+    """
+    mean, largest = magnitudes(x)
+    low, high = 0.0, 1.0
+    threshold, count = np.float32(mean), len(x)
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        threshold = np.float32(mean + middle * (largest - mean))
+        count = fast.count_above(x, threshold)
+        if k < count < 2 * k:
+            break
+        low, high = (low, middle) if count <= k else (middle, high)
+    return fast.first_above(x, threshold, count)
 
 
 def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
@@ -218,6 +241,8 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
         "exact top-k (numpy.argpartition)": lambda x: np.argpartition(np.abs(x), n - k)[n - k :],
         "exact top-k (torch.topk)": lambda x: torch.topk(torch.from_numpy(x).abs(), k, sorted=False),
         "DGC's sampling": sampled,
+        "RedSync's trimmed top-k": lambda x: trimmed(x, k),
+        "RedSync's binary search": lambda x: searched(x, k),
     }
 
 

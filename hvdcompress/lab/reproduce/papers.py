@@ -7,7 +7,10 @@ import importlib
 from hvdcompress.lab.reproduce.claims import Paper
 from hvdcompress.registry import suggest
 
-MODULES = {"gaussiank": "hvdcompress.lab.reproduce.gaussiank"}  #: each has a ``PAPER``
+MODULES = {  #: each has a ``PAPER``
+    "gaussiank": "hvdcompress.lab.reproduce.gaussiank",
+    "gradiveq": "hvdcompress.lab.reproduce.gradiveq",
+}
 
 
 def find(id: str) -> Paper:

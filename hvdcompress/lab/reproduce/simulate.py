@@ -7,6 +7,7 @@ and, in a :class:`~hvdcompress.loopback.Loopback`, its residual. The arithmetic 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
@@ -56,11 +57,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training went: the loss of each step, the held-out measure, the rate, and what ``look`` returned."""
+    """How a training went: the loss of each step, the held-out measure, the rates, and what ``look`` returned.
+
+    ``rate`` counts the bytes that a rank hands to collectives, ``wire`` those that it transmits, as rings.
+    """
 
     losses: list[float]
     value: float
     rate: float
+    wire: float
     rows: list[Any]
 
 
@@ -122,7 +127,15 @@ def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[
         _update(parameters, reduced, sgd, rate, clip_after)
         net.observe(learning_rate=rate, loss=loss)
         losses.append(loss)
-    return Trained(losses, evaluate(model, task.task, data), net.ledger.rate(run.ranks - 1), rows)
+    value, last = evaluate(model, task.task, data), run.ranks - 1
+    return Trained(losses, value, net.ledger.rate(last), wire_rate(net), rows)
+
+
+def wire_rate(net: Loopback) -> float:
+    """The bytes that dense rings would have transmitted, by those that were: of the last rank; NaN for one rank."""
+    rank = net.world - 1
+    dense = net.ledger.dense_bytes(rank) * 2 * (net.world - 1) / net.world
+    return dense / sent if (sent := net.ledger.bytes_on_wire(rank)) else math.nan
 
 
 def _gradients(model: torch.nn.Module, parameters: dict[str, Any], batch: Any) -> tuple[Tensors, float]:
@@ -172,3 +185,20 @@ def evaluate(model: torch.nn.Module, task: str, data: Images | Bytes) -> float:
         nll = F.cross_entropy(logits, y.flatten(), reduction="sum")
         sums += [float(nll), float((logits.argmax(1) == y.flatten()).sum()), y.numel()]
     return TASKS[task].metric.value(*sums)
+
+
+def accuracy(task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int) -> dict[str, Any]:
+    """Train: the held-out measure, the rate, and the loss over the last twentieth of the steps."""
+    try:
+        trained = train(run_of(task, method, ranks, seed))
+    except loop.Diverged:
+        return {**dict.fromkeys(("value", "rate", "wire", "loss"), math.nan), "losses": []}
+    last = max(1, len(trained.losses) // 20)
+    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
+    return {
+        "value": trained.value,
+        "rate": trained.rate,
+        "wire": trained.wire,
+        "loss": statistics.fmean(trained.losses[-last:]),
+        "losses": losses,
+    }
