@@ -188,17 +188,19 @@ def magnitudes(x: Vector) -> tuple[float, float]:
 def trimmed(x: Vector, k: int) -> Sparse:
     """RedSync's trimmed top-k (Fang et al. 2019, arXiv 1808.04357): exact top-k of what a low threshold leaves.
 
-    The threshold falls from max |x| towards mean |x| in steps of a fifth of the way, until k elements are above it.
+    The threshold falls from max |x| to mean |x| in steps of a fifth of the way, until k elements are above it; if they
+    never are, all elements are left.
     """
     mean, largest = magnitudes(x)
-    threshold, count = np.float32(largest), 0
     for fifths in range(4, -1, -1):
         threshold = np.float32(mean + fifths / 5 * (largest - mean))
         count = fast.count_above(x, threshold)
         if count >= k:
             break
+    else:
+        threshold, count = np.float32(-1), len(x)
     index = fast.first_above(x, threshold, count)
-    return fast.largest_of(Sparse(index, fast.take(x, index)), min(k, count))[0]
+    return fast.largest_of(Sparse(index, fast.take(x, index)), k)[0]
 
 
 def searched(x: Vector, k: int) -> Vector:

@@ -16,6 +16,17 @@ LAYERS = {
     "lenet5": ("3.weight", "7.weight", "9.weight"),
     "resnet20": ("4.conv1.weight", "7.conv2.weight", "9.conv2.weight", "11.conv2.weight"),
 }
+#: a net's layers: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
+RINGS: dict[str, list[tuple[int, ...]]] = {
+    "ResNet-32": [
+        *[(16, 16, 3, 3)] * 10,
+        (32, 16, 3, 3),
+        *[(32, 32, 3, 3)] * 9,
+        (64, 32, 3, 3),
+        *[(64, 64, 3, 3)] * 9,
+    ],
+    "VGG layer": [(512, 512, 3, 3)],
+}
 SIZES = [0, 64, 192, 1024]  #: elements of a slice; 0: the method's own choice
 
 
@@ -141,10 +152,10 @@ def rings(scale: Scale) -> list[Unit]:
     contenders: Row = {name: [rate, f"qsgd{bits}" if bits else "fp32"] for name, rate, bits in every}
     return [
         Unit(
-            f"ring {net} {ranks} ranks {rate or 'shared memory'} seed {seed}",
+            f"ring {net}, {ranks} ranks {rate or 'shared memory'}, seed {seed}",
             ring.timed,
             {
-                "net": net,
+                "layers": RINGS[net],
                 "ranks": ranks,
                 "rate": rate,
                 "seed": seed,
@@ -154,7 +165,7 @@ def rings(scale: Scale) -> list[Unit]:
             seconds=12 if scale.quick else 40,
             alone=True,
         )
-        for net in ring.NETS
+        for net in RINGS
         for ranks in counts
         for rate in links
         for seed in scale.seeds

@@ -247,7 +247,8 @@ def ring_rows(results: Sequence[Result]) -> Iterator[Row]:
     for result in results:
         settings = result.unit.settings
         link = f"{_speed(settings['rate'])}, {settings['ranks']} ranks"
-        yield {"net": settings["net"], "link": link, "rate": settings["rate"], "seed": settings["seed"], **result.found}
+        net = result.unit.name.removeprefix("ring ").split(",")[0]
+        yield {"net": net, "link": link, "rate": settings["rate"], "seed": settings["seed"], **result.found}
 
 
 def _speed(rate: str | None) -> str:

@@ -35,17 +35,6 @@ from hvdcompress.parts.sums import Codec
 
 Array = np.ndarray[Any, Any]
 MODULE = "hvdcompress.lab.reproduce.gradiveq_ring"
-#: a net's layers: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
-NETS: dict[str, list[tuple[int, ...]]] = {
-    "ResNet-32": [
-        *[(16, 16, 3, 3)] * 10,
-        *[(32, 16, 3, 3)],
-        *[(32, 32, 3, 3)] * 9,
-        *[(64, 32, 3, 3)],
-        *[(64, 64, 3, 3)] * 9,
-    ],
-    "VGG layer": [(512, 512, 3, 3)],
-}
 Contenders = Mapping[str, tuple[float, str]]  #: elements per value of GradiVeQ (0: none), and the values' format
 PATIENCE = 240  #: seconds for all ranks of one measurement
 
@@ -121,7 +110,7 @@ def rank_main(settings: Mapping[str, Any]) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    specs = [TensorSpec(f"layer {place}", tuple(shape)) for place, shape in enumerate(NETS[settings["net"]])]
+    specs = [TensorSpec(f"layer {place}", tuple(shape)) for place, shape in enumerate(settings["layers"])]
     random = np.random.default_rng([settings["seed"], comm.rank])
     xs = [random.standard_normal(spec.size).astype(np.float32) for spec in specs]
     turns = [Context(comm.rank, comm.size, 0, spec, settings["seed"]) for spec in specs]
@@ -170,12 +159,17 @@ def _least_of_three(work: Callable[[str], None], name: str) -> float:
 
 
 def timed(
-    net: str, ranks: int, rate: str | None, seed: int, rounds: int, contenders: dict[str, Sequence[Any]]
+    layers: Sequence[Sequence[int]],
+    ranks: int,
+    rate: str | None,
+    seed: int,
+    rounds: int,
+    contenders: dict[str, Sequence[Any]],
 ) -> dict[str, Any]:
-    """Time the rings of a net on so many ranks.
+    """Time the rings of some layers on so many ranks.
 
     Args:
-        net: one of :data:`NETS`.
+        layers: the shapes of their weights.
         ranks: processes; with a rate, each on an emulated host.
         rate: of the links, such as "100mbit"; None for shared memory.
         seed: of the vectors.
@@ -190,7 +184,7 @@ def timed(
         HostsError: hosts cannot be emulated here.
         RuntimeError: the ranks failed.
     """
-    text = json.dumps({"net": net, "seed": seed, "rounds": rounds, "contenders": contenders})
+    text = json.dumps({"layers": layers, "seed": seed, "rounds": rounds, "contenders": contenders})
     if rate is None:
         return _run(ranks, text, None)
     with Hosts(ranks, rate) as hosts:
