@@ -213,8 +213,8 @@ def contraction(results: Sequence[Result]) -> Report:
     total = sum(line["violations"] for line in lines)
     return Report(
         verdict,
-        f"{total} violations in {sum(line['below'] for line in lines)} comparisons, of the "
-        f"{sum(line['vectors'] for line in lines)} those below the line; at 1 %, top-k leaves "
+        f"{total} violations in the {sum(line['below'] for line in lines)} comparisons (of "
+        f"{sum(line['vectors'] for line in lines)}) below the line; at 1 %, top-k leaves "
         f"{spread(over_seeds(rows, lambda row: row['left']['0.01']))} of the energy, the bound {number(0.99**2, 4)}.",
         [
             Table(

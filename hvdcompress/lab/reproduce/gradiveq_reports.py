@@ -221,9 +221,11 @@ def training(results: Sequence[Result]) -> Report:
         ],
         [figures.accuracies(rows, net) for net in nets],
         [
-            "“default” and “paper” have a tenth of the training as dense warm-up, then cycles of a tenth dense (Lt) "
-            "and four tenths compressed (Lc), the paper's ratio; the others a twentieth each of warm-up and dense "
-            "steps, and then one basis to the end.",
+            "“default”, “paper” and “paper, 4-bit dense steps” have a tenth of the training as dense warm-up, then "
+            "cycles of a tenth dense (Lt) and four tenths compressed (Lc), the paper's ratio; the others a twentieth "
+            "each of warm-up and dense steps, and then one basis to the end, or, “refreshed”, cycles of that ratio.",
+            "The first three train their basis again whenever the learning rate has halved (`retrain_drop: 0.5`). With "
+            "the cosine to zero here, which halves for ever, that makes most late steps dense: the others do not.",
             f"Of Lt dense and 4·Lt compressed steps at 8x, the rate is {number(5 / (1 + 4 / 8))}x, whatever the "
             f"network: {FASTER:g}x overall needs quantized dense steps, fewer of them, or compressed steps "
             f"of a higher rate.",
