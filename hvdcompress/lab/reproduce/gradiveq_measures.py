@@ -120,7 +120,7 @@ def watched(
                 carried.append({**place, "entry": f"oracle {order}", "ages": window.ages, "errors": best})
 
     at = {step for start in starts for step in range(start, min(start + length, run.task.steps))}
-    simulate.train(run, look, at)
+    simulate.train(run, look, at, until=max(at) + 1)
     return {"spectra": spectra, "carried": carried, "rates": rates}
 
 

@@ -99,7 +99,9 @@ def fit_seconds(method: GradiVeQ, specs: Sequence[TensorSpec], world: int) -> fl
         if (size, count) not in known:
             samples = random.standard_normal(count * size).astype(np.float32)
             began = time.perf_counter()
-            fast.principal(samples, count, 1, most, method.lam, method.mean)
+            _, weights = fast.principal(samples, count, 1, most, method.lam, method.mean)
+            mixed = fast.combine(weights[: most * count], samples, count, method.mean)
+            fast.orthonormalise(mixed, most)
             known[size, count] = time.perf_counter() - began
         busy[zlib.crc32(spec.name.encode()) % world] += known[size, count]
     return max(busy)

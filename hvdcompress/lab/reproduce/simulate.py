@@ -90,13 +90,16 @@ def spread_out(steps: int, count: int) -> set[int]:
     return {round((number + 1) * steps / count) - 1 for number in range(min(count, steps))}
 
 
-def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[int] = ()) -> Trained:
+def train(
+    run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[int] = (), until: int | None = None
+) -> Trained:
     """Train, and look at some of the steps.
 
     Args:
         run: task, method, seed and ranks; ``run_of`` makes one.
         look: is called with the :class:`Moment` of each step in ``at``; what it returns is kept.
         at: steps, from 0.
+        until: end after so many steps of the training's schedule, without a held-out measure (NaN).
 
     Raises:
         Diverged: the loss is not finite any more.
@@ -110,7 +113,7 @@ def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[
     sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
     batches = [data.batches(rank, run.ranks, run.seed, task.batch_size) for rank in range(run.ranks)]
     losses, rows = [], []
-    for step in range(task.steps):
+    for step in range(until or task.steps):
         found = [_gradients(model, parameters, next(shares)) for shares in batches]
         gradients, loss = [one for one, _ in found], float(np.mean([each for _, each in found]))
         clip_after = task.clip_norm if task.clip == "after" else None
@@ -127,7 +130,7 @@ def train(run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[
         _update(parameters, reduced, sgd, rate, clip_after)
         net.observe(learning_rate=rate, loss=loss)
         losses.append(loss)
-    value, last = evaluate(model, task.task, data), run.ranks - 1
+    value, last = math.nan if until else evaluate(model, task.task, data), run.ranks - 1
     return Trained(losses, value, net.ledger.rate(last), wire_rate(net), rows)
 
 
