@@ -206,7 +206,8 @@ def trimmed(x: Vector, k: int) -> Sparse:
 def searched(x: Vector, k: int) -> Vector:
     """RedSync's threshold by binary search, between mean |x| and max |x|: the indices of k to 2k elements.
 
-    As in the paper it ends when a thousandth of the way is left, then with whatever is above.
+    As in the paper it ends when a thousandth of the way is left, then with whatever is above. The paper lowers the
+    threshold at less than k/2 elements, and raises it at k/2 to k, which leads away from k: here it is lowered at both.
     """
     mean, largest = magnitudes(x)
     low, high = 0.0, 1.0
