@@ -17,6 +17,8 @@ from hvdcompress.lab.reproduce.gradiveq_measures import MIXES
 from hvdcompress.lab.reproduce.rows import Row, grouped, over_seeds, spread, text
 
 CORRELATED = 0.3  #: the largest error of the best basis of rank n/8 for slices that count as correlated
+SETTINGS = {"default": "the default", "paper": "the paper's"}
+SMALL = 192  #: elements of a slice, far fewer than by default
 LASTS = 1.2  #: times the oracle's error that a basis may have while it is used
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
 FASTER = 5.0  #: times, for claims of speed and of the overall rate
@@ -58,13 +60,8 @@ def correlated(results: Sequence[Result]) -> Report:
         }
         line |= dict(zip(("first", "last"), _ends(some), strict=True))
         lines.append(line)
-    own = [row for row in rows if row["default"]]
-    by_order = {
-        order: spread(over_seeds([row for row in own if row["order"] == order], itemgetter("error")))
-        for order in ("oihw", "hwio")
-    }
-    smaller = spread(over_seeds([row for row in rows if row["size"] <= 192], itemgetter("error")))
-    control = spread(over_seeds(own, itemgetter("control")))
+    nets = list(dict.fromkeys(row["net"] for row in rows))
+    told = [f"{net} {_by_order([row for row in rows if row['net'] == net])}" for net in nets]
     columns = [
         text("tensor", "layer", "left"),
         text("order", "order", "left"),
@@ -74,12 +71,11 @@ def correlated(results: Sequence[Result]) -> Report:
         text("last", "error, last window"),
         text("control", "elements shuffled"),
     ]
-    nets = list(dict.fromkeys(row["net"] for row in rows))
     return Report(
         judge(cells, f"the best basis of rank n/8 leaves {CORRELATED:g} or more of every layer in some seed"),
-        f"Error of the best basis of rank n/8, slices of the default size: {by_order['oihw']} with whole filters "
-        f"(oihw), {by_order['hwio']} in the paper's order (hwio); slices of 192 and less: {smaller}. With each "
-        f"slice's elements shuffled: {control}.",
+        f"Error of the best basis of rank n/8, slices of the default size with whole filters (oihw) and in the paper's "
+        f"order (hwio), slices of {SMALL} and less, and the first with each slice's elements shuffled: "
+        f"{'; '.join(told)}.",
         [Table(columns, lines, "Over all slices of a window's compressed steps; seeds' values, least to largest.")],
         [*[figures.spectra(rows, net) for net in nets], figures.by_slice(rows)],
         [
@@ -87,6 +83,14 @@ def correlated(results: Sequence[Result]) -> Report:
             "Sizes are left out where a layer has not twice as many slices as the basis has vectors.",
         ],
     )
+
+
+def _by_order(rows: Sequence[Row]) -> str:
+    """The medians of a net's layers, for each kind of slice."""
+    own = {order: [row for row in rows if row["default"] and row["order"] == order] for order in ("oihw", "hwio")}
+    small = [row for row in rows if row["size"] <= SMALL]
+    kinds = [(own["oihw"], "error"), (own["hwio"], "error"), (small, "error"), (own["oihw"], "control")]
+    return ", ".join(spread(over_seeds(some, itemgetter(key))) if some else MISSING for some, key in kinds)
 
 
 def _ends(rows: Sequence[Row]) -> list[str]:
@@ -100,15 +104,21 @@ def _ends(rows: Sequence[Row]) -> list[str]:
 def carries(results: Sequence[Result]) -> Report:
     """Is a basis of the dense steps as good as the oracle's in the steps that follow?"""
     rows = list(rows_of(results, "carried"))
+    # where a layer has too few slices for a spectrum, the oracle's basis would fit each of them
+    told = {(row["net"], row["tensor"], row["order"]) for row in rows_of(results, "spectra") if row["default"]}
     cells: dict[str, list[bool]] = {}
     lines, ratios = [], {}
     for (net, start), some in grouped(rows, "net", "start").items():
         for entry, order in (("default", "oihw"), ("paper", "hwio")):
+            layers = sum((net, tensor, order) in told for tensor in {row["tensor"] for row in some})
+            if not layers:
+                continue
             per_seed, mine, best = [], [], []
             for one in grouped(some, "seed").values():
                 found = {
                     tensor: {row["entry"]: float(np.nanmedian(row["errors"])) for row in each}
                     for (tensor,), each in grouped(one, "tensor").items()
+                    if (net, tensor, order) in told
                 }
                 mine.append(statistics.median(each[entry] for each in found.values()))
                 best.append(statistics.median(each[f"oracle {order}"] for each in found.values()))
@@ -121,6 +131,7 @@ def carries(results: Sequence[Result]) -> Report:
                     "net": net,
                     "start": start,
                     "entry": entry,
+                    "layers": layers,
                     "mine": spread(mine),
                     "best": spread(best),
                     "ratio": spread(per_seed),
@@ -130,19 +141,20 @@ def carries(results: Sequence[Result]) -> Report:
         text("net", "net", "left"),
         text("start", "dense from step"),
         text("entry", "settings", "left"),
+        text("layers", "layers"),
         text("mine", "error"),
         text("best", "oracle's"),
         text("ratio", "ratio, median of layers"),
     ]
-    late = {
-        entry: [r for (_, start, e), each in ratios.items() if start > 0 and e == entry for r in each]
-        for entry in ("default", "paper")
-    }
+    late = [
+        f"{spread(each)} for {net} with {SETTINGS[entry]} settings"
+        for (net, start, entry), each in ratios.items()
+        if start > 0
+    ]
     least = min(statistics.median(each) for each in ratios.values())
     return Report(
         judge(cells, f"the error is at best {number(least)} times the oracle's"),
-        f"Error over the oracle's, windows in the middle of training: {spread(late['default'])} times with the "
-        f"default settings, {spread(late['paper'])} times with the paper's.",
+        f"Error over the oracle's, windows in the middle of training: {', '.join(late)}.",
         [Table(columns, lines, "Medians over steps and layers; seeds' values, least to largest.")],
         [figures.over_time(rows, net) for net in dict.fromkeys(row["net"] for row in rows)],
         [
