@@ -119,12 +119,14 @@ def trainings(net: str, scale: Scale) -> dict[str, Row]:
         return plan(name, twentieth, compressed, retrain_drop=0.0, **more)
 
     both: Row = {"min_rate": 4.0, "values": "qsgd8"}
+    mild: Row = {"min_rate": 2.0, "lam": 0.0, "values": "qsgd8", "dense_values": "qsgd4"}
     return {
         "dense": {"method": "none"},
         **plan("default", tenth, 4 * tenth),
         **plan("paper", tenth, 4 * tenth, paper=True),
         **plan("paper, 4-bit dense steps", tenth, 4 * tenth, paper=True, dense_values="qsgd4"),
         **candidate("4x, 8-bit values, 4-bit dense steps, refreshed", 4 * twentieth, dense_values="qsgd4", **both),
+        **candidate("2x, 8-bit values, 4-bit dense steps, refreshed", 4 * twentieth, **mild),
         **candidate("4x, 8-bit values", **both),
         **candidate("8x, 4-bit dense steps", dense_values="qsgd4"),
         **candidate("8x, 4-bit dense steps, feedback", dense_values="qsgd4", feedback="plain"),

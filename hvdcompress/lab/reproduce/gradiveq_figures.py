@@ -61,11 +61,11 @@ def by_slice(rows: Sequence[Row]) -> Picture:
         axes.axhline(0.3, color=plots.FAINT, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_ylim(0, 1.02)
+        axes.set_ylim(0, 1.25)
         axes.set_xlabel("elements of a slice, n (logarithmic)")
         axes.set_ylabel("error of the best basis of rank n/8")
         axes.legend(frameon=False, fontsize=8, ncols=2)
-        title = f"Slices by size and order: {len(rows)} layers and windows, {seeds_of(rows)} (0.3 is marked)"
+        title = f"Slices by size and order: {len(rows)} spectra, {seeds_of(rows)} (0.3 is marked)"
         return picture(figure, "slices", title, "The error of the best basis of rank n/8 by the size of the slices.")
 
 
