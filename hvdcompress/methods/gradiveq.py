@@ -158,7 +158,7 @@ class GradiVeQ(Method):
     """Number format of gradients in dense steps; the paper uses qsgd4."""
     retrain_drop: Annotated[float, Number, Field(ge=0.0, le=1.0)] = 0.5
     """Train the basis again when the learning rate falls below this fraction of its largest value since the last
-    such restart; 0: never."""
+    such restart; 0: never. For rates that fall in steps: one that goes to zero smoothly halves ever more often."""
     retrain_error: Annotated[float, Number, Field(gt=0.0)] | None = None
     """Train the basis again when the error ‖g − (U·q + μ/p)‖/‖g‖ exceeds this on any rank; null: never."""
     feedback: FeedbackName = "none"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("tool", ["update_readme", "write_house", "write_promises"])
+@pytest.mark.parametrize("tool", ["update_readme", "write_house", "write_papers", "write_promises"])
 def test_what_is_generated_is_up_to_date(tool: str) -> None:
     line = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
@@ -21,7 +21,7 @@ def test_what_is_generated_is_up_to_date(tool: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 

@@ -1,0 +1,257 @@
+"""The claims of GradiVeQ's paper (Yu et al. 2018, arXiv 1811.03617): what is measured for each, and its verdict."""
+
+from __future__ import annotations
+
+from hvdcompress.lab.cluster.hosts import problem
+from hvdcompress.lab.output.numbers import percent
+from hvdcompress.lab.reproduce import gradiveq_measures as measures
+from hvdcompress.lab.reproduce import gradiveq_reports as reports
+from hvdcompress.lab.reproduce import gradiveq_ring as ring
+from hvdcompress.lab.reproduce import simulate
+from hvdcompress.lab.reproduce.claims import Claim, Paper, Scale, Unit
+from hvdcompress.lab.reproduce.rows import Row
+
+RANKS = 2
+LAYERS = {
+    "lenet5": ("3.weight", "7.weight", "9.weight"),
+    "resnet20": ("4.conv1.weight", "7.conv2.weight", "9.conv2.weight", "11.conv2.weight"),
+}
+#: a net's layers: the 3x3 convolutions of ResNet-32 but the first, the paper's net, and one of VGG's
+RINGS: dict[str, list[tuple[int, ...]]] = {
+    "ResNet-32": [
+        *[(16, 16, 3, 3)] * 10,
+        (32, 16, 3, 3),
+        *[(32, 32, 3, 3)] * 9,
+        (64, 32, 3, 3),
+        *[(64, 64, 3, 3)] * 9,
+    ],
+    "VGG layer": [(512, 512, 3, 3)],
+}
+SIZES = [0, 64, 192]  #: elements of a slice; 0: the method's own choice
+
+
+def task(net: str, scale: Scale) -> Row:
+    """The training of all claims. ResNet-20 has fewer and smaller steps, which take ten times as long."""
+    steps = {"lenet5": 400 if scale.quick else 4000, "resnet20": 200 if scale.quick else 900}[net]
+    batch = {"lenet5": 32, "resnet20": 8 if scale.quick else 16}[net]
+    found = {"task": "fashion_mnist", "net": net, "steps": steps, "batch_size": batch, "learning_rate": 0.05}
+    return {**found, "warmup_steps": steps // 10, **({"path": scale.path} if scale.path else {})}
+
+
+# -- units ---------------------------------------------------------------------------------------
+
+
+def gradiveq(net: str, dense: int, compressed: int, **more: object) -> Row:
+    """The method's settings; all tensors of LeNet-5, whose convolutions are 4 % of it."""
+    found = {"method": "gradiveq", "dense_steps": dense, "compressed_steps": compressed, **more}
+    return {**found, **({"tensors": "all"} if net == "lenet5" else {})}
+
+
+def windows(net: str, scale: Scale) -> Row:
+    """A training, and the windows of it in which methods are watched: with the paper's Lt and Lc where time allows."""
+    training = task(net, scale)
+    if not scale.quick:
+        starts = [0, 1200, 2400] if net == "lenet5" else [0, 400]
+        return {"task": training, "starts": starts, "dense_steps": 100, "compressed_steps": 400, "every": 8}
+    if net == "lenet5":
+        longer = {**training, "steps": 900, "warmup_steps": 90}
+        return {"task": longer, "starts": [0, 400], "dense_steps": 100, "compressed_steps": 400, "every": 8}
+    return {"task": training, "starts": [0, 100], "dense_steps": 40, "compressed_steps": 60, "every": 2}
+
+
+def watched(scale: Scale) -> list[Unit]:
+    """Dense trainings beside which GradiVeQ reduces the same gradients."""
+    units = []
+    for net, layers in LAYERS.items():
+        found = windows(net, scale)
+        lengths = found["dense_steps"], found["compressed_steps"]
+        entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
+        settings = {**found, "ranks": RANKS, "tensors": list(layers), "sizes": SIZES, "entries": entries}
+        units += [
+            Unit(
+                f"watch {net} seed {seed}",
+                measures.watched,
+                {**settings, "seed": seed},
+                seconds=40 if scale.quick else 240,
+            )
+            for seed in scale.seeds
+        ]
+    return units
+
+
+def quantized(scale: Scale) -> list[Unit]:
+    """The same with GradiVeQ, QSGD and both at equal rates, in the 40 steps after 60 dense ones."""
+    units = []
+    for net in ("lenet5",) if scale.quick else tuple(LAYERS):
+        found = windows(net, scale) | {"starts": [200], "dense_steps": 60, "compressed_steps": 40, "every": 2}
+        lengths = found["dense_steps"], found["compressed_steps"]
+        entries: dict[str, Row] = {}
+        for name, rate, bits in [mix for mixes in measures.MIXES.values() for mix in mixes]:
+            more: Row = {"values": f"qsgd{bits}"} if bits else {}
+            own = gradiveq(net, *lengths, min_rate=rate, lam=0.0, max_samples=512, **more)
+            entries[name] = own if rate else {"method": "qsgd", "bits": bits}
+        settings = {**found, "ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": [], "entries": entries}
+        units += [
+            Unit(
+                f"quantize {net} seed {seed}",
+                measures.watched,
+                {**settings, "seed": seed},
+                seconds=40 if scale.quick else 240,
+            )
+            for seed in scale.seeds
+        ]
+    return units
+
+
+def trainings(net: str, scale: Scale) -> dict[str, Row]:
+    """The methods that are trained with, by name; those with a rate in their name might reach 5x overall.
+
+    These do not train their basis again when the learning rate falls (``retrain_drop``), as the rate falls in each step
+    here, and the last steps would all be dense.
+    """
+    steps = task(net, scale)["steps"]
+    tenth, twentieth = steps // 10, steps // 20
+
+    def plan(name: str, warm: int, compressed: int, **more: object) -> dict[str, Row]:
+        return {name: {**gradiveq(net, warm, compressed, **more), "warmup": {"steps": warm}}}
+
+    def candidate(name: str, compressed: int = steps, **more: object) -> dict[str, Row]:
+        return plan(name, twentieth, compressed, retrain_drop=0.0, **more)
+
+    both: Row = {"min_rate": 4.0, "values": "qsgd8"}
+    mild: Row = {"min_rate": 2.0, "lam": 0.0, "values": "qsgd8", "dense_values": "qsgd4"}
+    return {
+        "dense": {"method": "none"},
+        **plan("default", tenth, 4 * tenth),
+        **plan("paper", tenth, 4 * tenth, paper=True),
+        **plan("paper, 4-bit dense steps", tenth, 4 * tenth, paper=True, dense_values="qsgd4"),
+        **candidate("4x, 8-bit values, 4-bit dense steps, refreshed", 4 * twentieth, dense_values="qsgd4", **both),
+        **candidate("2x, 8-bit values, 4-bit dense steps, refreshed", 4 * twentieth, **mild),
+        **candidate("4x, 8-bit values", **both),
+        **candidate("8x, 4-bit dense steps", dense_values="qsgd4"),
+        **candidate("8x, 4-bit dense steps, feedback", dense_values="qsgd4", feedback="plain"),
+        **candidate("16x", min_rate=16.0),
+    }
+
+
+def trained(scale: Scale) -> list[Unit]:
+    """Dense trainings and those with GradiVeQ."""
+    return [
+        Unit(
+            f"train {net} {name} seed {seed}",
+            simulate.accuracy,
+            {"task": task(net, scale), "method": method, "ranks": RANKS, "seed": seed},
+            seconds=(9 if net == "lenet5" else 32) * (1 if scale.quick else 10 if net == "lenet5" else 6),
+        )
+        for net in (("lenet5",) if scale.quick else LAYERS)
+        for name, method in trainings(net, scale).items()
+        for seed in scale.seeds
+    ]
+
+
+def rings(scale: Scale) -> list[Unit]:
+    """Rings of every link; those of emulated hosts where they can be set up."""
+    counts = (2,) if scale.quick else (2, 4)
+    links = [None, *(("100mbit", "1gbit") if problem() is None else ())]
+    every = [mix for mixes in measures.MIXES.values() for mix in mixes]
+    contenders: Row = {name: [rate, f"qsgd{bits}" if bits else "fp32"] for name, rate, bits in every}
+    return [
+        Unit(
+            f"ring {net}, {ranks} ranks {rate or 'shared memory'}, seed {seed}",
+            ring.timed,
+            {
+                "layers": RINGS[net],
+                "ranks": ranks,
+                "rate": rate,
+                "seed": seed,
+                "rounds": 3 if scale.quick else 15,
+                "contenders": {"dense": [0, "fp32"], **contenders},
+            },
+            seconds=12 if scale.quick else 40,
+            alone=True,
+        )
+        for net in RINGS
+        for ranks in counts
+        for rate in links
+        for seed in scale.seeds
+    ]
+
+
+def mixed(scale: Scale) -> list[Unit]:
+    """Errors and times of GradiVeQ, QSGD and both."""
+    return [*quantized(scale), *rings(scale)]
+
+
+SETTING = (
+    f"Fashion-MNIST, {RANKS} simulated ranks, SGD with momentum 0.9 and a peak learning rate of 0.05. LeNet-5 with 32 "
+    "examples a rank, of which all matrices are compressed (its convolutions are 4 % of it); ResNet-20 with 8 examples "
+    "(16 with --full), of which the convolutions are"
+)
+WINDOWS = (
+    "Trained dense; beside it methods see the same gradients in windows of Lt dense steps and Lc others. LeNet-5's "
+    "begin at steps 0 and 400 of 900, with Lt = 100 and Lc = 400; ResNet-20's at steps 0 and 100 of 200, with Lt = 40 "
+    "and Lc = 60. With --full: Lt = 100 and Lc = 400 for both, three windows of 4000 steps and two of 900."
+)
+
+PAPER = Paper(
+    "gradiveq",
+    "GradiVeQ",
+    'Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggregation in Distributed CNN '
+    'Training", NeurIPS 2018 (arXiv 1811.03617).',
+    ["fashion_mnist"],
+    [
+        Claim(
+            "V1",
+            "Slices of a convolution's gradient are strongly linearly correlated.",
+            "the PCA spectrum of gradient slices",
+            f"{SETTING}. {WINDOWS} The best basis of rank n/8 for all slices of size n in a window (an oracle: without "
+            "a mean, of the very slices it is judged by), by layer, slice size and order of the weights.",
+            f"what the basis leaves, ‖g − UUᵀg‖/‖g‖, is below {reports.CORRELATED:g} in every window.",
+            watched,
+            reports.correlated,
+        ),
+        Claim(
+            "V2",
+            "A basis from Lt dense steps serves the Lc steps that follow.",
+            "the training of the compressor, with Lt = 100 and Lc = 400",
+            f"{SETTING}. {WINDOWS} Errors of GradiVeQ with the default and with the paper's settings, "
+            f"without feedback.",
+            f"the median error over steps is at most {reports.LASTS:g} times the oracle's (median of the layers).",
+            watched,
+            reports.carries,
+        ),
+        Claim(
+            "V3",
+            "Training loses no accuracy at 8x.",
+            "convergence of ResNet-32 on CIFAR-100",
+            f"{SETTING}; ResNet-20 with --full alone. 400 steps (with --full 4000, and 900 of ResNet-20), compressed "
+            f"from at most {percent(reports.EARLY)} of the training on; the same learning rate for all.",
+            f"it ends at most {reports.POINTS:g} point of held-out accuracy below dense.",
+            trained,
+            reports.training,
+        ),
+        Claim(
+            "V4",
+            "Around the ring, aggregation is more than 5 times as fast, dense steps counted.",
+            "850 s against 162 s for 500 iterations, 6 nodes, ResNet-32",
+            "The pipelined ring (Algorithm 1) by point-to-point messages of MPI, its compression while messages are on "
+            "their way; 2 ranks (with --full 4, too) in emulated hosts with links of a rate, where hosts can be "
+            "emulated, and over shared memory; the layers of ResNet-32, and one of VGG's (512 filters of 512×3×3).",
+            f"a cycle, its dense steps and its fit counted, is at least {reports.FASTER:g} times as fast "
+            f"as dense steps.",
+            rings,
+            reports.aggregation,
+        ),
+        Claim(
+            "V5",
+            "With QSGD it is better than either alone at an equal rate.",
+            "GradiVeQ combined with QSGD",
+            f"{SETTING}. Errors of LeNet-5's layers (with --full of ResNet-20's, too) in the 40 steps after 60 dense "
+            "ones from step 200 on, the basis from 512 slices; times of the rings of V4. Without feedback; every slice "
+            "keeps exactly its share (λ = 0).",
+            "at least one combination of the rate has a lower error and a shorter step than each alone.",
+            mixed,
+            reports.together,
+        ),
+    ],
+)
