@@ -14,7 +14,7 @@ from hvdcompress.lab.reproduce import scalecom_figures as figures
 from hvdcompress.lab.reproduce import scalecom_measures as measures
 from hvdcompress.lab.reproduce import scalecom_settings as settings
 from hvdcompress.lab.reproduce.claims import Claim, Paper, Report, Result, judge
-from hvdcompress.lab.reproduce.gaussiank import grouped, spread, text
+from hvdcompress.lab.reproduce.rows import grouped, spread, text
 
 NEAR, ENERGY, OFTEN = 0.3, 0.8, 0.8  #: largest distance, least share of energy, share of the steps
 BITS, POINTS = 0.05, 0.5  #: bits per byte and points of accuracy that count as no loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcompress.lab.reproduce import gaussiank_measures, scalecom_measures
+from hvdcompress.lab.reproduce import scalecom_measures, simulate
 from hvdcompress.lab.reproduce.claims import Scale, Unit
 
 Row = dict[str, Any]
@@ -103,7 +103,7 @@ def large(scale: Scale) -> list[Unit]:
     return [
         Unit(
             f"large batch {name} rate x{factor} seed {seed}",
-            gaussiank_measures.accuracy,
+            simulate.accuracy,
             {
                 "task": {
                     **picture({"task": "fashion_mnist", "net": "fnn3"}, scale, 100),
@@ -167,7 +167,7 @@ def trained(scale: Scale) -> list[Unit]:
     return [
         Unit(
             " ".join(f"{name} {method} {rate} seed {seed}".replace(",", "").replace("/", " ").split()),
-            gaussiank_measures.accuracy,
+            simulate.accuracy,
             {"task": task, "method": settings_of, "ranks": 2, "seed": seed},
             seconds=SECONDS[name] * (1 if scale.quick else 5 if name == TEXT else 8),
         )
