@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.rank import ExchangeError
+from hvdcompress.engine.exchange import ExchangeError
 
 
 class Alarm(Exception):

@@ -10,106 +10,22 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from hvdcompress.engine import snapshot
-from hvdcompress.engine.collectives import Pending
+from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Communication, Context, Method, Reduced, Slot, Verb
+from hvdcompress.method import Array, Context, Method, Slot
 from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Shares, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
-
-
-class ExchangeError(RuntimeError):
-    """An exchange failed; the message names the tensor, the method, the round and the rank."""
-
-
-@dataclass(eq=False)
-class Exchange:
-    """One bucket's exchange while it is under way.
-
-    Attributes:
-        rank, state, method: whose it is.
-        ctx: its circumstances; of a bucket whose method runs on each tensor, the bucket's.
-        contexts: those of each tensor then; otherwise none.
-        ops: the array verbs of the gradients' library.
-        dtype: what it is computed in.
-        scale: what gradients are multiplied by on their way in.
-        spare: the buffers that receive the new slots.
-        restart: the state's ``restart`` if the exchange is committed.
-        x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
-        finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.
-        outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
-        cleared: of each, whether it is 0 everywhere.
-        communication: the method's generator, or those of several tensors; None before there is one.
-        verb: what the method waits for; None when it has returned.
-        reduced: what it returned; of several tensors in their order.
-        round: the number of the collective that it waits for.
-        pending: that collective under way.
-    """
-
-    rank: Rank
-    state: State
-    method: Method
-    ctx: Context
-    contexts: list[Context]
-    ops: Ops
-    dtype: str
-    scale: float
-    spare: dict[str, Array]
-    restart: tuple[int, int]
-    x: Array | None = None
-    finite: Flag = True
-    outs: list[Array | None] = field(default_factory=list)
-    cleared: list[bool] = field(default_factory=list)
-    communication: Communication | Together | None = None
-    verb: Verb | None = None
-    reduced: list[Reduced] | None = None
-    round: int = -1
-    pending: Pending | None = None
-
-    @property
-    def bucket(self) -> Bucket:
-        """What is exchanged."""
-        return self.state.bucket
-
-    @property
-    def name(self) -> str:
-        """The bucket's name."""
-        return self.state.bucket.spec.name
-
-    def advance(self, result: Any = None) -> Verb | None:
-        """Give the method the result of its verb; returns the next verb, or None when the method is done.
-
-        Raises:
-            ExchangeError: the method failed.
-        """
-        assert self.communication is not None
-        began = time.perf_counter()
-        try:
-            self.verb = self.communication.send(result)
-            self.round += 1
-        except StopIteration as stop:
-            self.verb, self.reduced = None, stop.value if self.contexts else [stop.value]
-        except Exception as error:
-            raise self.failed(error) from error
-        finally:
-            self.rank.worked(self.name, time.perf_counter() - began, last=self.reduced is not None)
-        return self.verb
-
-    def failed(self, error: Exception) -> ExchangeError:
-        """What an error of the method's is raised as."""
-        name = self.communication.now if isinstance(self.communication, Together) else self.name
-        where = f"method {self.method.id}, round {max(self.round, 0)}, rank {self.rank.rank}"
-        return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 
 
 class Rank:
@@ -254,7 +170,7 @@ class Rank:
                 for member, own in zip(bucket.members, state.members, strict=True)
             ]
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
-        exchange = Exchange(self, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
+        exchange = Exchange(self.worked, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
         if contexts:
             buffer = functools.partial(ctx.buffer, ops=ops, like=like)

@@ -19,7 +19,8 @@ import numpy as np
 
 from hvdcompress.engine.agreement import Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.rank import Exchange, Rank
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Flag, Ops

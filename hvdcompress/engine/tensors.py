@@ -14,7 +14,7 @@ import hvdcompress.ops.torch as torch_ops
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.rank import Exchange
+from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast

@@ -25,7 +25,8 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.engine.rank import Exchange, Rank
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast

@@ -21,7 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.rank import Exchange
+from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress.engine.rank import ExchangeError
+from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.snapshot import reshard
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.collectives import gathered_lengths
-from hvdcompress.engine.rank import ExchangeError, Rank
+from hvdcompress.engine.exchange import ExchangeError
+from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.engine.together import Together
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdcompress
-from hvdcompress.engine.rank import ExchangeError
+from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.loopback import Loopback
 from hvdcompress.parts import wire
 from hvdcompress.testing import Trial, numbers

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdcompress.engine.rank import Exchange, Rank
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.bench.devices import Cost, Device, Gauge
 from hvdcompress.method import Array, Broadcast, TensorSpec
