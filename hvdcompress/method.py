@@ -24,7 +24,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from hvdcompress.ops.spec import NOTHING, Array, Coded, Found, Ops, Scan, Shares, Sparse
+from hvdcompress.ops.scan import NOTHING, Found, Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Array, Coded, Shares, Sparse
 
 # -- what a method and its driver hand each other ------------------------------------------------
 

@@ -14,7 +14,8 @@ from hvdcompress.engine.collectives import Pending
 from hvdcompress.engine.state import State
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
-from hvdcompress.ops.spec import Flag, Ops
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
 

@@ -23,7 +23,9 @@ from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Context, Method, Slot
-from hvdcompress.ops.spec import NOTHING, Flag, Found, Ops, Outer, Shares, Sparse, Waves, piece_of
+from hvdcompress.ops.scan import NOTHING, Found
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Flag, Outer, Shares, Sparse, Waves, piece_of
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 

@@ -23,7 +23,8 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
-from hvdcompress.ops.spec import Flag, Ops
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
 

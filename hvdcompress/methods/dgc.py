@@ -72,7 +72,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole

@@ -69,7 +69,8 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.shared import bins
-from hvdcompress.ops.spec import Ops, Waves
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Waves
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
 

@@ -27,7 +27,8 @@ array([1.5000e+00, 6.5376e+04], dtype=float32)
 from __future__ import annotations
 
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import NOTHING, Ops, Scan
+from hvdcompress.ops.scan import NOTHING, Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
 

@@ -45,7 +45,8 @@ from typing import Literal
 import numpy as np
 
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
-from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
 
 

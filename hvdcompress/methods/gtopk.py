@@ -52,7 +52,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, pack, select
 
 

@@ -50,7 +50,9 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import Ops, Outer, Product, Scan
+from hvdcompress.ops.scan import Product, Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Outer
 from hvdcompress.parts import codecs, matrices, seed
 
 FLOAT32_MAX = 3.4028235e38

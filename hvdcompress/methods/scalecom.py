@@ -63,7 +63,8 @@ from hvdcompress.method import (
     Values,
     method,
 )
-from hvdcompress.ops.spec import NOTHING, Ops, Scan
+from hvdcompress.ops.scan import NOTHING, Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
 
 

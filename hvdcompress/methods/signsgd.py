@@ -31,7 +31,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context, FeedbackName, method
-from hvdcompress.ops.spec import Codes, Ops, Scan
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import wire
 from hvdcompress.parts.sums import Codec, Quantizer, put
 from hvdcompress.parts.wire import WireError

@@ -40,7 +40,9 @@ import numpy as np
 from pydantic import Field
 
 from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Fields, Found, Ops, Scan
+from hvdcompress.ops.scan import NOTHING, Found, Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import FP32_MAX, Fields
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer

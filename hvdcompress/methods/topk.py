@@ -31,7 +31,8 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 from __future__ import annotations
 
 from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
-from hvdcompress.ops.spec import Ops, Scan
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.spec import Array, Flag, Found, Norm, NumpyArray, Outer, Scalar, Scan, Shares, Sparse
+from hvdcompress.ops.scan import Found, Norm, Scan
+from hvdcompress.ops.vectors import Array, Flag, NumpyArray, Outer, Scalar, Shares, Sparse
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -232,7 +233,7 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
 
 
 def outer_sum(matrix: Outer) -> Array:
-    """Return what an :class:`~hvdcompress.ops.spec.Outer` stands for, flat."""
+    """Return what an :class:`~hvdcompress.ops.vectors.Outer` stands for, flat."""
     left, right = matrix.left.reshape(matrix.terms, -1, 1), matrix.right.reshape(matrix.terms, 1, -1)
     total = left[0] * right[0]
     for column, row in zip(left[1:], right[1:], strict=True):

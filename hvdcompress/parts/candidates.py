@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse
-from hvdcompress.ops.spec import NOTHING, Ops, Scalar, Scan
+from hvdcompress.ops.scan import NOTHING, Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Scalar
 
 THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [3, places]: the last threshold of each place, the one before,
 # and by how much the next may be less than expected and its elements still be among the candidates

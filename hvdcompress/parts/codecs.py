@@ -21,7 +21,9 @@ from functools import cache
 from typing import Any
 
 from hvdcompress.method import AllReduce, Array, Context, Values
-from hvdcompress.ops.spec import Half, Halves, Ops
+from hvdcompress.ops.scan import Halves
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Half
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec

@@ -31,7 +31,8 @@ from dataclasses import replace
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.spec import Found, Ops, Velocity
+from hvdcompress.ops.scan import Found, Velocity
+from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -102,7 +103,7 @@ def receive(
         clear: set the gradient to 0 once it has been read.
 
     Returns:
-        What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.spec.Flag``).
+        What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.vectors.Flag``).
     """
     x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops, gradient)
     factor = clipping(method, gradient, scale, ctx, ops)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdcompress.method import Array, Context
-from hvdcompress.ops.spec import Codes, Ops
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import seed
 from hvdcompress.parts.wire import WireError
 

@@ -26,7 +26,8 @@ from hvdcompress.method import (
     Route,
     TensorSpec,
 )
-from hvdcompress.ops.spec import Coded, Joined, Ops, Sum
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Coded, Joined, Sum
 from hvdcompress.parts import wire
 
 

@@ -17,7 +17,8 @@ from hvdcompress import registry
 from hvdcompress.engine.transport import Request
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
-from hvdcompress.ops.spec import Coded, Ops
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Coded
 from hvdcompress.parts import seed
 from hvdcompress.plan import Plan, Program, plan_of
 

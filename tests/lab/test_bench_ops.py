@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.lab.bench import ops as bench
-from hvdcompress.ops.spec import Found
+from hvdcompress.ops.scan import Found
 
 torch = pytest.importorskip("torch")
 

@@ -33,8 +33,9 @@ from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import selection as numba_selection
 from hvdcompress.ops.numpy.arithmetic import FINDERS
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import find
-from hvdcompress.ops.spec import NOTHING, Found, Half, Scan, Sparse, Velocity
+from hvdcompress.ops.vectors import Half, Sparse
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
 

@@ -24,8 +24,9 @@ from hvdcompress.methods import signsgd, terngrad
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import codes
+from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.shared import level_values
-from hvdcompress.ops.spec import FP32_MAX, NOTHING, Found, Scan
+from hvdcompress.ops.vectors import FP32_MAX
 from hvdcompress.parts import quantize, seed, sums
 
 FAST = "hvdcompress.ops.fast"

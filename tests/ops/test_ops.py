@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Ops, Scan, Sparse
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Sparse
 from hvdcompress.parts import pack
 
 FOLDER = Path(hvdcompress.__file__).parent / "ops"

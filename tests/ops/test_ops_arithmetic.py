@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Codes, Fields, Found, Half, Joined, Scan, Sparse, Sum, Velocity, piece_of
+from hvdcompress.ops.scan import Found, Scan, Velocity
+from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Sparse, Sum, piece_of
 
 INDEX = ("int32", "int64")
 

@@ -9,7 +9,8 @@ import pytest
 from comparing import MAX, Put, call, changed, get, key, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Outer, Product, Scan
+from hvdcompress.ops.scan import Product, Scan
+from hvdcompress.ops.vectors import Outer
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 from comparing import MAX, TINY, Put, call, chosen, get, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Sparse
+from hvdcompress.ops.vectors import Sparse
 
 
 def thirds(n: int) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from comparing import MAX, Put, call, changed, get, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Sparse, Waves
+from hvdcompress.ops.vectors import Sparse, Waves
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 from comparing import MAX, Put, call, chosen, vector
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Halves, Scan
+from hvdcompress.ops.scan import Halves, Scan
 from hvdcompress.parts import select
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from comparing import CALLS, Put, get, vector
 import hvdcompress
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.spec import Scan, Sparse
+from hvdcompress.ops.scan import Scan
+from hvdcompress.ops.vectors import Sparse
 from hvdcompress.testing.trial import Trial
 
 torch = pytest.importorskip("torch")

@@ -31,7 +31,8 @@ from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.spec import Codes, Fields, Half, Halves, Outer, Product, Scan, Sum, Velocity, Waves
+from hvdcompress.ops.scan import Halves, Product, Scan, Velocity
+from hvdcompress.ops.vectors import Codes, Fields, Half, Outer, Sum, Waves
 
 SIZES = [65_536, 1_000_000, 16_000_000]
 DENSITY = 0.01

@@ -23,7 +23,7 @@ from hvdcompress.lab.scale.run import FITTED
 from hvdcompress.method import Context, Sparse, TensorSpec
 from hvdcompress.methods.fft import FFT
 from hvdcompress.ops import fast
-from hvdcompress.ops.spec import Waves
+from hvdcompress.ops.vectors import Waves
 from hvdcompress.parts import pack, select
 from hvdcompress.plan import load
 

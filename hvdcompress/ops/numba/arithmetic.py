@@ -28,22 +28,10 @@ from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of
-from hvdcompress.ops.spec import (
-    FP16_MAX,
-    FP32_MAX,
-    NOTHING,
-    Coded,
-    Found,
-    Joined,
-    Scan,
-    Shares,
-    Sparse,
-    Velocity,
-    Waves,
-    size_of,
-)
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
 FINDERS = Finders(

@@ -6,8 +6,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Outer, Scalar, Sparse
+from hvdcompress.ops.vectors import NumpyArray as Array
+from hvdcompress.ops.vectors import Outer, Scalar, Sparse
 
 ONE = np.float32(1.0)
 INDICES = (np.dtype(np.int32), np.dtype(np.int64))

@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import bits as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 _WIDEST = 56  # the kernels hold a number and a part of the next in 64 bits
 

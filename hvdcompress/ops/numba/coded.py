@@ -14,8 +14,8 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels import codes, floats
 from hvdcompress.ops.numba.arrays import ONE, plain
-from hvdcompress.ops.spec import Coded, Codes, Fields, Half, Sum
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Sum
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 _CACHED = 1 << 19  # elements that stay in a cache while all shares of them are added
 _EXACT = np.uint32(0xFFFFFF00)  # float32 numbers of 16 bits: their products with levels are exact

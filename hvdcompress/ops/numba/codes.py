@@ -9,8 +9,8 @@ from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.shared import half_bits, index_dtype, round_keys
-from hvdcompress.ops.spec import Codes, Fields
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import Codes, Fields
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def distinct_indices(key: Array, k: int, n: int) -> Array:

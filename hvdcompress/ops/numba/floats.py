@@ -8,8 +8,8 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numpy.floats import range_shift, range_space
-from hvdcompress.ops.spec import FP16_MAX
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import FP16_MAX
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:

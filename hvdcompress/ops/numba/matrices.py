@@ -9,7 +9,7 @@ from hvdcompress.ops.numba._kernels import matrices as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numpy.matrices import drawn
 from hvdcompress.ops.shared import NEGLIGIBLE
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 FEW, MANY = range(2, 9), 1 << 18  #: rows and elements for which the matrix library needs longer than to read them
 

@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import plain
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def take(x: Array, index: Array) -> Array:

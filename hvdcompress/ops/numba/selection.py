@@ -11,8 +11,8 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import selection as kernels
 from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar, Sparse
+from hvdcompress.ops.vectors import NumpyArray as Array
+from hvdcompress.ops.vectors import Scalar, Sparse
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:

@@ -16,8 +16,8 @@ from hvdcompress.ops.numba._kernels import spectra as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
 from hvdcompress.ops.numba.selection import places_of_largest
 from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
-from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Sparse, Waves
+from hvdcompress.ops.vectors import NumpyArray as Array
+from hvdcompress.ops.vectors import Sparse, Waves
 
 _PIECE = 1 << 18  # elements, about: a piece and its spectrum stay in the processor's cache
 _SAMPLE = 32  # blocks whose spectra tell where the k-th magnitude is, about

@@ -10,9 +10,9 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import statistics as kernels
 from hvdcompress.ops.numba.arrays import INF_BITS, plain
 from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.scan import Norm
 from hvdcompress.ops.shared import PIECE, moments_of
-from hvdcompress.ops.spec import Norm
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def moments(x: Array) -> tuple[float, float]:

@@ -12,25 +12,10 @@ from hvdcompress.ops.numpy.memory import concat
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
-from hvdcompress.ops.spec import (
-    FP32_MAX,
-    NOTHING,
-    Coded,
-    Codes,
-    Fields,
-    Found,
-    Half,
-    Joined,
-    Outer,
-    Scan,
-    Shares,
-    Sparse,
-    Sum,
-    Velocity,
-    Waves,
-)
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16

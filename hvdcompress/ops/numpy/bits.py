@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def pack_bits(values: Array, width: int) -> Array:

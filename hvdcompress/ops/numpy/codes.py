@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops.numpy.bits import bits_of
 from hvdcompress.ops.numpy.statistics import bucket_norms
 from hvdcompress.ops.shared import FP32_MAX_BITS, drawn_indices, level_values, mix
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 _SLICE = 1 << 15  # elements at a time, a multiple of 8: what is made on the way stays in the processor's cache
 

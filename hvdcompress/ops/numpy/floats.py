@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import shared
-from hvdcompress.ops.spec import FP16_MAX
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import FP16_MAX
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, int]:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdcompress.ops.numpy.codes import uniform
 from hvdcompress.ops.numpy.statistics import fold
 from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 __all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 
 def zeros(size: int, dtype: str, like: Array) -> Array:

@@ -8,8 +8,8 @@ import numpy as np
 
 from hvdcompress.ops.numpy.memory import index_range
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Scalar, Sparse
+from hvdcompress.ops.vectors import NumpyArray as Array
+from hvdcompress.ops.vectors import Scalar, Sparse
 
 
 def top_k(x: Array, k: int) -> Array:

@@ -7,8 +7,8 @@ import scipy.fft
 
 from hvdcompress.ops.numpy.selection import top_k
 from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
-from hvdcompress.ops.spec import NumpyArray as Array
-from hvdcompress.ops.spec import Sparse, Waves
+from hvdcompress.ops.vectors import NumpyArray as Array
+from hvdcompress.ops.vectors import Sparse, Waves
 
 _SLICE = 1 << 14  # pairs at a time: what is made on the way stays in the processor's cache
 
@@ -50,7 +50,7 @@ def largest_waves(x: Array, block: int, k: int) -> Sparse:
 
 
 def inverse(waves: Waves) -> Array:
-    """Return what :class:`~hvdcompress.ops.spec.Waves` stand for, before it is scaled and clipped [n]."""
+    """Return what :class:`~hvdcompress.ops.vectors.Waves` stand for, before it is scaled and clipped [n]."""
     spectrum = np.zeros((bins(waves.n, waves.block), 2), np.float32)
     for share in waves.shares:
         np.add.at(spectrum, share.index, share.values.reshape(-1, 2) * np.float32(waves.before))

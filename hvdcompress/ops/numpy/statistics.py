@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.scan import Norm
 from hvdcompress.ops.shared import PIECE, moments_of
-from hvdcompress.ops.spec import FP32_MAX, Norm
-from hvdcompress.ops.spec import NumpyArray as Array
+from hvdcompress.ops.vectors import FP32_MAX
+from hvdcompress.ops.vectors import NumpyArray as Array
 
 _SLICE = 1 << 15  # elements at a time: what is made on the way stays in the processor's cache
 

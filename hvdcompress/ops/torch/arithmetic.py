@@ -7,26 +7,8 @@ from itertools import pairwise
 
 import torch
 
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
-from hvdcompress.ops.spec import (
-    FP32_MAX,
-    NOTHING,
-    Array,
-    Coded,
-    Codes,
-    Fields,
-    Flag,
-    Found,
-    Half,
-    Joined,
-    Outer,
-    Scan,
-    Shares,
-    Sparse,
-    Sum,
-    Velocity,
-    Waves,
-)
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16, to_fp16
 from hvdcompress.ops.torch.memory import concat, zeros
@@ -34,6 +16,21 @@ from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
+from hvdcompress.ops.vectors import (
+    FP32_MAX,
+    Array,
+    Coded,
+    Codes,
+    Fields,
+    Flag,
+    Half,
+    Joined,
+    Outer,
+    Shares,
+    Sparse,
+    Sum,
+    Waves,
+)
 
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16

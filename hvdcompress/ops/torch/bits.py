@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hvdcompress.ops.spec import Array
 from hvdcompress.ops.torch.memory import zeros
 from hvdcompress.ops.torch.tensors import in_rows
+from hvdcompress.ops.vectors import Array
 
 
 def pack_bits(values: Array, width: int) -> Array:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS, drawn_indices, level_values
-from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.bits import packed, unpacked
 from hvdcompress.ops.torch.statistics import bucket_norms
 from hvdcompress.ops.torch.tensors import f32, in_rows, uploaded
+from hvdcompress.ops.vectors import Array, NumpyArray
 
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:

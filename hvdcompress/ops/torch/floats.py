@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hvdcompress.ops import shared
-from hvdcompress.ops.spec import FP16_MAX, Array
 from hvdcompress.ops.torch.tensors import f32, view_as
+from hvdcompress.ops.vectors import FP16_MAX, Array
 
 
 def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, Array]:

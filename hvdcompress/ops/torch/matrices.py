@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
-from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.codes import uniform
+from hvdcompress.ops.vectors import Array, NumpyArray
 
 __all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 

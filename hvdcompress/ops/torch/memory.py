@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.torch.tensors import dtype_of, host, uploaded, view_as
+from hvdcompress.ops.vectors import Array, NumpyArray
 
 
 def zeros(size: int, dtype: str, like: Array) -> Array:

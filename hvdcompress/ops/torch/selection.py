@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, Scalar, Sparse
 from hvdcompress.ops.torch.memory import index_range, sort
 from hvdcompress.ops.torch.tensors import dtype_of, f32, host, where
+from hvdcompress.ops.vectors import Array, Scalar, Sparse
 
 
 def top_k(x: Array, k: int) -> Array:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
-from hvdcompress.ops.spec import Array, Sparse, Waves
 from hvdcompress.ops.torch.selection import top_k
 from hvdcompress.ops.torch.tensors import f32
+from hvdcompress.ops.vectors import Array, Sparse, Waves
 
 
 def rfft(x: Array, block: int) -> Array:
@@ -43,7 +43,7 @@ def largest_waves(x: Array, block: int, k: int) -> Sparse:
 
 
 def inverse(waves: Waves) -> Array:
-    """Return what :class:`~hvdcompress.ops.spec.Waves` stand for, before it is scaled and clipped [n]."""
+    """Return what :class:`~hvdcompress.ops.vectors.Waves` stand for, before it is scaled and clipped [n]."""
     spectrum = waves.shares[0].values.new_zeros(bins(waves.n, waves.block), 2)
     for share in waves.shares:
         spectrum.index_add_(0, share.index, share.values.view(-1, 2) * f32(waves.before))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hvdcompress.ops.scan import Norm
 from hvdcompress.ops.shared import PIECE, moments_of
-from hvdcompress.ops.spec import FP32_MAX, Array, Flag, Norm
 from hvdcompress.ops.torch.tensors import flag, host, in_rows
+from hvdcompress.ops.vectors import FP32_MAX, Array, Flag
 
 
 def moments(x: Array) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, Flag, Scalar
+from hvdcompress.ops.vectors import Array, Flag, Scalar
 
 
 def host(x: Array) -> Any:

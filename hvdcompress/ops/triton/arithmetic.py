@@ -7,8 +7,8 @@ from math import isfinite
 import torch
 
 from hvdcompress.ops import torch as general
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import Finders, end_to_end, find, find_rest, matmul_transposed, moments_of
-from hvdcompress.ops.spec import NOTHING, Array, Coded, Flag, Found, Half, Scalar, Scan, Shares, Sparse, Velocity
 from hvdcompress.ops.torch import bucket_norms, concat, max_abs
 from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
@@ -18,6 +18,7 @@ from hvdcompress.ops.triton.floats import to_fp16
 from hvdcompress.ops.triton.selection import chunk_argmax, compacted, first_above, tile
 from hvdcompress.ops.triton.statistics import all_finite, finite_so_far, moments
 from hvdcompress.ops.triton.tensors import empty, plain, plain_sparse
+from hvdcompress.ops.vectors import Array, Coded, Flag, Half, Scalar, Shares, Sparse
 
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.spec import Array
 from hvdcompress.ops.triton._kernels import bits as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import INDICES, empty, plain, plain_bytes
+from hvdcompress.ops.vectors import Array
 
 WIDEST = 56  # the kernels hold a number and what is before it in its first byte in 64 bits
 

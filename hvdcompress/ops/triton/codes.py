@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.spec import Array, NumpyArray
 from hvdcompress.ops.triton._kernels import codes as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, plain, plain_bytes
+from hvdcompress.ops.vectors import Array, NumpyArray
 
 ROWS = BLOCK // 8  # a row is eight elements, which fill whole bytes
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.spec import FP16_MAX, Array
 from hvdcompress.ops.torch.tensors import f32
 from hvdcompress.ops.triton._kernels import floats as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, plain
+from hvdcompress.ops.vectors import FP16_MAX, Array
 
 
 def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None = None) -> tuple[Array, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.spec import Array, Scalar, Sparse
 from hvdcompress.ops.torch.tensors import f32, host
 from hvdcompress.ops.triton._kernels import selection as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, indices, plain
+from hvdcompress.ops.vectors import Array, Scalar, Sparse
 
 TILE = 2048  #: elements of a program that finds the largest of chunks
 WIDEST = 4096  #: elements of the largest chunk that one program can hold

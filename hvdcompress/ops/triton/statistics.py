@@ -6,11 +6,11 @@ import torch
 
 from hvdcompress.ops import torch as general
 from hvdcompress.ops.shared import moments_of
-from hvdcompress.ops.spec import Array, Flag
 from hvdcompress.ops.torch.tensors import flag, host
 from hvdcompress.ops.triton._kernels import statistics as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, plain
+from hvdcompress.ops.vectors import Array, Flag
 
 
 def finite_so_far(like: Array) -> Array:

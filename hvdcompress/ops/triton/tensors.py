@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 import torch
 
 from hvdcompress.ops.shared import index_dtype
-from hvdcompress.ops.spec import Array, Sparse
 from hvdcompress.ops.torch.tensors import dtype_of
+from hvdcompress.ops.vectors import Array, Sparse
 
 INDICES = (torch.int32, torch.int64)
 

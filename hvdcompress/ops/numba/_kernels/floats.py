@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
-from hvdcompress.ops.spec import FP16_MAX
+from hvdcompress.ops.vectors import FP16_MAX
 
 
 @compiled

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hvdcompress.ops.spec import Array
+from hvdcompress.ops.vectors import Array
 
 BLOCK = 1024  #: elements of a program
 
