@@ -100,7 +100,7 @@ class Reduced:
 
     total: Array | Sparse | Shares | Coded
     """Sum over ranks of what was sent, dense [n], :class:`Sparse` or coded [n]; equal on all ranks. What is coded is
-    decoded where it is written (``ops/spec.py``)."""
+    decoded where it is written (``ops/vectors.py``)."""
     own: Array | Sparse | Coded | None = None
     """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
     state: dict[str, Array] = field(default_factory=dict)
