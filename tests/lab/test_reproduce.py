@@ -115,13 +115,19 @@ if __name__ == "__main__":
 """
 
 
+def heeds_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_loses_only_what_was_under_way(tmp_path, jobs):
     log, out, script = tmp_path / "log", tmp_path / "out", tmp_path / "script.py"
     names = {"tests": str(ROOT / "tests" / "lab"), "log": str(log), "out": str(out), "jobs": jobs, "seconds": 1.5}
     script.write_text(STOPPED.format(**names))
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'lab'}"}
-    process = subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, start_new_session=True)
+    how = {"stdout": subprocess.PIPE, "start_new_session": True}
+    # a shell's background job, and what it starts, would ignore the signal
+    process = subprocess.Popen([sys.executable, str(script)], env=env, preexec_fn=heeds_ctrl_c, **how)
     until = time.monotonic() + 60
     while not list(out.glob("cache/*.json")) and time.monotonic() < until:
         time.sleep(0.05)
