@@ -402,8 +402,7 @@ class Rank:
         moved = [state for state in changed if not here.isdisjoint(_names(state.bucket))]
         if not moved:
             return
-        tables, waiting = snapshot.tables(moved), self._loaded or dict.fromkeys(snapshot.TABLES, {})
-        saved = {**waiting, **{table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}}
+        saved = {**(self._loaded or {}), **self._tables(moved)}
         left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
         alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
         kept = [snapshot.restored(saved, bucket, self._copy) for bucket in alone]
@@ -447,9 +446,12 @@ class Rank:
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world, "rank": self.rank}
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
-        tables = snapshot.tables(self.states.values())
-        waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
-        return head | {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
+        return head | self._tables(self.states.values())
+
+    def _tables(self, states: Iterable[State]) -> dict[str, dict[str, Any]]:
+        """The tables of these states, and of what was loaded of tensors that have not come yet."""
+        tables, waiting = snapshot.tables(states), self._loaded or dict.fromkeys(snapshot.TABLES, {})
+        return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
     def check_origin(self, saved: snapshot.Saved) -> None:
         """Refuse the saved state of another format, world or rank.

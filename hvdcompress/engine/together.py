@@ -6,10 +6,10 @@ is the same as alone, to the bit.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from hvdcompress.engine.collectives import cut
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
 from hvdcompress.ops.spec import Ops
 
@@ -102,7 +102,7 @@ class Together:
         if isinstance(first, AllGather):
             return AllGather(self._join([verb.x for verb in verbs]), tuple(len(verb.x) for verb in verbs))
         # what goes to one rank, of all tensors, lies together
-        pieces = [_cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
+        pieces = [cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
         x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
         if first.splits is None:
             return AllToAll(x)
@@ -112,7 +112,7 @@ class Together:
         """A sum, to which each rank gives its own payloads, and zeros in the places of the others'."""
         x = self.buffer(f"together.{self._round}.roots", sum(verb.num_bytes for verb in verbs) // 4, "int32")
         self.ops.fill(x, 0)
-        for verb, place in zip(verbs, _cut(x, [verb.num_bytes // 4 for verb in verbs]), strict=True):
+        for verb, place in zip(verbs, cut(x, [verb.num_bytes // 4 for verb in verbs]), strict=True):
             if int(verb.root) == self.rank:
                 self.ops.concat([self.ops.from_bytes(verb.make(), "int32")], place)
         return AllReduce(x, spent=True)
@@ -122,13 +122,13 @@ class Together:
         verbs: list[Any] = self._verbs
         first, count = verbs[0], len(verbs)
         if isinstance(first, Broadcast):
-            return _cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
+            return cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
         if isinstance(first, AllReduce):
-            return _cut(result, [len(verb.x) for verb in verbs])
+            return cut(result, [len(verb.x) for verb in verbs])
         if isinstance(first, AllGather):  # a payload a rank and tensor
             return [result[place::count] for place in range(count)]
         lengths = [self._lengths(verb, verb.receives) for verb in verbs]
-        from_ranks = [_cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
+        from_ranks = [cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
         return [list(pieces) for pieces in zip(*from_ranks, strict=True)]
 
     def _lengths(self, verb: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
@@ -151,11 +151,6 @@ def _kind(verb: Any) -> tuple[Any, ...]:
     if isinstance(verb, Broadcast):
         return (Broadcast,)
     return type(verb), verb.x.dtype, getattr(verb, "op", ""), getattr(verb, "splits", None) is None
-
-
-def _cut(x: Any, lengths: Sequence[int]) -> list[Any]:
-    stops = itertools.accumulate(lengths)
-    return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
 def _sums(each: Sequence[Sequence[int]]) -> tuple[int, ...]:
