@@ -20,7 +20,7 @@ from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Coded
 from hvdcompress.parts import seed
-from hvdcompress.plan import Plan, Program, plan_of
+from hvdcompress.plan import Bucket, Plan, Program, plan_of
 
 Array = np.ndarray[Any, Any]
 
@@ -104,6 +104,23 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
     if registry.classes().get(method.id) is type(method):
         return plan_of(method, **settings)
     return Plan(Program(((0, method),)), source=json.dumps({"method": method.id}), **settings)
+
+
+@dataclass(frozen=True)
+class Grouping(Plan):
+    """A plan that knows that tensors come together in every step, and so lets small ones travel together.
+
+    ``Grouping.of(plan)`` makes one of a plan.
+    """
+
+    @classmethod
+    def of(cls, plan: Plan) -> Plan:
+        """The plan, with that knowledge."""
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)})
+
+    def buckets(self, specs: Any, known: bool = True, ages: Any = None) -> list[Bucket]:
+        """As :meth:`Plan.buckets`."""
+        return super().buckets(specs, True, ages)
 
 
 class Trial(Loopback):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ from hvdcompress import registry, testing
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
-from hvdcompress.plan import Plan
 from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
-from hvdcompress.testing.trial import plan_for
+from hvdcompress.testing.trial import Grouping, plan_for
 
 BACKENDS = backends()
 METHODS = hvdcompress.available()
@@ -149,14 +148,6 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
             assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
 
 
-@dataclass(frozen=True)
-class Knowing(Plan):
-    """A plan that knows all tensors, and so joins those that it may."""
-
-    def buckets(self, specs: Any) -> Any:
-        return super().buckets(specs, known=True)
-
-
 @pytest.mark.parametrize("id", METHODS)
 @settings(max_examples=15)
 @given(data=st.data())
@@ -170,8 +161,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
     )
     plan = plan_for(method, seed=5)
-    joined = Knowing(**{each.name: getattr(plan, each.name) for each in fields(plan)})
-    together, alone = Trial(joined, world), Trial(plan, world)
+    together, alone = Trial(Grouping.of(plan), world), Trial(plan, world)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world)]
         outs = together.allreduce_many(gradients)

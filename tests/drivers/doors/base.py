@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,10 @@ import hvdcompress
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.testing import Trial
+from hvdcompress.testing.trial import Grouping
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Grouping(Plan):
-    """A plan that knows that tensors come together in every step, and so lets small ones travel together."""
-
-    def buckets(self, specs: Any) -> Any:
-        return super().buckets(specs, known=True)
 
 
 @dataclass
@@ -162,7 +155,7 @@ class Door(ABC):
         """The loopback with the same plan; all its collectives are noted."""
         plan = plan_of(method, **settings)
         if self.groups:
-            plan = Grouping(**{each.name: getattr(plan, each.name) for each in fields(plan)})
+            plan = Grouping.of(plan)
         return Trial(plan, world or self.world)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
