@@ -33,6 +33,7 @@ FLOORS: list[set[str]] = [
     {"lab/compare", "lab/doctor", "lab/catalogue", "lab/training"},
     {"lab/bench"},
     {"lab/scale"},
+    {"lab/advise"},
     {"lab/reproduce"},
     {"cli"},
     {"__main__"},
