@@ -486,7 +486,7 @@ def advise(
                 named = Named(shapes, seconds(backward), task, batch_size, model, data, loss)
                 if model:
                     sys.path.insert(0, os.getcwd())
-                settings = [entry.model_dump() for entry in entries]
+                settings = [{"label": entry.label, **entry.settings} for entry in entries]
                 job = Job([named], settings, error, "plan" if check else "no", rounds)
                 if under or not (hosts or check or (ranks and not link)):
                     [case] = on_ranks.measure(job, say)

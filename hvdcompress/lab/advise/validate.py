@@ -142,7 +142,7 @@ def measure(asked: Validation, folder: Path, error: float, say: Callable[[str], 
     codecs: dict[str, Any] = {}
     for line in jsonl.read(file):
         codecs = codecs or line["case"]["profile"]["codecs"]
-    entries = [entry.model_dump() for entry in asked.methods]
+    entries = [{"label": entry.label, **entry.settings} for entry in asked.methods]
     for rate in asked.rates:
         left = [net for net in asked.nets if (rate, net.label) not in done]
         if not left:
