@@ -558,7 +558,13 @@ def _validate_advice(config: str, out: Path | None, resume: bool, rates: list[st
     with folders.users_own(folder):
         validate.prepare(folder, asked, resume)
         with console.status("…") as status:
-            validate.measure(asked, folder, error_of(), lambda words: status.update(f"{escape(words)} …"))
+            validate.measure(
+                asked,
+                folder,
+                error_of(),
+                lambda words: status.update(f"{escape(words)} …"),
+                lambda words: console.print(escape(words), highlight=False, soft_wrap=True),
+            )
         written = validate.write(folder)
     found = validate.outcomes(folder)
     for table in validate.tables(found):

@@ -1,7 +1,7 @@
 """Write the tables and pictures of docs/advise.md from what was measured:
 
-    hvdcompress advise --validate advise_truth --out runs/advise
-    python tools/write_advise_docs.py runs/advise
+hvdcompress advise --validate advise_truth --out runs/advise
+python tools/write_advise_docs.py runs/advise
 """
 
 from __future__ import annotations

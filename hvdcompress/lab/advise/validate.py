@@ -123,7 +123,9 @@ def prepare(folder: Path, asked: Validation, resume: bool) -> None:
     asked.save(config)
 
 
-def measure(asked: Validation, folder: Path, error: float, say: Callable[[str], None]) -> None:
+def measure(
+    asked: Validation, folder: Path, error: float, say: Callable[[str], None], note: Callable[[str], None]
+) -> None:
     """Measure every case that has no result yet.
 
     Args:
@@ -131,6 +133,7 @@ def measure(asked: Validation, folder: Path, error: float, say: Callable[[str], 
         folder: each case is appended to ``results.jsonl`` in it.
         error: of an exchange's predicted time, relative.
         say: called with what is done next.
+        note: called with each case's verdict and measured steps.
 
     Raises:
         HostsError: the hosts cannot be set up.
@@ -154,6 +157,9 @@ def measure(asked: Validation, folder: Path, error: float, say: Callable[[str], 
                 [case] = launch(job, asked.hosts, hosts, lambda words: say(f"{net.label}, {rate}: {words}"), folder)  # noqa: B023
                 jsonl.append(file, {"rate": rate, "net": net.label, "case": case.to_dict()})
                 codecs = case.to_dict()["profile"]["codecs"]
+                steps = {label: numbers.seconds_of(statistics.median(each)) for label, each in case.measured.items()}
+                words = ", ".join(f"{label} {middle}" for label, middle in steps.items())
+                note(f"{net.label}, {rate}: {case.verdict} ({case.advised}); measured: {words}")
 
 
 def outcomes(folder: Path) -> list[Outcome]:
