@@ -54,7 +54,7 @@ def _turn(fabric: Fabric, workload: Workload, plan: Plan | None, seconds: float)
     module, optimizer, compressor = fabric.wrap(model, plan, workload.optimizer(model))
     steps = (_step(fabric, module, optimizer, loss, workload.waits) for _ in itertools.count())
     last = max(fabric.share(next(steps)))
-    if last < seconds:  # the first steps of a longer one hardly matter
+    if last < seconds or (plan and not plan.stateless):  # buffers are touched, and residuals fill up
         last = max(fabric.share([next(steps) for _ in range(WARM - 1)][-1]))
     times = [next(steps) for _ in range(min(MOST, max(LEAST, round(seconds / last))))]
     every = fabric.share(times)
