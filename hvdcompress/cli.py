@@ -506,7 +506,7 @@ def advise(
                 from hvdcompress.lab.advise import picture
 
                 plot.parent.mkdir(parents=True, exist_ok=True)
-                whole = [one for one in advice.advice.candidates if ", in part" not in one.label]
+                whole = [one for one in advice.advice.candidates if not one.partly]
                 plot.write_text(picture.steps(advice.case, whole, advice.heading), encoding="utf-8")
         report.show(advice, console, form)
         if plan:

@@ -33,7 +33,8 @@ class Candidate:
     """A plan and what is predicted of it.
 
     ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: bits a
-    second of the link below which the step is shorter than the dense one, 0 if it never is, infinite if it always is.
+    second of the link below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
+    ``partly``: it is the greedy plan of its method.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Candidate:
     tensors: int
     memory: int = 0
     break_even: float = 0.0
+    partly: bool = False
 
 
 class Case:
@@ -90,13 +92,13 @@ class Case:
         link = replace(self.link, rate=rate) if rate else self.link
         return simulate(self.times, self.units(buckets), link, self.world, status(plan, self.world))
 
-    def candidate(self, label: str, plan: Plan) -> Candidate:
+    def candidate(self, label: str, plan: Plan, partly: bool = False) -> Candidate:
         """A plan, and what is predicted of it."""
         buckets = buckets_of(plan, self.tensors)
         compressed = sum(len(bucket.members) for bucket in buckets if bucket.program.main.id != "none")
         memory = sum(state.memory(bucket) for bucket in buckets)
         step, even = self._step(plan, buckets), self.break_even(plan) if compressed else 0.0
-        return Candidate(label, plan.program.main.id, plan, step, compressed, len(self.tensors), memory, even)
+        return Candidate(label, plan.program.main.id, plan, step, compressed, len(self.tensors), memory, even, partly)
 
     def break_even(self, plan: Plan) -> float:
         """The rate in bits a second below which a plan's step is shorter than the dense one; see :class:`Candidate`."""
@@ -164,5 +166,5 @@ def candidates(case: Case, entries: Sequence[MethodEntry], say: Callable[[str], 
         say(f"predicting {entry.label}")
         found.append(case.candidate(entry.label, entry.plan))
         if partly := case.greedy(entry.settings):
-            found.append(case.candidate(f"{entry.label}, in part", partly))
+            found.append(case.candidate(f"{entry.label}, in part", partly, partly=True))
     return found

@@ -81,6 +81,6 @@ def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]
     """Plans to measure by label: dense, and what is advised (or the best of the others); or every one."""
     advice = report.advice
     others = sorted((one for one in advice.candidates if one.label != DENSE), key=lambda one: one.step.seconds)
-    whole = [one for one in others if ", in part" not in one.label] if everything else others[:1]
+    whole = [one for one in others if not one.partly] if everything else others[:1]
     chosen = [*whole, *([advice.best] if advice.best is not advice.dense and advice.best not in whole else [])]
     return {DENSE: {"method": "none"}, **{one.label: one.plan.to_dict() for one in chosen}}
