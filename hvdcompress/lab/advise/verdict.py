@@ -75,7 +75,7 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     """
     dense, alone = found[0], case.times.alone
     assert dense.label == DENSE
-    best = _simplest(found)
+    best = _simplest(found, error)
     half = min((one for one in found if one.method in HALF), key=lambda one: one.step.seconds, default=None)
     exposed = dense.step.exposed / dense.step.seconds if dense.step.seconds else 0.0
     gain = 1 - best.step.seconds / dense.step.seconds if dense.step.seconds else 0.0
@@ -116,11 +116,15 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     return Advice(verdict, reason, best, dense, alone, error, unsure, found)
 
 
-def _simplest(found: list[Candidate]) -> Candidate:
-    """The shortest step; of plans that are little longer, a method everywhere comes before one in part."""
+def _simplest(found: list[Candidate], error: float) -> Candidate:
+    """The shortest step; a plan for a part of the tensors must be shorter than any other by more than the error.
+
+    Among many such plans the greedy search finds the one of which the model is most wrong, too.
+    """
     shortest = min(found, key=lambda one: one.step.seconds)
     whole = min((one for one in found if not one.partly), key=lambda one: one.step.seconds)
-    return whole if whole.step.seconds <= shortest.step.seconds * (1 + LITTLE) else shortest
+    gain = whole.step.seconds - shortest.step.seconds
+    return shortest if gain > error * (whole.step.exposed + shortest.step.exposed) else whole
 
 
 def _gain(one: Candidate, dense: Candidate) -> float:
