@@ -68,6 +68,15 @@ def test_what_waits_and_is_alike_travels_as_one():
     assert simulate(times, units, Link(8e12, message=1.0), 3).seconds == pytest.approx(8.0)
 
 
+def test_what_comes_within_a_cycle_joins():
+    """A round of 1 s, of which 0.5 s are a cycle: b joins c, which ends at 1; a comes too late."""
+    times = Times({"c": 0.0, "b": 0.4, "a": 0.6}, 0.6)
+    units = [unit(name, 0) for name in "abc"]
+    step = simulate(times, units, Link(8e12, round=1.0, window=0.5), 2)
+    assert step.link == pytest.approx(2.0) and step.seconds == pytest.approx(1.6)
+    assert simulate(Times({"a": 0.0}, 0.0), [unit("a", 0)], Link(8e12, round=1.0, window=0.5), 2).seconds == 1.0
+
+
 def test_encoding_delays_what_follows():
     """a is ready at 1 but b's second of encoding comes first: a is sent from 2 to 3."""
     times = Times({"b": 0.0, "a": 1.0}, 1.0)

@@ -17,7 +17,7 @@ from hvdcompress.method import Method
 
 __all__ = ["link", "profile", "sharing", "times"]
 
-PASSES, WARM = 7, 3
+PASSES, WARM = 11, 3
 REPEATS = 15  # of collectives that are small
 FEW = 64  # small collectives at once
 SMALL, LARGE = 8, 1 << 20  # bytes; the large size grows until a collective takes LONG seconds
@@ -25,20 +25,19 @@ LONG, MOST = 0.15, 1 << 26
 SPIN = 0.2
 
 
-def times(
-    workload: Workload, rank: int = 0, world: int = 1, meet: Callable[[], None] = lambda: None
-) -> tuple[dict[str, tuple[int, ...]], MeasuredTimes]:
+def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, tuple[int, ...]], MeasuredTimes]:
     """When gradients are ready, over some backward passes without any exchange; medians.
+
+    All ranks compute at the same time. A collective waits for the last one: a pass's times are the latest rank's.
 
     Args:
         workload: what is trained.
-        rank: whose part of the data.
-        world: the number of ranks.
-        meet: returns when all ranks have called it, so that all compute at the same time.
+        fabric: the ranks; None in one process.
 
     Returns:
         Shapes by name, and the times.
     """
+    rank, world = (fabric.rank, fabric.world) if fabric else (0, 1)
     model, loss = workload.make(rank, world)
     optimizer = workload.optimizer(model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -55,7 +54,8 @@ def times(
     for number in range(WARM + PASSES):
         optimizer.zero_grad()
         came.clear()
-        meet()
+        if fabric:
+            fabric.meet()
         began = time.perf_counter()
         total = loss(model)
         _wait_for_device(total)
@@ -72,14 +72,22 @@ def times(
         one.remove()
     if missing := [name for name in trained if name not in rows[-1][3]]:
         raise ValueError(f"no gradient of {missing[0]!r} came in the backward pass: freeze it, or use it in the loss")
-    middle = statistics.median
-    backward = middle(row[1] for row in rows)
-    ready = {name: min(backward, middle(row[3][name] for row in rows)) for name in trained}
+    latest = [
+        (
+            *(max(row[part] for row in each) for part in range(3)),
+            {name: max(row[3][name] for row in each) for name in trained},
+        )
+        for each in zip(*(fabric.share(rows) if fabric else [rows]), strict=True)
+    ]
+
+    def middle(part: int) -> float:
+        return statistics.median(row[part] for row in latest)
+
+    backward = middle(1)
+    ready = {name: min(backward, statistics.median(row[3][name] for row in latest)) for name in trained}
     # shapes hand out copies of their gradients, which are made in the forward pass: not a part of what is trained
-    forward = 0.0 if workload.waits else middle(row[0] for row in rows)
-    found = MeasuredTimes(
-        forward=forward, backward=backward, update=middle(row[2] for row in rows), waits=workload.waits, ready=ready
-    )
+    forward = 0.0 if workload.waits else middle(0)
+    found = MeasuredTimes(forward=forward, backward=backward, update=middle(2), waits=workload.waits, ready=ready)
     return {name: tuple(parameter.shape) for name, parameter in trained.items()}, found
 
 
@@ -191,11 +199,10 @@ def profile(
     import psutil
 
     meet = fabric.meet if fabric else lambda: None
-    rank, world = (fabric.rank, fabric.world) if fabric else (0, 1)
     say("measuring how ranks share processors")
     shared = max(fabric.share(sharing(meet))) if fabric else 1.0
     say(f"measuring when gradients of {workload.name} are ready")
-    tensors, found = times(workload, rank, world, meet)
+    tensors, found = times(workload, fabric)
     say("measuring the link")
     measured = link(fabric, shared) if fabric else None
     meet()
@@ -205,7 +212,7 @@ def profile(
     return Profile.made_of(
         name=re.sub(r"[^\w.-]+", "-", workload.name) or "model",
         made=time.strftime("%Y-%m-%d"),
-        ranks=world,
+        ranks=fabric.world if fabric else 1,
         shared=shared,
         memory=psutil.virtual_memory().available,
         driver=fabric.driver if fabric else "Horovod",

@@ -22,6 +22,7 @@ from hvdcompress.lab.scale.cost import Codec
 __all__ = ["VERSION", "MeasuredCodec", "MeasuredLink", "MeasuredTimes", "Profile"]
 
 VERSION = 1
+CYCLE = 1e-3  #: seconds: Horovod looks so often for what has come (HOROVOD_CYCLE_TIME's default)
 NotNegative = Field(ge=0, allow_inf_nan=False)
 
 
@@ -43,7 +44,7 @@ class MeasuredLink(Part):
     @property
     def link(self) -> Link:
         """For the time line."""
-        return Link(**self.model_dump())
+        return Link(**self.model_dump(), window=min(CYCLE, self.round))
 
 
 class MeasuredTimes(Part):

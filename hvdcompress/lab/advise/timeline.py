@@ -31,7 +31,8 @@ class Link:
 
     ``rate``: bits a second; ``message``: α, seconds of a message that waits for another; ``round``: seconds of a
     collective beside its messages; ``call``: processor seconds that it takes to ask for one; ``overlap``: the share of
-    its speed at which the processor computes while the link is busy, from 0 to 1.
+    its speed at which the processor computes while the link is busy, from 0 to 1; ``window``: of a round's seconds,
+    those in which others of the kind may still join, as in Horovod's cycle.
     """
 
     rate: float
@@ -39,6 +40,7 @@ class Link:
     round: float = 0.0
     call: float = 0.0
     overlap: float = 1.0
+    window: float = 0.0
 
     def seconds(self, kind: Kind, lengths: Sequence[int], line: float, world: int) -> float:
         """Seconds of collectives of one kind that travel together.
@@ -114,11 +116,12 @@ class Step:
 
 @dataclass
 class _Asked:
-    """A collective that was asked for; ``at`` is its place in its unit, -1 for those beside it."""
+    """A collective that was asked for at some time; ``at`` is its place in its unit, -1 for those beside it."""
 
     call: Call
     unit: int
     at: int
+    time: float = 0.0
 
 
 class _Run:
@@ -135,46 +138,57 @@ class _Run:
     def ask(self, asked: _Asked) -> None:
         """Hand a collective to the network."""
         self.spend(self.link.call)
+        asked.time = self.now
         self.queue.append(asked)
         self.drive()
 
+    @property
+    def next(self) -> float:
+        """When the link ends what it carries, or begins with what waits; infinite if there is neither."""
+        if self.flying:
+            return self.until
+        return max(self.until, self.queue[0].time + self.link.window) if self.queue else math.inf
+
     def drive(self) -> None:
-        """Let the link do what it has done by now, and begin with what waits."""
-        if self.flying and self.until <= self.now:
-            self.came.extend(self.flying)
-            self.flying = []
-        if self.queue and not self.flying:
-            kind = self.queue[0].call.kind
-            together = [each for each in self.queue if each.call.kind == kind]
-            self.queue = [each for each in self.queue if each.call.kind != kind]
-            line = sum(each.call.line for each in together)
-            seconds = self.link.seconds(kind, [each.call.num_bytes for each in together], line, self.world)
-            self.until = self.now + seconds  # spend() stops wherever a transfer ends, so none begins too late
-            self.busy += seconds
-            self.latency += seconds - 8 * line / self.link.rate
-            self.flying = together
+        """Let the link do what it has done by now."""
+        while self.next <= self.now:
+            if self.flying:
+                self.came.extend(self.flying)
+                self.flying = []
+            else:
+                self._begin(self.next)
+
+    def _begin(self, time: float) -> None:
+        kind = self.queue[0].call.kind
+        together = [each for each in self.queue if each.call.kind == kind]
+        self.queue = [each for each in self.queue if each.call.kind != kind]
+        line = sum(each.call.line for each in together)
+        seconds = self.link.seconds(kind, [each.call.num_bytes for each in together], line, self.world)
+        self.until = time + seconds - self.link.window
+        self.busy += seconds
+        self.latency += seconds - 8 * line / self.link.rate
+        self.flying = together
 
     def spend(self, seconds: float, slowed: bool = True) -> None:
         """Let the processor work for so many seconds, at less than its speed while the link is busy if ``slowed``."""
         left = seconds
-        while left > 0:
-            self.drive()
-            if not self.flying:
-                self.now += left
-                return
-            speed = self.link.overlap if slowed else 1.0
-            until = self.until - self.now
-            if speed * until >= left:
-                self.now += left / speed
-                return
-            left -= speed * until
-            self.now = self.until
         self.drive()
+        while left > 0:
+            speed = self.link.overlap if slowed and self.flying else 1.0
+            until = self.next - self.now
+            if speed and left <= speed * until:
+                self.now += left / speed
+                left = 0.0
+            else:
+                left -= speed * until
+                self.now = self.next
+            self.drive()
 
     def wait(self) -> None:
-        """Let the processor wait until the link is done with what it carries."""
-        self.now = max(self.now, self.until)
-        self.drive()
+        """Let the processor wait until the link has brought something."""
+        while not self.came:
+            self.now = max(self.now, self.next)
+            self.drive()
 
 
 def simulate(times: Times, units: Sequence[Unit], link: Link, world: int, last: Sequence[Call] = ()) -> Step:
