@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli
 from hvdcompress.lab.advise import check, measure, run, validate, verdict, workload
+from hvdcompress.lab.advise.calibrate import FARTHEST, calibrate
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.exchanges import buckets_of, status, units_of
@@ -296,6 +297,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ({"link": {"rate": 0, "message": 0, "round": 0, "call": 0, "overlap": 1}}, r"link\.rate"),
         ({"link": {"rate": 1, "message": 0, "round": 0, "call": 0, "overlap": 2}}, r"link\.overlap"),
         ({"codecs": {"topk": {"encode": [1, 2, 3], "decode": [0, 0, 0, 0]}}}, r"codecs\.topk\.encode"),
+        ({"dense": 0.0}, "dense"),
         ({"speed": 1}, "unknown key"),
     ],
 )
@@ -305,6 +307,21 @@ def test_bad_profiles_are_refused_by_name(tmp_path, changed, words):
     with pytest.raises(ValueError, match=words) as caught:
         Profile.open(file)
     assert "bad.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_a_measured_dense_step_brings_the_link_into_line(factor):
+    """Whatever dominates, the dense step is then the measured one; the link changes by 4 at most."""
+    profile = Profile.open(good())
+    plain = run.case_of(profile)
+    for link in (plain.given, Link(1e12, round=0.01)):
+        case = plain.over(link)
+        seconds = case.times.alone + factor * case.predict(case.dense).exposed
+        found = calibrate(case, seconds)
+        assert case.over(found).predict(case.dense).seconds == pytest.approx(seconds, rel=0.01)
+        assert (found.rate == link.rate) == (link.round == 0.01)
+    measured = run.case_of(Profile.open(good(dense=1000.0))).given
+    assert measured.rate == pytest.approx(plain.given.rate / FARTHEST)
 
 
 def test_ranks_that_share_processors_take_longer():
@@ -424,7 +441,7 @@ def test_two_ranks_measure_advise_and_check(tmp_path):
     measured = {row["candidate"]: row.get("measured") for row in data["candidates"]}
     assert measured[DENSE] and sum(one is not None for one in measured.values()) >= 2
     profile = Profile.open(file)
-    assert profile.ranks == 2 and profile.link and profile.link.rate > 1e6
+    assert profile.ranks == 2 and profile.link and profile.link.rate > 1e6 and profile.dense
     assert set(profile.times.ready) == set(profile.tensors)
     load(data["plan"])
 

@@ -70,9 +70,13 @@ class Case:
         shared: float = 1.0,
     ):
         self.tensors, self.times, self.world, self.codecs, self.shared = tensors, times, world, codecs, shared
-        self.link = replace(link, call=link.call * shared)
+        self.given, self.link = link, replace(link, call=link.call * shared)
         self.dense = load({"method": "none"})
         self._units: dict[Any, Unit] = {}
+
+    def over(self, link: Link) -> Case:
+        """The same training over another link."""
+        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared)
 
     def units(self, buckets: Sequence[Bucket]) -> list[Unit]:
         """The units of buckets."""

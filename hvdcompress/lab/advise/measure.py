@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from hvdcompress.lab.advise import check
+from hvdcompress.lab.advise.choose import DENSE
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.fabric import Fabric
 from hvdcompress.lab.advise.profile import MeasuredCodec, MeasuredLink, MeasuredTimes, Profile
@@ -23,6 +25,7 @@ FEW = 64  # small collectives at once
 SMALL, LARGE = 8, 1 << 20  # bytes; the large size grows until a collective takes LONG seconds
 LONG, MOST = 0.15, 1 << 26
 SPIN = 0.2
+ROUNDS, TURN = 2, 0.5  # of dense steps: turns, and seconds of each
 
 
 def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, tuple[int, ...]], MeasuredTimes]:
@@ -206,6 +209,10 @@ def profile(
     say("measuring the link")
     measured = link(fabric, shared) if fabric else None
     meet()
+    dense: dict[str, float] = {}
+    if fabric:
+        steps = check.measure(fabric, workload, {DENSE: None}, ROUNDS, TURN, say)[DENSE]
+        dense = {"dense": statistics.median(steps)}
     codecs = Known(dict(known), say)
     codecs.time_all(methods)
     given = {"link": measured.model_dump()} if measured else {}
@@ -220,4 +227,5 @@ def profile(
         times=found.model_dump(),
         codecs={name: codec.model_dump() for name, codec in codecs.codecs.items()},
         **given,
+        **dense,
     )

@@ -77,7 +77,8 @@ class MeasuredCodec(Part):
 class Profile(ConfigFile):
     """What advice is made from.
 
-    ``shared``: ranks that shared a processor, as measured; ``memory``: bytes that were free.
+    ``shared``: ranks that shared a processor, as measured; ``memory``: bytes that were free; ``dense``: seconds of a
+    dense step over ``link``, as measured, which the link's costs are brought into line with.
     """
 
     what: ClassVar[str] = "profile"
@@ -95,6 +96,7 @@ class Profile(ConfigFile):
     """Shapes by name."""
     times: MeasuredTimes
     link: MeasuredLink | None = None
+    dense: Real | None = Field(None, gt=0, allow_inf_nan=False)
     codecs: dict[str, MeasuredCodec] = {}
     """By the methods' names as ``scale.model.name_of`` writes them."""
 

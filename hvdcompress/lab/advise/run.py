@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress.lab import packaged
+from hvdcompress.lab.advise.calibrate import calibrate
 from hvdcompress.lab.advise.choose import DENSE, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.profile import Profile
@@ -18,7 +19,7 @@ from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.run import seconds
 
-__all__ = ["link_of", "plans_to_check", "report_of"]
+__all__ = ["case_of", "link_of", "plans_to_check", "report_of"]
 
 
 def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -> Link:
@@ -63,6 +64,19 @@ def report_of(
     Raises:
         ValueError: the profile has no link, and none is given; or there is one rank.
     """
+    case = case_of(profile, link, ranks, shared, say)
+    advice = advise(case, candidates(case, entries, say), error)
+    return Report(profile, case.given, case.world, case.shared, advice, case)
+
+
+def case_of(
+    profile: Profile,
+    link: Link | None = None,
+    ranks: int | None = None,
+    shared: float | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> Case:
+    """The training that a profile tells of, over its link or another one; see :func:`report_of`."""
     world = ranks or profile.ranks
     if world < 2:
         raise ValueError("one rank exchanges nothing: give --ranks, or measure among several (--hosts, horovodrun)")
@@ -73,8 +87,8 @@ def report_of(
     found = link or profile.link.link  # type: ignore[union-attr]
     sharing = shared or (profile.shared if ranks in (None, profile.ranks) else 1.0)
     case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing)
-    advice = advise(case, candidates(case, entries, say), error)
-    return Report(profile, found, world, sharing, advice, case)
+    as_measured = link is None and world == profile.ranks and shared in (None, profile.shared)
+    return case.over(calibrate(case, profile.dense)) if as_measured and profile.dense else case
 
 
 def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]]:

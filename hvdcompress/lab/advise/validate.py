@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hvdcompress.lab.advise.choose import DENSE, Case
-from hvdcompress.lab.advise.codecs import Known
+from hvdcompress.lab.advise import run
+from hvdcompress.lab.advise.choose import DENSE
 from hvdcompress.lab.advise.job import Found, Job
 from hvdcompress.lab.advise.launching import launch
 from hvdcompress.lab.advise.outcome import Outcome
@@ -174,10 +174,7 @@ def outcomes(folder: Path) -> list[Outcome]:
         raise ValueError(f"{folder} holds no validation: it has no results.jsonl")
     for (rate, net), given in lines.items():
         one = Found.from_dict(given)
-        profile = one.profile
-        assert profile.link
-        times, codecs = profile.times_if(profile.shared), Known(profile.codecs)
-        case = Case(profile.shapes, times, profile.link.link, profile.ranks, codecs, profile.shared)
+        case = run.case_of(one.profile)
         for label, seconds in one.measured.items():
             predicted = case.predict(load(one.plans[label])).seconds
             middle = statistics.median(seconds)
