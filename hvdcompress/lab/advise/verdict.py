@@ -101,18 +101,22 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
                 "(fusion, gradient accumulation), or exchange less often"
             )
         best = dense
+    elif best.step.seconds + error * best.step.exposed > dense.step.seconds - error * dense.step.exposed:
+        verdict = DONT
+        reason = (
+            f"{best.label} may make the step {_percent(gain)} shorter, which is less than the error of both predictions"
+        )
+        best = dense
     elif best.method in HALF:
         verdict = SIXTEEN.format(best.method)
         reason = f"16 bits make the step {_percent(gain)} shorter, and nothing else is much better{others}"
     else:
         verdict = PLAN
         reason = f"{best.label} makes the step {_percent(gain)} shorter below {_rate(best.break_even)}"
-    rivals = [one for one in found if (one.label == DENSE) != (best.label == DENSE)]
     off = error * best.step.exposed
-    if best is dense:
-        unsure = any(one.step.seconds - error * one.step.exposed < best.step.seconds + off for one in rivals)
-    else:
-        unsure = best.step.seconds + off > dense.step.seconds - error * dense.step.exposed
+    unsure = best is dense and any(
+        one.step.seconds - error * one.step.exposed < dense.step.seconds + off for one in found if one is not dense
+    )
     return Advice(verdict, reason, best, dense, alone, error, unsure, found)
 
 
