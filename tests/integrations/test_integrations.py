@@ -1,7 +1,7 @@
 """The frameworks' examples train, checkpoint and go on from it to the bit, each by the framework's own usual call.
 
-They need what ``pip install hvdcompress[lightning,accelerate,transformers]`` brings (``launch/setup.sh`` installs it, 29 MB
-in all); what is not there is skipped.
+They need what ``pip install hvdcompress[lightning,accelerate,transformers]`` brings: 29 MB, which ``launch/setup.sh``
+installs. What is not there is skipped.
 """
 
 from __future__ import annotations
