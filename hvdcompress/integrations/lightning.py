@@ -76,7 +76,7 @@ class CompressedDDP(DDPStrategy):
         """
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.compressor and "optimizer_states" in checkpoint:
-            beside.save(self.compressor, _folder(filepath))
+            beside.save(self.compressor, folder_of(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Read the checkpoint, and note where its residuals are."""
@@ -92,15 +92,17 @@ class CompressedDDP(DDPStrategy):
         """
         super().load_optimizer_state_dict(checkpoint)
         if self.compressor:
-            beside.load(self.compressor, _folder(self._checkpoint))
+            beside.load(self.compressor, folder_of(self._checkpoint))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the checkpoint, and the residuals."""
+        """Remove the checkpoint, and its residuals; of a link only the link."""
+        kept = "://" in str(filepath) or Path(filepath).is_symlink()  # none there, or another checkpoint's
         super().remove_checkpoint(filepath)
-        beside.remove(_folder(filepath))
+        if not kept:
+            beside.remove(folder_of(filepath))
 
 
-def _folder(filepath: str | Path) -> Path:
+def folder_of(filepath: str | Path) -> Path:
     """Where a checkpoint's residuals are; ``last.ckpt`` may be a link to another.
 
     Raises:
