@@ -5,8 +5,8 @@
     trainer = Trainer(strategy=CompressedDDP("scalecom", {"density": 0.01}), devices=2)
     trainer = Trainer(strategy="hvdcompress_scalecom", devices=2)  # by name, with the method's defaults
 
-Importing this module registers a name for every method. Lightning's own ``ddp_comm_hook=`` works on CUDA alone, where
-it says nothing elsewhere, and the state of hooks is not in its checkpoints; here both are otherwise.
+Importing this module registers a name for every method. Lightning's own ``ddp_comm_hook=`` is ignored in silence on
+anything but CUDA, and its checkpoints do not have a hook's state: this strategy works on the CPU, too, and saves it.
 """
 
 from __future__ import annotations
