@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self._segments = Segments(self.local, self.current_loss_scale)
         # names of what was traced, by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
-        self._variables: set[Any] = set()  # of the model, as far as graphs have told
+        self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
         self._eager = itertools.count()
         self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
         self._name: str | None = None
@@ -197,7 +198,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps of a name what follows its last slash
-        name = f"{self.prefix}.{bucket.spec.name.replace('/', '.')}.{number}.{planned.verb}"
+        tensor = re.sub(r"[^A-Za-z0-9_.-]", lambda found: f"_{ord(found[0]):x}", bucket.spec.name.replace("/", "."))
+        name = f"{self.prefix}.{tensor}.{number}.{planned.verb}"
         for part in payload:
             part.set_shape([None])
         if planned.verb == "AllGather":
@@ -257,7 +259,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
         """Refuse a graph that has none of the variables of those before: equal ordinals would share residuals."""
-        here = {variable.ref() for graph in graphs for variable in getattr(graph, "trainable_variables", ())}
+        captured = [tensor for graph in graphs for tensor in getattr(graph, "external_captures", ())]
+        here = {one.ref() for one in captured if one.dtype == tf.resource and not tf.is_symbolic_tensor(one)}
         if here and self._variables and not here & self._variables:
             raise ValueError(
                 "this Compressor serves another model, of which this step has no variable: make one for each model"

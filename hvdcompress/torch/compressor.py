@@ -283,7 +283,9 @@ class Compressor(TensorCompressor):
             ValueError: another optimizer has this Compressor, too, and gradients are still on their way; or the
                 optimizer has a parameter of which Horovod does not know.
         """
-        if self._arrivals and self._arrivals.sealed:
+        if self._arrivals and not self._arrivals.sealed:
+            return  # Horovod's step() is a step of the optimizer's around another one: it has yet to synchronize
+        if self._arrivals:
             left = ", ".join(sorted(self._arrivals.left))
             self._drop()
             raise ValueError(

@@ -254,12 +254,11 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
         again = load_model(path, "topk", density=0.1)
         assert type(again.optimizer).__name__ == type(plain).__name__
-        again.optimizer.compressor.load_state_dict(model.optimizer.compressor.state_dict())
-        for one in (model, again):
-            one.jit_compile = False
-            one.fit(x, x[:, :1], verbose=0, batch_size=16, shuffle=False)
-        for mine, its in zip(model.variables, again.variables, strict=True):
-            np.testing.assert_array_equal(np.array(mine), np.array(its))
+        for mine, its in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=mine.path)
+        again.jit_compile = False
+        again.fit(x, x[:, :1], verbose=0, batch_size=16)
+        assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
         assert_same_on_all_ranks({v.path: np.array(v) for v in again.trainable_variables}, path)
 
 

@@ -17,7 +17,7 @@ from run_door import door_of
 faulthandler.dump_traceback_later(100, exit=True)
 out, how = Path(sys.argv[1]), sys.argv[2]
 door = door_of(os.environ["DOOR"], out)
-handle = door.make("scalecom", {"density": 0.05, "timeout": 2}, door.shapes)
+handle = door.make("scalecom", {"density": 0.05, "timeout": 6}, door.shapes)
 for step in range(4):
     if step == 3 and door.rank == door.world - 1:
         (out / "before").touch()

@@ -129,23 +129,3 @@ def a_parameter_that_horovod_does_not_know() -> None:
         before = {n: parameter.detach().clone() for n, parameter in now.items()}
         harness.must_raise(ValueError, [f"'{name}'", "is not reduced"], opt.step, hvd.allgather_object)
         assert all(torch.equal(parameter, before[n]) for n, parameter in now.items()), "no parameter has moved"
-
-
-@case
-def join_is_refused_by_its_name() -> None:
-    if hvd.size() < 2:
-        raise Skip("needs 2 ranks")
-    for method in ("none", "topk", "randomk"):
-        params, last = parameters(f"join.{method}"), hvd.size() - 1
-        opt = optimizer(params, Compressor(method, params.items()))
-        for step in range(2):
-            reduce_once(opt, params, gradients(params, step, hvd.rank()))
-        message = ""
-        if hvd.rank() != last:  # the last rank has no more data
-            try:
-                reduce_once(opt, params, gradients(params, 2, hvd.rank()))
-            except PeerError as error:
-                message = str(error)
-        hvd.join()
-        said = hvd.allgather_object(message)
-        assert all("hvd.join()" in text for text in said[:last]), said
