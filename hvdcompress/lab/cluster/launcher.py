@@ -97,9 +97,9 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
 
 
 def _ending_with_us() -> Callable[[], None] | None:
-    """What a child calls before it becomes another program, so that it gets a SIGTERM when we are killed, at which
-    horovodrun ends its ranks; None where the system cannot do that (Linux: man 2 prctl, PR_SET_PDEATHSIG).
+    """What a child calls before it becomes another program, so that a SIGTERM ends it when we are killed.
 
+    horovodrun then ends its ranks. None where the system cannot do that (Linux can: man 2 prctl, PR_SET_PDEATHSIG).
     The signal comes at the end of the *thread* that has started the child, so only the main thread's children get it.
     """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
