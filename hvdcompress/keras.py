@@ -172,7 +172,9 @@ class _Reduces(_Reduction):
     """Reduces what Keras is about to clip and apply: unscaled, and accumulated if need be."""
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        self._reduced = trainable_variables
+        vars(self)["_reduced"] = (
+            trainable_variables  # Keras would take an attribute's variables for the optimizer's own
+        )
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:

@@ -98,7 +98,7 @@ class Watchdog:
         found[self.rank] = self.place()
 
         def ask(rank: int) -> None:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, LookupError):
                 found[rank] = _ask(self._peers[rank], self.rank)
 
         ranks = [rank for rank in range(len(self._peers)) if rank != self.rank]
