@@ -7,6 +7,8 @@ needs to look at the others, and the selection is the same as if it had.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hvdcompress.method import Array, Context, Sparse
@@ -14,11 +16,13 @@ from hvdcompress.ops.scan import NOTHING, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Scalar
 
-THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [3, places]: the last threshold of each place, the one before,
-# and by how much the next may be less than expected and its elements still be among the candidates
-SLACK, MOST_SLACK, LEAST_SLACK = 0.1, 0.5, 0.005
-MANY, LESS = 2, 0.7  #: candidates are too many if they are so many times as many as wanted; the slack then shrinks
-ROOM = 16  #: and are not noted if they are so many
+THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [4, places]: the last threshold of each place, the one before,
+# what the expected next one is multiplied by (factor), and by which part candidates shall be more than are wanted
+FACTOR, LEAST_FACTOR, MOST_FACTOR = 0.9, 0.5, 0.998
+EXCESS, LEAST_EXCESS, MOST_EXCESS = 0.5, 0.3, 4.0
+CALMER = 0.95  #: by which the excess shrinks where there were enough candidates; it doubles where there were too few
+STEEP = 0.2  #: where nothing is known, 1/STEEP is the power of the magnitude that counts fall with
+ROOM = 16  #: candidates are not noted if they are so many times as many as wanted
 
 
 def scan(wanted: int, place: int, ctx: Context, moments: bool = False) -> Scan:
@@ -33,9 +37,17 @@ def scan(wanted: int, place: int, ctx: Context, moments: bool = False) -> Scan:
     known = ctx.scratch.get(THRESHOLDS)
     if known is None or place >= known.shape[1] or not known[0, place] > 0:
         return Scan(moments)
-    now, before, slack = known[:, place].tolist()
-    expected = now + max(now - before, -now) / 2 if before else now  # as residuals grow, so does it
-    return Scan(moments, above=np.float32((1.0 - slack) * expected), capacity=ROOM * wanted + 64)
+    now, before, factor, _ = known[:, place].tolist()
+    return Scan(moments, above=np.float32(factor * _expected(now, before)), capacity=_room(wanted))
+
+
+def _expected(now: float, before: float) -> float:
+    """Return the next threshold after two: as residuals grow, so does it."""
+    return now + max(now - before, -now) / 2 if before else now
+
+
+def _room(wanted: int) -> int:
+    return ROOM * wanted + 64
 
 
 def scan_whole(wanted: int, ctx: Context, moments: bool = False) -> Scan:
@@ -48,11 +60,12 @@ def of(place: int, ctx: Context) -> Sparse | None:
     return ctx.scanned[place].above if ctx.scanned else None
 
 
-def remember(threshold: float, found: int | None, wanted: int, place: int, ctx: Context) -> None:
+def remember(threshold: float, reached: int, found: int | None, wanted: int, place: int, ctx: Context) -> None:
     """Remember the threshold of a selection for the next step.
 
     Args:
         threshold: what all selected elements reach or exceed.
+        reached: how many elements do.
         found: the number of candidates that there were, or None if they were not noted or too many.
         wanted: how many there had to be.
         place: which of the thresholds this is.
@@ -60,15 +73,18 @@ def remember(threshold: float, found: int | None, wanted: int, place: int, ctx: 
     """
     known = ctx.scratch.get(THRESHOLDS)
     if known is None or place >= known.shape[1]:
-        known = np.zeros((3, max(place + 1, len(ctx.spec.parts))), np.float32)
-        known[2] = SLACK
+        known = np.zeros((4, max(place + 1, len(ctx.spec.parts))), np.float32)
+        known[2], known[3] = FACTOR, EXCESS
         ctx.scratch[THRESHOLDS] = known
-    elif known[0, place] > 0:  # candidates were looked for
-        slack = known[2, place]
-        if found is None or found > MANY * wanted:
-            known[2, place] = max(slack * LESS, LEAST_SLACK)
-        elif found < wanted:
-            known[2, place] = min(slack * 2, MOST_SLACK)
+    elif known[0, place] > 0 and threshold > 0 and reached:  # candidates were looked for
+        now, before, factor, excess = known[:, place].tolist()
+        expected, count = _expected(now, before), _room(wanted) if found is None else max(found, 1)
+        excess = min(2 * excess, MOST_EXCESS) if count < wanted else max(CALMER * excess, LEAST_EXCESS)
+        # near the threshold, counts go with a power of the magnitude: where would there have been as many as aimed at?
+        steep = math.log(threshold / (factor * expected)) / math.log(count / reached) if count != reached else 0.0
+        aim = (1 + excess) * wanted / reached
+        factor = threshold * aim ** -(steep if steep > 0 else STEEP) / expected
+        known[2:, place] = min(max(factor, LEAST_FACTOR), MOST_FACTOR), excess
     known[:2, place] = threshold, known[0, place]
 
 

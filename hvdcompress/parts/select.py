@@ -47,7 +47,7 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Sparse:
             return near
         chosen, threshold = ops.largest_of(near, k)
         if on_host:
-            candidates.remember(threshold, noted, k, place, ctx)
+            candidates.remember(threshold, k, noted, k, place, ctx)
         return chosen
 
     return in_parts(x, ctx.spec.parts if len(counts) > 1 else (len(x),), choose, ops)
@@ -177,9 +177,10 @@ def above_threshold(
     k, room, near = num_kept(density, len(x)), capacity(density, len(x)), candidates.of(place, ctx)
     elements = candidates.Elements(x, near, candidates.scan(room + 1, place, ctx).above, ops)
     threshold, below = refine(elements, start, k, room)
-    if isinstance(x, np.ndarray):  # on a device, candidates cost more than they save
-        candidates.remember(float(threshold), None if near is None else len(near.index), room + 1, place, ctx)
     chosen = elements.above(threshold, room)
+    if isinstance(x, np.ndarray):  # on a device, candidates cost more than they save
+        noted = None if near is None else len(near.index)
+        candidates.remember(float(threshold), len(chosen.index), noted, room + 1, place, ctx)
     if below is not None and len(chosen.index) < k:  # elements of equal magnitude: fill up with the first of them
         ties = elements.equal(below, k - len(chosen.index))
         index = ops.sort(ops.concat([chosen.index, ties.index]))

@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 WARM = 4  #: steps before the first that counts, at least: thresholds are learned, buffers are made
 TENSORS_AT_MOST = 1.2  #: times that a net's tensors may take as long as one tensor of their size
 NOTHING = 0.01  #: copies: what takes less is not compared with
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "HVDCOMPRESS_THREADS")
 T = TypeVar("T")
 
 
