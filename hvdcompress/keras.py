@@ -85,10 +85,11 @@ def DistributedOptimizer(
     return made
 
 
-_REDUCES = "hvdcompress"  #: the key in an optimizer's configuration that says that it reduces gradients
+#: the key in an optimizer's configuration that says that it reduces gradients; some of Keras's errors show it alone
+_REDUCES = "hvdcompress.keras.load_model"
 _REFUSED = (
     "the saved optimizer averages gradients over ranks, and a plain one would let ranks drift apart: load the model "
-    "with hvdcompress.keras.load_model(path, method, ...), or with compile=False"
+    "with this function, or with compile=False"
 )
 
 
@@ -170,6 +171,8 @@ class _Reduction:
 
 class _Reduces(_Reduction):
     """Reduces what Keras is about to clip and apply: unscaled, and accumulated if need be."""
+
+    _reduced: Any
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         vars(self)["_reduced"] = (

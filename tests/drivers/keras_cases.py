@@ -250,7 +250,7 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         model.fit(x, x[:, :1], verbose=0, batch_size=16)
         path = str(harness.OUT / f"model-{number}-{hvd.rank()}.keras")
         model.save(path)
-        refused(ValueError, ["hvdcompress.keras.load_model", "drift apart"], lambda p=path: keras.saving.load_model(p))
+        refused(ValueError, ["hvdcompress.keras.load_model"], lambda p=path: keras.saving.load_model(p))
         assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
         again = load_model(path, "topk", density=0.1)
         assert type(again.optimizer).__name__ == type(plain).__name__
