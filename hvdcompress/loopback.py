@@ -16,10 +16,13 @@ import numpy as np
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.figures import Figures, figures
 from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.step import Step, loss_scale_now
+from hvdcompress.engine.summary import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast
@@ -141,6 +144,27 @@ class Loopback:
         """Tell an observer of every event on every rank from now on."""
         for rank in self.ranks:
             rank.observers.append(observer)
+
+    def summary(self, rank: int = 0) -> str:
+        """What a rank has done so far, as a table; as :meth:`hvdcompress.mpi.Compressor.summary`."""
+        return summary(self.figures(rank), self.ledger, rank)
+
+    def log_to(self, writer: Writer, step: int | None = None, rank: int = 0) -> None:
+        """Write a rank's figures to a writer of TensorBoard's events, which has ``add_scalar(tag, value, step)``."""
+        for tag, value in scalars(self.figures(rank), self.ledger, rank).items():
+            writer.add_scalar(tag, value, self.ledger.steps if step is None else step)
+
+    def openmetrics(self, rank: int = 0, **labels: str) -> str:
+        """A rank's figures as OpenMetrics text.
+
+        Raises:
+            ValueError: a label's name is none, or "program" or "counter".
+        """
+        return openmetrics(self.figures(rank), self.ledger, rank, labels)
+
+    def figures(self, rank: int = 0) -> list[Figures]:
+        """A rank's figures by program, as numbers."""
+        return figures(self.ranks[rank], self.ledger, self.ranks[rank].buckets())
 
     def residual(self, name: str, rank: int) -> np.ndarray:
         """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept.

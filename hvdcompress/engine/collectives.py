@@ -162,7 +162,7 @@ class Collectives:
         """
         request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
         pending = Pending(name, verb, request, ops, lengths=request.gets)
-        full = f"{name}.{round}"
+        full = f"{name}.round{round}"
         if isinstance(verb, AllGather):
             if not self.transport.unequal:
                 self.flush()

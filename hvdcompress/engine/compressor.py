@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hvdcompress.engine import checkpoint
+from hvdcompress.engine.figures import Figures, figures
 from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import describe
 from hvdcompress.engine.step import loss_scale_now
+from hvdcompress.engine.summary import summary
 from hvdcompress.engine.watchdog import Place, Watchdog
 from hvdcompress.plan import Bucket, Plan
 
@@ -115,6 +120,41 @@ class Compressor(ABC):
     def describe(self) -> str:
         """Which method each group of tensors gets, and the memory that its state takes on this rank."""
         return describe(self._buckets())
+
+    def summary(self) -> str:
+        """What was done so far on this rank: a table within 80 columns, a line for each program of methods.
+
+        It has tensors, elements, bytes, the compression ratio, the norm of the residuals and seconds, as
+        :func:`hvdcompress.engine.summary.summary` says.
+        """
+        return summary(self.figures(), self.ledger, self.local.rank)
+
+    def log_to(self, writer: Writer, step: int | None = None) -> None:
+        """Write this rank's figures to a writer of TensorBoard's events, under ``hvdcompress/``.
+
+        Args:
+            writer: has ``add_scalar(tag, value, step)``, as torch.utils.tensorboard's SummaryWriter.
+            step: of the training; by default the steps that were done.
+        """
+        step = self.ledger.steps if step is None else step
+        for tag, value in scalars(self.figures(), self.ledger, self.local.rank).items():
+            writer.add_scalar(tag, value, step)
+
+    def openmetrics(self, **labels: str) -> str:
+        """This rank's figures as OpenMetrics text; ``labels``: further labels of every sample, such as ``job="a"``.
+
+        Raises:
+            ValueError: a label's name is none, or "rank", "program" or "counter".
+        """
+        return openmetrics(self.figures(), self.ledger, self.local.rank, labels)
+
+    def figures(self) -> list[Figures]:
+        """This rank's figures by program, as numbers; reads every residual once."""
+        return figures(self.local, self.ledger, self._buckets(), self._to_host)
+
+    def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
+        """An array of state, as one of numpy's."""
+        return np.asarray(array)
 
     def _buckets(self) -> list[Bucket]:
         """The buckets that are known by now."""

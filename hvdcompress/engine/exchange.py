@@ -29,6 +29,7 @@ class Exchange:
 
     Attributes:
         worked: told of codec work: (bucket's name, seconds, whether that was the last of it).
+        answered: told of each collective whose result has come: (this exchange, seconds since it was asked for).
         state, method: whose it is.
         ctx: its circumstances; of a bucket whose method runs on each tensor, the bucket's.
         contexts: those of each tensor then; otherwise none.
@@ -46,9 +47,11 @@ class Exchange:
         reduced: what it returned; of several tensors in their order.
         round: the number of the collective that it waits for.
         pending: that collective under way.
+        asked_at: when it was asked for, by ``time.perf_counter``.
     """
 
     worked: Callable[[str, float, bool], None]
+    answered: Callable[[Exchange, float], None]
     state: State
     method: Method
     ctx: Context
@@ -67,6 +70,7 @@ class Exchange:
     reduced: list[Reduced] | None = None
     round: int = -1
     pending: Pending | None = None
+    asked_at: float = 0.0
 
     @property
     def bucket(self) -> Bucket:
@@ -86,6 +90,8 @@ class Exchange:
         """
         assert self.communication is not None
         began = time.perf_counter()
+        if self.verb is not None:
+            self.answered(self, began - self.asked_at)
         try:
             self.verb = self.communication.send(result)
             self.round += 1
@@ -94,7 +100,8 @@ class Exchange:
         except Exception as error:
             raise self.failed(error) from error
         finally:
-            self.worked(self.name, time.perf_counter() - began, self.reduced is not None)
+            self.asked_at = time.perf_counter()
+            self.worked(self.name, self.asked_at - began, self.reduced is not None)
         return self.verb
 
     def where(self, count: int = 1) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdcompress.engine.observer import Observer
@@ -33,6 +33,10 @@ class Entry:
     on_wire: float = 0.0
     dense: int = 0
     collectives: int = 0
+    seconds: float = 0.0  #: codec work
+
+    def __add__(self, other: Entry) -> Entry:
+        return Entry(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass
@@ -82,10 +86,11 @@ class Ledger(Observer):
     def encoded(self, rank: int, name: str, seconds: float) -> None:
         """Codec work; counted as "select"."""
         self._seconds[rank, "select"] += seconds
+        self._tensors[rank, name].seconds += seconds
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
         """Codec work; counted as "select"."""
-        self._seconds[rank, "select"] += seconds
+        self.encoded(rank, name, seconds)
 
     def waited(self, rank: int, seconds: float) -> None:
         """Waiting for collectives; counted as "communicate"."""
@@ -124,7 +129,7 @@ class Ledger(Observer):
 
     def tensors(self, rank: int | None = None) -> dict[str, Entry]:
         """Totals per tensor."""
-        return {name: entry for (r, name), entry in self._tensors.items() if r == self._rank(rank)}
+        return {name: entry for (r, name), entry in list(self._tensors.items()) if r == self._rank(rank)}
 
     def seconds(self, rank: int | None = None) -> dict[str, float]:
         """{"select": codec work, "communicate": waiting for collectives}."""

@@ -43,6 +43,21 @@ class Observer:
             splits: of an all-to-all of unequal pieces, the bytes for each rank.
         """
 
+    def answered(
+        self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float
+    ) -> None:
+        """What a method had asked for is there.
+
+        Args:
+            rank: this rank.
+            name: the tensor or bucket.
+            method: the method's id.
+            number: which collective of the exchange it was, from 0.
+            verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+            num_bytes: what this rank handed over; of a broadcast, what the root did.
+            seconds: from when the method asked until it was given the result: a rank may do other work meanwhile.
+        """
+
     def waited(self, rank: int, seconds: float) -> None:
         """The rank was blocked in its transport for ``seconds``."""
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import snapshot
+from hvdcompress.engine import log, snapshot
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Context, Method, Slot
+from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, Outer, Shares, Sparse, Waves, piece_of
@@ -42,7 +42,7 @@ class Rank:
     def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
         self.plan, self.rank, self.world = plan, rank, world
         self.ledger = ledger or Ledger(world, rank)
-        self.observers: list[Observer] = [self.ledger]
+        self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: dict[str, State] = {}
         self.asks_for_trigger = False
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
@@ -172,7 +172,7 @@ class Rank:
                 for member, own in zip(bucket.members, state.members, strict=True)
             ]
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
-        exchange = Exchange(self.worked, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
+        exchange = Exchange(self.worked, self.answered, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
         if contexts:
             buffer = functools.partial(ctx.buffer, ops=ops, like=like)
@@ -324,6 +324,15 @@ class Rank:
         """Tell observers of codec work: before the exchange's last collective, or after it."""
         for observer in self.observers:
             (observer.decoded if last else observer.encoded)(self.rank, name, seconds)
+
+    def answered(self, exchange: Exchange, seconds: float) -> None:
+        """Tell observers that the collective that an exchange waits for has brought its result."""
+        verb = exchange.verb
+        assert verb is not None
+        num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
+        facts = exchange.name, exchange.method.id, exchange.round, type(verb).__name__, num_bytes
+        for observer in self.observers:
+            observer.answered(self.rank, *facts, seconds)
 
     def _state(self, bucket: Bucket, like: Array, ops: Ops) -> State:
         """The bucket's state; at first use what was loaded for it, or zeros."""

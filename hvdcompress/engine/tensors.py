@@ -121,6 +121,9 @@ class TensorCompressor(compressor.Compressor):
 
         self.local.load_state_dict(saved, copy, self._buckets())
 
+    def _to_host(self, array: Any) -> Any:
+        return torch.as_tensor(array).cpu().numpy()
+
     def _buckets(self) -> list[Bucket]:
         return list(self.buckets.values())
 

@@ -66,13 +66,15 @@ class Program:
         return self.stages[-1][1]
 
     def __str__(self) -> str:
-        words = []
-        for start, method in self.stages:
-            default = {f.name: f.default for f in fields(method)}
-            changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
-            text = " ".join([method.id, *(f"{key}={value}" for key, value in changed.items())])
-            words.append(text if start == 0 else f"from step {start}: {text}")
-        return "; ".join(words)
+        stages = [(start, in_words(method)) for start, method in self.stages]
+        return "; ".join(text if start == 0 else f"from step {start}: {text}" for start, text in stages)
+
+
+def in_words(method: Method) -> str:
+    """A method's id, its density, and what else is not at its default."""
+    default = {f.name: f.default for f in fields(method)}
+    changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
+    return " ".join([method.id, *(f"{key}={value}" for key, value in changed.items())])
 
 
 @dataclass(frozen=True)

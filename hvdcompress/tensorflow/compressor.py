@@ -98,7 +98,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
         set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.tf.{set_id}.{next(_numbers[set_id])}"
+        self.prefix = f"hvdcompress.tf.set{set_id}.compressor{next(_numbers[set_id])}"
         self.buckets: dict[str, Bucket] = {}
         self._segments = Segments(self.local, self.current_loss_scale)
         # names of what was traced, by outermost graph
@@ -199,7 +199,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps of a name what follows its last slash
         tensor = re.sub(r"[^A-Za-z0-9_.-]", lambda found: f"_{ord(found[0]):x}", bucket.spec.name.replace("/", "."))
-        name = f"{self.prefix}.{tensor}.{number}.{planned.verb}"
+        name = f"{self.prefix}.{tensor}.round{number}.{planned.verb}"
         for part in payload:
             part.set_shape([None])
         if planned.verb == "AllGather":

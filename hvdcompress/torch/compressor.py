@@ -116,7 +116,7 @@ class Compressor(TensorCompressor):
         super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
         self.process_set = process_set
         set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.{set_id}.{next(_numbers[set_id])}"
+        self.prefix = f"hvdcompress.set{set_id}.compressor{next(_numbers[set_id])}"
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._arrivals: Arrivals | None = None

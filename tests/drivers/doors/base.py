@@ -76,6 +76,15 @@ class Handle(ABC):
     def describe(self) -> str:
         return self.compressor.describe()
 
+    def summary(self) -> str:
+        return self.compressor.summary()
+
+    def openmetrics(self, **labels: str) -> str:
+        return self.compressor.openmetrics(**labels)
+
+    def log_to(self, writer: Any, step: int) -> None:
+        self.compressor.log_to(writer, step)
+
     def trigger(self) -> None:
         self.compressor.trigger()
 

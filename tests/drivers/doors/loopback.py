@@ -85,6 +85,15 @@ class LoopbackHandle(Handle):
     def describe(self) -> str:
         return describe(self.compressor.plan.buckets(self.door.specs(self.shapes)))
 
+    def summary(self) -> str:
+        return self.compressor.summary(self.door.rank)
+
+    def openmetrics(self, **labels: str) -> str:
+        return self.compressor.openmetrics(self.door.rank, **labels)
+
+    def log_to(self, writer: Any, step: int) -> None:
+        self.compressor.log_to(writer, step, self.door.rank)
+
 
 class LoopbackDoor(Door):
     name = "loopback"

@@ -53,7 +53,7 @@ class Watcher:
             self.num_bytes += num_bytes
 
     def __getattr__(self, event: str) -> Any:
-        if event not in ("begun", "encoded", "waited", "decoded", "committed"):
+        if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
             raise AttributeError(event)
 
         def note(*rest: Any, **more: Any) -> None:
@@ -94,3 +94,47 @@ def payloads_are_the_loopbacks(door: Any) -> None:
                 got, want = ([bytes(len(payload)) for payload in payloads] for payloads in (got, want))
             assert all(door.gather(carries(got, want, door.probe))), f"{method} {settings}, {name}"
         assert watcher.events["begun"] and watcher.events["committed"], dict(watcher.events)
+
+
+@promise()
+def what_one_sees_is_the_ledgers(door: Any) -> None:
+    """``summary()`` fits into 80 columns and names every method; ``openmetrics()`` and ``log_to(writer)`` have the
+    ledger's numbers; observers are told of each round, with its method, its verb and its bytes."""
+    settings = {"density": 0.05, "rules": [{"match": {"name": "c"}, "method": "powersgd"}]}
+    handle, watcher = door.make("scalecom", settings, door.shapes), Answers(door.rank)
+    handle.watch(watcher)
+    for step in range(3):
+        handle.reduce(door.gradients(step, door.shapes))
+    table, text, logged = handle.summary(), handle.openmetrics(job="x"), Logged()
+    assert all(len(line) <= 80 for line in table.splitlines()), table
+    assert "scalecom density=0.05" in table and "powersgd" in table, table
+    assert text.endswith("# EOF\n")
+    samples = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    sent = sum(float(value) for name, _, value in samples if name.startswith("hvdcompress_sent_bytes_total{"))
+    assert sent == handle.bytes_sent() > 0 and all(f'rank="{door.rank}"' in name for name, *_ in samples)
+    handle.log_to(logged, 7)
+    assert logged["hvdcompress/sent_bytes"] == (handle.bytes_sent(), 7), logged
+    first = watcher.verbs["a"] or watcher.verbs["a+1"]  # it may travel with "b"
+    assert first == ["scalecom 0 Broadcast", "scalecom 1 AllReduce"] * 3, watcher.verbs
+    assert watcher.verbs["c"] == ["powersgd 0 AllReduce", "powersgd 1 AllReduce"] * 3, watcher.verbs
+    handle.close()
+
+
+class Answers(Watcher):
+    """An observer that keeps one rank's rounds."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank)
+        self.verbs: dict[str, list[str]] = defaultdict(list)
+
+    def answered(self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float):
+        if rank == self.rank:
+            assert num_bytes > 0 and seconds >= 0
+            self.verbs[name].append(f"{method} {number} {verb}")
+
+
+class Logged(dict):
+    """A writer of TensorBoard's, as far as we ask for one."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self[tag] = value, step

@@ -1,0 +1,45 @@
+"""``HVDCOMPRESS_LOG=debug``: a line for each collective that a method has asked for, once it is answered."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from hvdcompress.engine.observer import Observer
+
+VARIABLE = "HVDCOMPRESS_LOG"
+LOGGER = logging.getLogger("hvdcompress")
+
+
+class RoundLog(Observer):
+    """Writes a line a round: tensor, method, round, verb, bytes, milliseconds, rank."""
+
+    def answered(
+        self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float
+    ) -> None:
+        """Write the line."""
+        LOGGER.debug(
+            "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
+            rank, name, method, number, verb, num_bytes, 1e3 * seconds,
+        )  # fmt: skip
+
+
+def observers() -> list[Observer]:
+    """Who writes a log, as the environment says: nobody, or one :class:`RoundLog`.
+
+    Lines go to the logger "hvdcompress"; to stderr, if the program has not given it another handler.
+
+    Raises:
+        ValueError: ``HVDCOMPRESS_LOG`` is neither empty nor "debug".
+    """
+    level = os.environ.get(VARIABLE, "")
+    if not level:
+        return []
+    if level.lower() != "debug":
+        raise ValueError(f"{VARIABLE} = {level!r} must be 'debug', or not be set")
+    if not LOGGER.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hvdcompress %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
+        LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.DEBUG)
+    return [RoundLog()]

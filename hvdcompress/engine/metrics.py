@@ -1,0 +1,112 @@
+"""A Compressor's figures for machines: OpenMetrics text, and scalars for a writer of TensorBoard's events.
+
+The text is of the format that https://prometheus.io/docs/specs/om/open_metrics_spec/ (version 1.0.0) defines. Nothing is
+served or pushed here: write it into a file for Prometheus' textfile collector, or return it from a handler of your own
+as ``application/openmetrics-text; version=1.0.0; charset=utf-8``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hvdcompress.engine.figures import Figures
+from hvdcompress.engine.ledger import Ledger
+
+PREFIX = "hvdcompress"
+
+
+class Writer(Protocol):
+    """What ``log_to`` asks of a writer: torch.utils.tensorboard's SummaryWriter has it, tensorboardX's, and others."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one number."""
+
+
+def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, float]:
+    """A rank's figures by tag: of all tensors together, and of each program by itself.
+
+    What is not known yet, such as the ratio before the first step, is left out.
+    """
+    seconds, kept = ledger.seconds(rank), [each.residual for each in groups if each.residual is not None]
+    found = {
+        "ratio": ledger.rate(rank),
+        "sent_bytes": float(ledger.bytes_sent(rank)),
+        "wire_bytes": float(ledger.bytes_on_wire(rank)),
+        "codec_seconds": seconds["select"],
+        "wait_seconds": seconds["communicate"],
+        "residual_norm": math.hypot(*kept) if kept else math.nan,
+    }
+    for each in groups:
+        found[f"{each.program}/ratio"] = each.ratio
+        found[f"{each.program}/residual_norm"] = math.nan if each.residual is None else each.residual
+        found[f"{each.program}/codec_seconds"] = each.account.seconds
+    return {f"{PREFIX}/{tag}": value for tag, value in found.items() if not math.isnan(value)}
+
+
+def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Mapping[str, str]) -> str:
+    """A rank's figures as OpenMetrics text.
+
+    Args:
+        groups: its figures.
+        ledger: its accounts.
+        rank: the rank; the label ``rank``.
+        labels: further labels of every sample.
+
+    Raises:
+        ValueError: a label's name is none, or one of ours.
+    """
+    for name in labels:
+        if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or name in ("rank", "program", "counter"):
+            raise ValueError(f"{name!r} cannot be a label: use letters, digits and _, and not rank, program or counter")
+    base = {**labels, "rank": str(rank)}
+    by_program = [({**base, "program": each.program}, each) for each in groups]
+    entries = [(own, each.account) for own, each in by_program]
+    seconds = ledger.seconds(rank)
+    lines = [
+        *_family("steps", "counter", "Steps that all ranks have kept.", [(base, ledger.steps)]),
+        *_family("tensors", "gauge", "Tensors.", [(own, each.tensors) for own, each in by_program if each.tensors]),
+        *_family("gradient_bytes", "counter", "Gradients, in their own dtype.", [(own, e.dense) for own, e in entries]),
+        *_family("sent_bytes", "counter", "Handed to collectives.", [(own, e.sent) for own, e in entries]),
+        *_family(
+            "wire_bytes",
+            "counter",
+            "Transmitted by this rank where collectives run as rings.",
+            [(own, e.on_wire) for own, e in entries],
+        ),
+        *_family("collectives", "counter", "Collectives.", [(own, e.collectives) for own, e in entries]),
+        *_family("codec_seconds", "counter", "Codec work.", [(own, e.seconds) for own, e in entries]),
+        *_family("wait_seconds", "counter", "Blocked in the transport.", [(base, seconds["communicate"])]),
+        *_family(
+            "residual_norm",
+            "gauge",
+            "l2-norm of what error feedback has still to send.",
+            [(own, each.residual) for own, each in by_program if each.residual is not None],
+        ),
+        *_family(
+            "method_events",
+            "counter",
+            "What methods count, such as selected elements.",
+            [({**base, "counter": name}, amount) for name, amount in sorted(ledger.counters(rank).items())],
+        ),
+    ]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _family(name: str, kind: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> list[str]:
+    """The lines of a metric family; a counter's samples end in ``_total``."""
+    full = f"{PREFIX}_{name}"
+    unit = name.rsplit("_", 1)[-1]
+    lines = [f"# TYPE {full} {kind}", *([f"# UNIT {full} {unit}"] if unit in ("bytes", "seconds") else [])]
+    lines.append(f"# HELP {full} {text}")
+    sample = f"{full}_total" if kind == "counter" else full
+    for labels, value in samples:
+        words = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+        lines.append(f"{sample}{{{words}}} {value if isinstance(value, int) else float(value)!r}")
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
