@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress.engine import lockstep
+from hvdcompress.engine import lockstep, verify
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.figures import Figures, figures
@@ -84,6 +84,10 @@ class Loopback:
         """Reduce named arrays of each rank in one step, joined into buckets as the plan says.
 
         If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was.
+
+        Raises:
+            ValueError: ranks differ in names, shapes or dtypes.
+            PeerError: the plan's ``verify_every`` has found that ranks differ in their shared state.
         """
         specs = self._specs(gradients, op)
         scale = loss_scale_now(self.loss_scale)
@@ -96,6 +100,7 @@ class Loopback:
             for bucket in self.plan.buckets(specs.values()):
                 self._exchange(bucket, medium, steps, gradients, outs, op)
             together = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
+            verify.compare([step.checksums for step in steps], steps[0].rank.steps_done())
         except BaseException:
             for step in steps:
                 step.abandon()

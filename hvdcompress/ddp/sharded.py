@@ -52,7 +52,7 @@ class ShardedCompressor(TensorCompressor):
         ledger: bytes and seconds so far, on this rank, over the links between replicas; ``steps`` counts vectors.
 
     Raises:
-        ValueError: the plan is wrong, or joins tensors.
+        ValueError: the plan is wrong, joins tensors, or has ``verify_every``.
     """
 
     driver = "FSDP"
@@ -69,6 +69,10 @@ class ShardedCompressor(TensorCompressor):
         **settings: Any,
     ):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
+        if plan.verify_every:
+            raise ValueError(
+                "verify_every must be 0: under FSDP the Compressor has no parameters, but shards' gradients"
+            )
         if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: FSDP waits for each module's gradients by themselves")
         rank, world = dist.get_rank(replicas), dist.get_world_size(replicas)

@@ -31,9 +31,9 @@ class Terms:
         """A hash of both."""
         return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
 
-    def fingerprint(self, steps: Sequence[tuple[str, int]]) -> float:
-        """A hash of both and of the steps done by each tensor; for :class:`Status`."""
-        return fingerprint(self.digest, steps)
+    def fingerprint(self, steps: Sequence[tuple[str, int]], checksums: Mapping[str, int]) -> float:
+        """A hash of both, of the steps done by each tensor, and of checksums, if there are any; for :class:`Status`."""
+        return fingerprint(self.digest, steps, sorted(checksums.items()))
 
 
 def compare_terms(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:

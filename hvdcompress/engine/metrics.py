@@ -1,8 +1,8 @@
 """A Compressor's figures for machines: OpenMetrics text, and scalars for a writer of TensorBoard's events.
 
-The text is of the format that https://prometheus.io/docs/specs/om/open_metrics_spec/ (version 1.0.0) defines. Nothing is
-served or pushed here: write it into a file for Prometheus' textfile collector, or return it from a handler of your own
-as ``application/openmetrics-text; version=1.0.0; charset=utf-8``.
+The text is of the format that https://prometheus.io/docs/specs/om/open_metrics_spec/ (version 1.0.0) defines. Nothing
+is served or pushed here: write it into a file for Prometheus' textfile collector, or return it from a handler of your
+own as ``application/openmetrics-text; version=1.0.0; charset=utf-8``.
 """
 
 from __future__ import annotations

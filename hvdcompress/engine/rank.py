@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import log, snapshot
+from hvdcompress.engine import log, snapshot, verify
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
@@ -80,6 +80,21 @@ class Rank:
         state = self.states.get(bucket.spec.name)
         phase, _ = self.phase_now(bucket)
         return method.piggyback(bucket.spec, phase, state.slots if state else {})
+
+    # -- what ranks have alike ------------------------------------------------------------------------------
+
+    def verifies(self) -> bool:
+        """Whether ranks compare their checksums in the next step, the first included."""
+        every = self.plan.verify_every
+        return self.world > 1 and every > 0 and self.steps_done() % every == 0
+
+    def steps_done(self) -> int:
+        """The steps of the tensor that has done most."""
+        return max(self.steps().values(), default=0)
+
+    def checksums(self, host: verify.Host = np.asarray) -> dict[str, int]:
+        """The checksums of the state that all ranks must have alike; ``host`` brings an array into numpy."""
+        return verify.shared_slots(list(self.states.values()), host)
 
     # -- a gradient that is exchanged as it is --------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine import verify
 from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
@@ -60,11 +61,14 @@ class Step:
         loss_scale: what the loss was multiplied by.
         agree: when the ranks agree; None where the driver compares them itself.
         written: called when an exchange's results are in its ``outs``.
+        checksums: returns those of what ranks must have alike, called where the plan's ``verify_every`` says so; by
+            default those of the rank's shared state.
 
     Attributes:
         exchanges: by bucket name.
         error: the first error of this rank that waits to be everyone's.
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
+        checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
     """
 
@@ -76,9 +80,11 @@ class Step:
         loss_scale: float = 1.0,
         agree: Agree | None = None,
         written: Callable[[Exchange], None] = lambda exchange: None,
+        checksums: Callable[[], dict[str, int]] | None = None,
     ):
         self.rank, self.collectives, self.terms, self.agree = rank, collectives, terms, agree
         self.loss_scale, self.written = loss_scale, written
+        self._make_checksums, self.checksums = checksums or rank.checksums, dict[str, int]()
         self.exchanges: dict[str, Exchange] = {}
         self.error: Exception | None = None
         self.factor: float | None = None
@@ -202,7 +208,9 @@ class Step:
         steps = sorted(self.rank.steps().items())
         self.finite &= all(map(bool, self._flags.values()))  # where a host waits for its device: once a step
         scale = self.loss_scale if self.error is None else 1.0
-        return Status(self.error is not None, not self.finite, self._asked, self.terms.fingerprint(steps), scale)
+        self.checksums = self._make_checksums() if self.rank.verifies() else {}
+        state = self.terms.fingerprint(steps, self.checksums)
+        return Status(self.error is not None, not self.finite, self._asked, state, scale)
 
     def say(self) -> None:
         """Tell all ranks how the step stands on this one; returns at once."""
@@ -228,8 +236,11 @@ class Step:
         if status.joined:
             raise PeerError(JOIN)
         if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
-            mine = json.dumps([self.terms.plan, self.terms.tensors])
-            compare_terms([json.loads(text) for text in self.collectives.gather_text("terms", mine)])
+            mine = json.dumps([self.terms.plan, self.terms.tensors, self.rank.steps(), self.checksums])
+            everyone = [json.loads(text) for text in self.collectives.gather_text("terms", mine)]
+            compare_terms([(plan, tensors) for plan, tensors, *_ in everyone])
+            if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
+                verify.compare([sums for *_, sums in everyone], self.rank.steps_done())
         if status.failed:
             raise failure(self.collectives.gather_text("error", self._told)) from self.error
         if not status.agreed:

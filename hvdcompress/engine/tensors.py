@@ -11,7 +11,7 @@ import torch
 
 import hvdcompress.ops
 import hvdcompress.ops.torch as torch_ops
-from hvdcompress.engine import compressor
+from hvdcompress.engine import compressor, verify
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange
@@ -135,7 +135,14 @@ class TensorCompressor(compressor.Compressor):
 
     def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
         self._copies.clear()
-        return Step(self.local, collectives, self._terms, agree=agree, written=self._store)
+        return Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
+
+    def _checksums(self) -> dict[str, int]:
+        """Those of all parameters, frozen ones too, in the model's order, and of the shared state."""
+        with torch.no_grad():
+            memory = ((n, p.detach().contiguous().reshape(-1).view(torch.uint8)) for n, p in self.parameters.items())
+            found = {f"parameter {name!r}": verify.checksum(part.cpu().numpy()) for name, part in memory}
+        return found | self.local.checksums(self._to_host)
 
     def _ops(self, tensor: torch.Tensor) -> Any:
         """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""

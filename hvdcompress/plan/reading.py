@@ -16,8 +16,9 @@ from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
-PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout")
-WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0, "timeout": 120}  # integer keys and their defaults
+PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout", "verify_every")
+# integer keys and their defaults
+WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0, "timeout": 120, "verify_every": 0}
 RULE_KEYS = ("method", "warmup", "schedule")
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
@@ -39,6 +40,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
                                     # that knows all tensors joins them where results stay the same
         seed: 0
         timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never
+        verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none

@@ -75,7 +75,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
-        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, which graphs cannot.
+        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors or has
+            ``verify_every``, which graphs cannot.
     """
 
     def __init__(
@@ -90,6 +91,11 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
         plan = plan_of(method, **settings)
+        if plan.verify_every:
+            raise ValueError(
+                "verify_every must be 0: in TensorFlow the Compressor has no parameters, and compares no more than "
+                "fits into a probe"
+            )
         if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: in TensorFlow each gradient has a graph of its own")
         if names is not None and len(set(names)) < len(names):

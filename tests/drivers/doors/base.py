@@ -45,6 +45,10 @@ class Handle(ABC):
         """Bytes that the driver sends in so many steps beyond what methods ask for, by the ledger's names; a set-up
         cost, and what depends on the method, as it was counted."""
 
+    def change(self, name: str) -> None:
+        """Change a parameter on this rank alone, by as little as can be; drivers without parameters are excepted."""
+        raise NotImplementedError
+
     def sent(self) -> dict[str, int]:
         """Bytes sent by this rank, by the ledger's names."""
         return {name: entry.sent for name, entry in self.compressor.ledger.tensors().items() if entry.sent}

@@ -96,3 +96,47 @@ def bad_settings_are_refused(door: Any) -> None:
     np.testing.assert_array_equal(
         door.make("none", {}, {"w": (3,)}).reduce({"w": np.ones(3, np.float32)})["w"], np.ones(3, np.float32)
     )
+
+
+@promise(ranks=2)
+def verify_every_names_the_parameter_that_differs(door: Any) -> None:
+    """Under ``verify_every: 2``, a parameter that one rank has changed by one bit is named by every rank within two
+    steps; so are parameters that differ from the beginning. In between nothing is compared."""
+    for before in (0, 1):
+        handle = door.make("scalecom", {"density": 0.05, "verify_every": 2}, door.shapes)
+        for step in range(before):
+            handle.reduce(door.gradients(step, door.shapes))
+        if door.rank == 1:
+            handle.change("c")
+            handle.change("b")
+        for step in range(before, 2 * before):
+            handle.reduce(door.gradients(step, door.shapes))
+        given = door.gradients(2, door.shapes)
+        words = ["ranks differ: parameter 'b'", f"after {2 * before} steps", "on rank 1", "2 of 5", "verify_every"]
+        door.must_raise(door.error, words, lambda h=handle, g=given: h.reduce(g))
+
+
+@promise(ranks=2)
+def verify_every_names_the_state_that_differs(door: Any) -> None:
+    """Under ``verify_every: 2``, state that all ranks must have alike, such as PowerSGD's factor, and that one rank has
+    otherwise, is named by every rank; where nothing differs, results are what they are without it."""
+    for method in ("powersgd", "gradiveq", "scalecom"):
+        plain, handle = (door.make(method, {"verify_every": every}, door.shapes) for every in (0, 2))
+        for step in range(4):
+            given = door.gradients(step, door.shapes)
+            want, got = plain.reduce(dict(given)), handle.reduce(dict(given))
+            for name in want:
+                rtol, atol = door.again(method, {}) or (1.0, 1.0)
+                np.testing.assert_allclose(got[name], want[name], rtol, atol * max(1.0, np.abs(want[name]).max()))
+        if method == "scalecom":
+            continue
+        saved = handle.state()
+        slots = {(name, slot) for name, own in saved["state"].items() for slot in own if slot in ("q", "basis")}
+        name, slot = min(slots)
+        changed = np.array(saved["state"][name][slot])
+        changed.reshape(-1)[0] += door.rank == 1
+        saved["state"][name][slot] = changed
+        handle.load_state(saved)
+        given = door.gradients(4, door.shapes)
+        words = [f"ranks differ: the state '{slot}' of tensor '{name}'", "on rank 1", "1 of"]
+        door.must_raise(door.error, words, lambda h=handle, g=given: h.reduce(g))

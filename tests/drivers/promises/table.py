@@ -73,6 +73,7 @@ _OWN_GRAPHS = "each gradient has a graph of its own"
 _ONE_OBJECT = "one object holds all ranks"
 _LIKE_PARAMETERS = "gradients are made by the framework, like what they are of"
 _AVERAGES = "DDP averages, and does nothing else"
+_NO_PARAMETERS = "it is given no parameters: shared state and steps are compared"
 _PROBE = "ranks tell each other no more than fits into a probe beside each tensor"
 
 EXCEPTIONS: dict[tuple[str, str], Exempt] = {
@@ -82,8 +83,10 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     ("loopback", "different_shapes_are_one_message"): Exempt(f"{_ONE_OBJECT}: a ValueError, once"),
     ("loopback", "different_steps_are_one_message"): Exempt(f"{_ONE_OBJECT}, and their steps"),
     ("loopback", "different_loss_scales_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one loss scale"),
+    ("loopback", "verify_every_names_the_parameter_that_differs"): Exempt(_NO_PARAMETERS),
     ("loopback", "different_operations_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one operation"),
     ("mpi", "bfloat16_goes_through"): Exempt("numpy has no bfloat16"),
+    ("mpi", "verify_every_names_the_parameter_that_differs"): Exempt(_NO_PARAMETERS),
     ("mpi", "states_of_other_tensors_are_refused"): Exempt(
         "tensors become known as they come: what is loaded of others waits for them"
     ),
@@ -115,6 +118,12 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     ("tensorflow", "the_message_is_one_and_names_the_cause"): Exempt(f"{_PROBE}: the others name the rank that failed"),
     ("tensorflow", "different_shapes_are_one_message"): Exempt(f"{_PROBE}: shapes are not compared"),
     ("tensorflow", "different_steps_are_one_message"): Exempt(f"{_PROBE}: steps are not compared"),
+    ("tensorflow", "verify_every_names_the_parameter_that_differs"): Exempt(
+        f"{_PROBE}: nothing is compared", refused=("verify_every must be 0",)
+    ),
+    ("tensorflow", "verify_every_names_the_state_that_differs"): Exempt(
+        f"{_PROBE}: nothing is compared", refused=("verify_every must be 0",)
+    ),
     ("tensorflow", "different_loss_scales_are_one_message"): Exempt(f"{_PROBE}: loss scales are not compared"),
 }
 
