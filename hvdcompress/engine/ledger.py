@@ -16,6 +16,7 @@ broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,8 +115,14 @@ class Ledger(Observer):
         return self._ranks[self._rank(rank)].dense
 
     def rate(self, rank: int | None = None) -> float:
-        """Dense bytes / bytes sent (NaN before anything was sent)."""
+        """Dense bytes / bytes sent. NaN before anything was sent; one rank alone never sends, and is told so."""
         sent = self.bytes_sent(rank)
+        if self.world == 1 and not sent:
+            warnings.warn(
+                "one rank alone sends nothing, so there is no rate: start several, such as `horovodrun -np 2 python "
+                "train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
+                stacklevel=2,
+            )
         return self.dense_bytes(rank) / sent if sent else float("nan")
 
     def collectives(self, rank: int | None = None) -> int:

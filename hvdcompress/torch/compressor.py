@@ -122,12 +122,17 @@ class Compressor(TensorCompressor):
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
+    def compress(self, tensor: torch.Tensor = None) -> tuple[torch.Tensor, Ticket]:  # type: ignore[assignment]
         """Start the exchange of a gradient; returns what Horovod shall all-reduce, and a ticket.
 
         An error is not raised here but by :meth:`decompress`, on all ranks: the others wait in the stock all-reduce
         of this very tensor before they ask anything, so this rank must still take part in it.
         """
+        if not isinstance(self, Compressor):  # Horovod's own compressions are classes
+            raise TypeError(
+                "compression=Compressor is the class: give an instance, "
+                'compression=Compressor("topk", model.named_parameters())'
+            )
         if self._failure:
             raise self._failure
         ticket, arrivals = Ticket(tensor), self._current()

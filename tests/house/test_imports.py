@@ -30,10 +30,11 @@ FLOORS: list[set[str]] = [
     {"keras"},
     {"testing", "lab", "lab/nets", "lab/configfile", "lab/cluster"},
     {"lab/output"},
-    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/training"},
+    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/skeleton", "lab/training"},
     {"lab/bench"},
     {"lab/scale"},
     {"lab/reproduce"},
+    {"lab/commands"},
     {"cli"},
     {"__main__"},
 ]

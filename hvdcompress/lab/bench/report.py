@@ -11,7 +11,7 @@ from hvdcompress.lab.bench.config import LOOPBACK
 from hvdcompress.lab.bench.results import PARTS, Result, Row, best_dense
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.table import MISSING, Column, Table
+from hvdcompress.lab.output.table import MISSING, Column, Format, Table, print_tables
 
 __all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
 
@@ -109,12 +109,10 @@ def tables(result: Result) -> list[Table[Row]]:
     return [table(rows, heading(result, *key)) for key, rows in result.groups().items()]
 
 
-def show(result: Result, console: Console) -> None:
-    """Print the tables and the notes."""
-    for each in tables(result):
-        console.print()
-        each.show(console)
-    for note in result.notes:
+def show(result: Result, console: Console, form: str = Format.text) -> None:
+    """Print the tables; as text, the notes, too."""
+    print_tables(tables(result), console, form)
+    for note in result.notes if form == Format.text else ():
         console.print(escape(note), highlight=False)
 
 
