@@ -11,6 +11,7 @@ import traceback
 from typing import Annotated, Any
 
 import typer
+from typer.completion import completion_init
 from typer.core import TyperGroup
 
 from hvdcompress.lab.commands import bench, comparing, files, looking, papers, training
@@ -69,8 +70,8 @@ app = typer.Typer(
         "hvdcompress quickstart --driver ddp — train with and without compression; no Horovod needed",
         "hvdcompress run quickstart -np 4 — the same under Horovod, on four ranks",
         "hvdcompress methods scalecom — one method: what is sent, options and their values",
-        "Exit status: 0 done; 1 something that was run has failed; 2 a wrong argument or file, or something is missing; "
-        "130 ended by Ctrl-C.",
+        "Exit status: 0 done; 1 something that was run has failed; 2 a wrong argument or file, or something is "
+        "missing; 130 ended by Ctrl-C.",
         'Completion: eval "$(hvdcompress completion bash)"',
     ),
     no_args_is_help=True,
@@ -141,7 +142,8 @@ app.command(
 )(papers.reproduce)
 
 app.command(
-    rich_help_panel=LOOK, epilog=examples("hvdcompress methods", "hvdcompress methods topk", "hvdcompress methods --format json")
+    rich_help_panel=LOOK,
+    epilog=examples("hvdcompress methods", "hvdcompress methods topk", "hvdcompress methods --format json"),
 )(looking.methods)
 app.command(
     rich_help_panel=LOOK, epilog=examples("hvdcompress configs", "hvdcompress configs quickstart --copy my.yaml")
@@ -149,9 +151,7 @@ app.command(
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress doctor", "hvdcompress doctor --format json"))(
     looking.doctor
 )
-app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress new-method halves --folder my_methods"))(
-    files.new_method
-)
+app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress new-method my_topk --folder my_topk"))(files.new_method)
 app.command(
     rich_help_panel=LOOK,
     epilog=examples('eval "$(hvdcompress completion bash)"', "hvdcompress completion fish | source"),
@@ -162,7 +162,8 @@ app.command(
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
     debug: Annotated[
-        bool, typer.Option(DEBUG, envvar="HVDCOMPRESS_DEBUG", help="Show where an error comes from; anywhere on the line.")
+        bool,
+        typer.Option(DEBUG, envvar="HVDCOMPRESS_DEBUG", help="Show where an error comes from; anywhere on the line."),
     ] = False,
 ) -> None:
     if version:
@@ -174,6 +175,7 @@ def _root(
 
 def main() -> None:
     """Entry point of the ``hvdcompress`` command."""
+    completion_init()
     try:
         app(prog_name="hvdcompress")
     except BrokenPipeError:  # | head

@@ -84,7 +84,7 @@ def brief(result: Result) -> str:
                 continue
             cell = f"{numbers.seconds_of(row.time.middle)} ({numbers.rate_of(row.speed_up.middle)})"
             cells.append(f"**{cell}**" if row is best_dense(groups[rate]) else cell)
-        lines.append(f"| {contender.label} | {' | '.join(cells)} |")
+        lines.append(f"| {contender.shown} | {' | '.join(cells)} |")
     about = str(result.bench.sets[0])
     said = f"{about}, exchanged among {result.bench.hosts} hosts; medians. Bold: the best dense all-reduce. From"
     return "\n".join([f"{said} `{result.launch.get('command', '?')}`, by `tools/write_bench_docs.py`.", "", *lines])
@@ -94,8 +94,8 @@ def _said(rows: list[Row]) -> list[str]:
     """The best dense one, and the methods' ratios to DDP's PowerSGD and to the dense ring."""
     best, words = best_dense(rows), []
     if best and best.time:
-        losers = [row.contender for row in rows if row.speed_up and row.speed_up.middle < 1 and not row.is_dense]
-        words.append(f"Best dense: {best.contender}. {'Slower than it: ' + ', '.join(losers) + '.' if losers else ''}")
+        losers = [row.shown for row in rows if row.speed_up and row.speed_up.middle < 1 and not row.is_dense]
+        words.append(f"Best dense: {best.shown}. {'Slower than it: ' + ', '.join(losers) + '.' if losers else ''}")
     mine = [row for row in rows if row.time and row.kind == "method"]
     for other in rows:
         if other.contender in ("powersgd ddp", "none ring") and other.time:
@@ -103,8 +103,8 @@ def _said(rows: list[Row]) -> list[str]:
             for row in mine:
                 found = ratio(other, row)
                 assert found
-                parts.append(f"{row.contender} {found.middle:.2f} ({found.least:.2f} – {found.most:.2f})")
-            words.append(f"Times faster than {other.contender}: {', '.join(parts)}.")
+                parts.append(f"{row.shown} {found.middle:.2f} ({found.least:.2f} – {found.most:.2f})")
+            words.append(f"Times faster than {other.shown}: {', '.join(parts)}.")
     return [f"{word.strip()}\n" for word in words]
 
 

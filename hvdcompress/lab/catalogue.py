@@ -108,7 +108,8 @@ def legal(kind: Any) -> str:
 
 def options(cls: type[Method]) -> list[Option]:
     """A method's hyper-parameters, with their documentation from the class and those above it."""
-    kinds, about = get_type_hints(cls, include_extras=True), {}
+    kinds = get_type_hints(cls, include_extras=True)
+    about: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
         if ancestor is not object and issubclass(ancestor, Method):
             about |= _field_docs(ancestor)
@@ -116,6 +117,8 @@ def options(cls: type[Method]) -> list[Option]:
         Option(f.name, json.dumps(f.default, default=str), legal(kinds[f.name]), about.get(f.name, MISSING_TEXT))
         for f in fields(cls)
     ]
+    own = list(inspect.get_annotations(cls))
+    found.sort(key=lambda one: own.index(one.name) if one.name in own else len(own))  # its own first
     if cls.published:
         stands_for = ", ".join(f"{name}: {value}" for name, value in cls.published.items())
         found.append(Option("paper", "false", "true | false", f"The paper's settings: {stands_for}."))
@@ -160,6 +163,10 @@ def describe(id: str, console: Console, form: str = Format.text) -> None:
     table = Table(OPTION_COLUMNS, options(cls))
     if form == Format.text:
         console.print(f"[bold]{escape(id)}[/] — {escape(cls.paper)}\n", highlight=False)
-        console.print(escape(registry.docstring(cls)), highlight=False)
+        for paragraph in registry.docstring(cls).split("\n\n"):
+            items = paragraph.split("\n- ")
+            flows = not paragraph.startswith((" ", ">>>"))  # not an equation, not an example
+            text = "\n- ".join(" ".join(item.split()) for item in items) if flows else paragraph
+            console.print(f"{escape(text)}\n", highlight=False, soft_wrap=not flows)
         console.print()
     table.print(console, form)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdcompress.method import Method
 from hvdcompress.plan import schedule
-from hvdcompress.plan.document import Document
+from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 

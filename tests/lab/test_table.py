@@ -72,7 +72,7 @@ def test_columns_without_figures_can_be_dropped():
 
 def test_printing_needs_a_known_format():
     console = Console(width=200, record=True, file=io.StringIO())
-    with pytest.raises(ValueError, match="unknown format 'xml'; known: table, markdown, csv, json"):
+    with pytest.raises(ValueError, match="unknown format 'xml'; known: text, markdown, csv, json"):
         TABLE.print(console, "xml")
     TABLE.print(console, "csv")
     assert console.export_text() == TABLE.csv()

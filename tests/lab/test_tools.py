@@ -68,8 +68,8 @@ def test_bench_docs(project):
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
     page = (project / "docs" / "bench.md").read_text()
     assert "`python tools/write_bench_docs.py bench-x y digits=5`" in page and "hvdcompress bench x" in page
-    assert "| none ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
-    assert "Times faster than none ring: topk 4.00 (4.00 – 4.00)." in page
+    assert "| Horovod none, ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
+    assert "Times faster than Horovod none, ring: topk 4.00 (4.00 – 4.00)." in page
     assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in page
     (plot,) = (project / "docs" / "bench").iterdir()
     assert f"bench/{plot.name}" in page and "--c1:" in plot.read_text()

@@ -92,6 +92,13 @@ class Contender:
     spec: dict[str, Any]
 
     @property
+    def shown(self) -> str:
+        """The label in tables: "Horovod none, ring", "DDP fp16"; a method of ours may be called fp16, too."""
+        if self.spec["kind"] == "method":
+            return self.label
+        return f"DDP {self.spec['kind']}" if self.where == "ddp" else f"Horovod {self.spec['kind']}, {self.where}"
+
+    @property
     def is_dense(self) -> bool:
         """Whether it is an uncompressed all-reduce, which the others are compared with."""
         return self.spec["kind"] == "none"

@@ -116,6 +116,4 @@ def codec(
     if write:
         line = shlex.join(["hvdcompress", *sys.argv[1:]])
         write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(
-            report.markdown(asked, measured, line, str(devices.device(asked.device))), encoding="utf-8"
-        )
+        write.write_text(report.markdown(asked, measured, line, str(devices.device(asked.device))), encoding="utf-8")

@@ -47,6 +47,4 @@ def completion(
     """
     from typer.completion import get_completion_script
 
-    typer.echo(
-        get_completion_script(prog_name="hvdcompress", complete_var="_HVDCOMPRESS_COMPLETE", shell=shell.value)
-    )
+    typer.echo(get_completion_script(prog_name="hvdcompress", complete_var="_HVDCOMPRESS_COMPLETE", shell=shell.value))

@@ -37,9 +37,7 @@ class TorchTrainer:
     def sgd(self) -> torch.optim.SGD:
         """The task's optimizer; each step sets its learning rate."""
         task = self.task
-        return torch.optim.SGD(
-            self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay
-        )
+        return torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All parameters by name."""
