@@ -66,13 +66,16 @@ def test_bench_docs(project):
     bench(project / "bench-x")
     training(project / "y")
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
-    page = (project / "docs" / "bench.md").read_text()
-    assert "`python tools/write_bench_docs.py bench-x y digits=5`" in page and "hvdcompress bench x" in page
+    index, folder = (project / "docs" / "bench.md").read_text(), project / "docs" / "bench"
+    page = (folder / "x.md").read_text()
+    assert "`python tools/write_bench_docs.py bench-x y digits=5`" in index and "hvdcompress bench x" in page
+    assert "(bench/x.md)" in index and "(bench/training.md)" in index
     assert "| none ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
     assert "Times faster than none ring: topk 4.00 (4.00 – 4.00)." in page
-    assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in page
-    (plot,) = (project / "docs" / "bench").iterdir()
-    assert f"bench/{plot.name}" in page and "--c1:" in plot.read_text()
+    assert page.index("![Times faster") < page.index("<details>") < page.index("| topk | 1.00 s |")  # a picture first
+    assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in (folder / "training.md").read_text()
+    (plot,) = folder.glob("*.svg")
+    assert f"]({plot.name})" in page and "--c1:" in plot.read_text()
     assert "| topk | 1.00 s (4.00x) |" in (project / "README.md").read_text()
 
 
