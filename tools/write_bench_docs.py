@@ -1,8 +1,8 @@
-"""Write docs/bench.md, a page a benchmark, their plots and README's table from the folders of benchmarks, and of trainings to a loss:
+"""Write docs/bench.md, a page a benchmark and their plots from the folders of benchmarks, and of trainings to a loss:
 
     python tools/write_bench_docs.py runs/bench-resnet50 … runs/end_to_end-100mbit … digits=0.3 bytes=2.8
 
-README gets the first folder's.
+docs/bench.md shows the first folder's in short. `python tools/update_readme.py` then draws README's picture again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from update_readme import ROOT, replaced
+from update_readme import ROOT
 
 from hvdcompress.lab.bench import page, results
 from hvdcompress.lab.bench.config import LOOPBACK
@@ -112,7 +112,7 @@ def training(folder: Path, targets: dict[str, float]) -> str:
 
 
 def brief(result: Result) -> str:
-    """README's table: a line a method, a column a rate."""
+    """A table of a line per method, a column per rate."""
     rates = list(dict.fromkeys(row.rate for row in result.rows))
     heads = ["without a network" if rate == LOOPBACK else str(Rate.parse(rate)) for rate in rates]
     lines = [f"| seconds (times faster than the best dense) | {' | '.join(heads)} |"]
@@ -152,10 +152,12 @@ def _said(rows: list[Row]) -> list[str]:
     return [word.strip() for word in words]
 
 
-def index(words: str, titles: Mapping[str, str], notes: str) -> str:
-    """docs/bench.md: the questions, what was found, and how to read a page."""
+def index(words: str, titles: Mapping[str, str], notes: str, short: str) -> str:
+    """docs/bench.md: the questions, one table, what was found, and how to read a page."""
     links = "\n".join(f"* [{title}](bench/{name}.md)" for name, title in titles.items())
-    return "\n".join([HEAD.format(folders=words) + links, notes, "## How to read it", "", LEGEND, ""])
+    return "\n".join(
+        [HEAD.format(folders=words) + links, "", "## In short", "", short, notes, "## How to read it", "", LEGEND, ""]
+    )
 
 
 def main() -> None:
@@ -177,11 +179,9 @@ def main() -> None:
         titles["training"] = TRAINING
         text = "\n".join([f"# {TRAINING}", "", TO_LOSS, *(training(folder, targets) for folder in trained)])
         (PLOTS / "training.md").write_text(text, encoding="utf-8")
-    text = index(" ".join(sys.argv[1:]), titles, notes.read_text() if notes.exists() else "")
+    short = brief(results.read(benches[0])) if benches else ""
+    text = index(" ".join(sys.argv[1:]), titles, notes.read_text() if notes.exists() else "", short)
     (DOCS / "bench.md").write_text(text, encoding="utf-8")
-    if benches:
-        readme = ROOT / "README.md"
-        readme.write_text(replaced(readme.read_text(), "bench", brief(results.read(benches[0]))))
 
 
 if __name__ == "__main__":
