@@ -41,7 +41,7 @@ FRAMEWORKS = "torch horovod tensorflow keras tf_keras mpi4py triton lightning ac
 autodoc_mock_imports = FRAMEWORKS.split()
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
 default_role = "code"
 
@@ -51,6 +51,5 @@ def setup(app):  # noqa: D103
 
 
 def _navigation(app, page, source):
-    """Put the navigation of nav.py at the end of the first page."""
-    if page == "index":
-        source[0] += "\n\n" + nav.toctrees() + "\n"
+    """Put the navigation of nav.py at the end of the pages that have some."""
+    source[0] += "\n\n" + nav.toctree(page) + "\n"

@@ -32,7 +32,17 @@ NAV: dict[str, list[str]] = {
         "papers/*",
         "formats",
     ],
-    "Reference": ["reference", "cli", "sharp-bits", "promises", "architecture", "changelog"],
+    "Reference": [
+        "reference",
+        "cli",
+        "sharp-bits",
+        "promises",
+        "architecture",
+        "drivers",
+        "backends",
+        "decisions",
+        "changelog",
+    ],
 }
 #: pages that may be absent: the navigation leaves them out until they are there
 OPTIONAL = {"advise", "ddp", "reliability"}
@@ -40,24 +50,29 @@ OPTIONAL = {"advise", "ddp", "reliability"}
 PARTS = {"bench_notes", "scale_notes"}
 
 
-def pages() -> dict[str, list[str]]:
-    """The pages that there are, by caption, patterns written out.
+def pages() -> dict[str, dict[str, list[str]]]:
+    """The pages that there are: by caption, each with those below it, which the pattern after it finds.
 
     Raises:
         FileNotFoundError: a page that is not optional is absent.
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     listed = {name for names in NAV.values() for name in names}
     for caption, names in NAV.items():
-        found[caption] = []
+        here = found[caption] = {}
         for name in names:
             if name.endswith("/*"):
-                found[caption] += sorted(set(_folder(name[:-2])) - listed)
+                here[list(here)[-1]] = sorted(set(_folder(name[:-2])) - listed)
             elif (DOCS / f"{name}.md").exists():
-                found[caption].append(name)
+                here[name] = []
             elif name not in OPTIONAL:
                 raise FileNotFoundError(f"docs/nav.py lists {name}, and docs/{name}.md is not there")
     return found
+
+
+def every() -> set[str]:
+    """All pages, the first one included."""
+    return {"index"} | {name for tree in pages().values() for page, below in tree.items() for name in (page, *below)}
 
 
 def _folder(name: str) -> Iterator[str]:
@@ -65,9 +80,13 @@ def _folder(name: str) -> Iterator[str]:
         yield f"{name}/{file.stem}"
 
 
-def toctrees() -> str:
-    """The navigation as Sphinx's, in MyST's Markdown; what a pattern found lies below the page before it."""
-    return "\n\n".join(
-        "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```"])
-        for caption, names in pages().items()
-    )
+def toctree(page: str) -> str:
+    """What goes to the end of a page, in MyST's Markdown: the captions' trees, or the pages below it."""
+    if page == "index":
+        return "\n\n".join(_tree(list(tree), caption) for caption, tree in pages().items())
+    below = next((tree[page] for tree in pages().values() if tree.get(page)), [])
+    return _tree([f"/{name}" for name in below]) if below else ""
+
+
+def _tree(names: list[str], caption: str = "") -> str:
+    return "\n".join(["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *names, "```"])

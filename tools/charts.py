@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, LEFT, TOP, BOTTOM = 760, 70, 56, 52
+WIDTH, LEFT, TOP, BOTTOM = 620, 62, 56, 52
 STYLE = (
     "svg{font-family:system-ui,sans-serif;font-size:13px;background:#fff}text{fill:#1c2b3a}.title{font-size:15px;"
     "font-weight:600}.grid{stroke:#e3e8ee}.axis{fill:#43566a}.line{fill:none;stroke-width:2.2}.under{fill:#43566a}"

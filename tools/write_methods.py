@@ -78,7 +78,8 @@ def sections(text: str) -> dict[str, str]:
 def markdown(paragraph: str) -> str:
     """A paragraph: what is indented is preformatted; lists get the blank line that Markdown wants before them."""
     if all(line.startswith("    ") for line in paragraph.splitlines()):
-        return "```text\n" + "\n".join(line[4:] for line in paragraph.splitlines()) + "\n```"
+        shown = (re.sub(r" {5,}\((?=eq|Alg)", "    (", line[4:]) for line in paragraph.splitlines())
+        return "```text\n" + "\n".join(shown) + "\n```"
     out: list[str] = []
     for line in paragraph.splitlines():
         if line.startswith("    "):
@@ -157,7 +158,7 @@ def growth(id: str) -> str:
         ticks.append(10 * ticks[-1])
     return lines(
         f"What a rank transmits in a step: {id}",
-        f"{SAYS}; collectives as rings; default settings",
+        f"{SAYS}; default settings",
         Axis("ranks", WORLDS, lambda x: f"{x:g}"),
         Axis("bytes", ticks, lambda y: numbers.num_bytes(y).replace(".00", "").replace(".0 ", " ")),
         drawn,
@@ -275,7 +276,8 @@ def page(cls: type[Method]) -> str:
     title, _, rest = found[""].partition("\n\n")
     name, _, about = title.partition(": ")
     (summary,) = [line for line in [(cls.__doc__ or "").strip().splitlines()[0]] if line]
-    out = [NOTE, f"# `{id}`", "", f"**{name}.** {about[:1].upper()}{about[1:]}" if about else f"**{title}**", ""]
+    heading = name if re.sub(r"\W", "", name).lower() == id else f"{name} ({id})"
+    out = [NOTE, f"# {heading}", "", f"{about[:1].upper()}{about[1:]}", ""]
     out += [
         "## In three sentences",
         "",

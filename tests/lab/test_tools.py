@@ -68,7 +68,7 @@ def test_bench_docs(project):
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
     index, folder = (project / "docs" / "bench.md").read_text(), project / "docs" / "bench"
     page = (folder / "x.md").read_text()
-    assert "`python tools/write_bench_docs.py bench-x y digits=5`" in index and "hvdcompress bench x" in page
+    assert "\npython tools/write_bench_docs.py bench-x y digits=5\n" in index and "hvdcompress bench x" in page
     assert "(bench/x.md)" in index and "(bench/training.md)" in index
     assert "| none ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
     assert "Times faster than none ring: topk 4.00 (4.00 – 4.00)." in page
@@ -93,10 +93,13 @@ def test_scale_docs(project):
 
 
 def test_readme(project):
-    (project / "table.md").write_text("| the table |\n")
+    page = project / "docs" / "quickstart-table.md"
+    table = page.read_text().partition("-->\n")[2].partition("<!--")[0]
+    (project / "table.md").write_text(table.replace("| +0.103 |", "| +0.203 |"))
     readme = project / "README.md"
     readme.write_text(readme.read_text().replace("[`topk`]", "[`tokp`]"))
     run(project, "update_readme", ".")
-    assert "| the table |" in (project / "docs" / "quickstart-table.md").read_text()
-    assert "[`topk`]" in readme.read_text()
+    assert "| +0.203 |" in page.read_text() and "[`topk`]" in readme.read_text()
+    run(project, "update_readme")  # README's table is made from that page
+    assert "+0.203 bits" in readme.read_text()
     run(project, "update_readme", "--check")
