@@ -256,7 +256,7 @@ def loses(id: str) -> list[str]:
     if costly:
         said.append(f"In accuracy, compared with none: {'; '.join(costly)}.")
     if hvdcompress.get(id).feedback != "none":
-        said.append("In memory: a residual and a second buffer take 8 bytes an element.")
+        said.append("In memory: a residual and a second buffer take 8 bytes per element.")
     return said
 
 

@@ -63,7 +63,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file names in an import, wherever it stands: lazy and TYPE_CHECKING ones, too."""
+    """Every module that a file names in an import, wherever it is: lazy and TYPE_CHECKING ones, too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

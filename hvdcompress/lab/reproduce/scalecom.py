@@ -435,7 +435,7 @@ PAPER = Paper(
             "S1",
             "The ranks' residuals are alike, so that one rank's selection serves all.",
             "Fig. 2 and assumption A1",
-            f"{WATCHED} 32 examples a rank (with --full 8, too). Mean cosine distance of all pairs of residuals; the "
+            f"{WATCHED} 32 examples per rank (with --full 8, too). Mean cosine distance of all pairs of residuals; the "
             "squares of the ranks' mean gradient + residual at the leader's positions, in those at the k best; "
             "quantiles of two ranks' residuals.",
             f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",

@@ -36,7 +36,7 @@ from hvdcompress.plan import Bucket, Plan
 __all__ = ["Codec", "Constants", "Errors", "Point", "Work", "errors", "fit", "stock", "work"]
 
 FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
-PROBE = 8  # bytes beside each tensor's all-reduce, by which the PyTorch driver tells Average from Sum
+PROBE = 8  # bytes with each tensor's all-reduce, by which the PyTorch driver tells Average from Sum
 
 
 # -- what is asked for ---------------------------------------------------------------------------------
