@@ -45,7 +45,7 @@ NAV: dict[str, list[str]] = {
     ],
 }
 #: pages that may be absent: the navigation leaves them out until they are there
-OPTIONAL = {"advise", "ddp", "reliability"}
+OPTIONAL = {"reliability"}
 #: files of docs/ that are parts of generated pages, and no pages
 PARTS = {"bench_notes", "scale_notes"}
 

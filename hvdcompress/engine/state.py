@@ -97,13 +97,13 @@ def describe(buckets: Iterable[Bucket]) -> str:
     lines = []
     for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
         elements, tensors = sum(bucket.spec.size for bucket in group), sum(len(bucket.members) for bucket in group)
-        memory = sum(_memory(bucket) for bucket in group)
-        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
+        megabytes = sum(memory(bucket) for bucket in group) / 1e6
+        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {megabytes:.2f} MB of state")
     return "\n".join(lines)
 
 
-def _memory(bucket: Bucket) -> int:
-    """Bytes of state, second buffers included."""
+def memory(bucket: Bucket) -> int:
+    """Bytes of a bucket's state on a rank, second buffers included."""
     declared = [*declared_slots(bucket).items(), *(pair for own in declared_by_members(bucket) for pair in own.items())]
     sizes = [(name, prod(slot.shape) * itemsize(slot.dtype)) for name, slot in declared]
     return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes)

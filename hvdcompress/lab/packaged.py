@@ -15,7 +15,12 @@ __all__ = ["FOLDER", "Packaged", "copy", "every", "find", "resolve"]
 
 FOLDER = Path(__file__).resolve().with_name("configs")
 KINDS = {"experiments": "experiment", "bench": "benchmark", "methods": "method"}  #: by the folder's name
-USES = {"compare": "comparison", "scale": "scale"}  #: lists of methods for these commands, which lie among benchmarks
+USES = {
+    "advise": "advice",
+    "advise_truth": "validation",
+    "compare": "comparison",
+    "scale": "scale",
+}  #: lists of methods for these commands, which lie among benchmarks
 
 
 @dataclass(frozen=True)

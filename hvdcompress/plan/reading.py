@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hvdcompress.method import Method
 from hvdcompress.plan import schedule
-from hvdcompress.plan.document import Document
+from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
@@ -76,6 +78,30 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
             return _unregistered(method, settings)
         method = {"method": method.id, **method.hyperparameters()}
     return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
+
+
+def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read settings as a user writes them on a command line, such as "density=0.01" or "values=fp16".
+
+    Args:
+        pairs: KEY=VALUE each; the value is YAML.
+
+    Returns:
+        What :func:`plan_of` takes beside a method's id.
+
+    Raises:
+        PlanError: one is not KEY=VALUE, or its value is not YAML.
+    """
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise PlanError(f"write settings as KEY=VALUE, not {pair!r}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise PlanError(f"{key}: {value!r} is not valid YAML: {error}") from None
+    return found
 
 
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:

@@ -9,6 +9,7 @@ Average from Sum. ``docs/drivers.md`` says more.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,9 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from horovod.common.exceptions import HorovodInternalError
+from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.collectives import Collectives
@@ -133,6 +136,8 @@ class Compressor(TensorCompressor):
         ticket, arrivals = Ticket(tensor), self._current()
         step = arrivals.step
         try:
+            if not (self._agreed or arrivals.order):
+                self._refuse_ddp()
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._receive_gradient(arrivals, ticket)
             if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
@@ -325,6 +330,24 @@ class Compressor(TensorCompressor):
             f"a gradient of shape {tuple(tensor.shape)} belongs to no parameter that the Compressor was given: "
             "give it the same named_parameters as the optimizer, and one Compressor to each optimizer"
         )
+
+    def _refuse_ddp(self) -> None:
+        """Refuse parameters whose gradients DistributedDataParallel reduces, too.
+
+        DDP leaves no mark on them, so it is looked for among all objects; that costs a moment in the first step of
+        programs that use torch.distributed.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        mine = {id(parameter): name for name, parameter in self.parameters.items()}
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel):
+                twice = [mine[id(parameter)] for parameter in found.parameters() if id(parameter) in mine]
+                if twice:
+                    raise ValueError(
+                        f"{twice[0]!r} would be reduced twice: by DistributedDataParallel in the backward pass, and by "
+                        "Horovod's optimizer; use one of them (hvdcompress.ddp.attach compresses under the former)"
+                    )
 
     def _refuse_sparse(self, output: torch.Tensor) -> None:
         if output.is_sparse:

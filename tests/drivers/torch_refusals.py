@@ -57,6 +57,27 @@ def other_operations_are_refused() -> None:
 
 
 @case
+def a_model_that_ddp_reduces_too_is_refused() -> None:
+    """Its gradients would be averaged in the backward pass, and averages of averages look right."""
+    store = f"file://{harness.OUT.resolve()}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=hvd.rank(), world_size=hvd.size())
+    try:
+        layer = torch.nn.Linear(40, 40)
+        named = [(f"ddp.{name}", parameter) for name, parameter in layer.named_parameters()]
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=Compressor("topk", named))
+        model = torch.nn.parallel.DistributedDataParallel(layer)
+
+        def run() -> None:
+            model(torch.ones(2, 40)).sum().backward()
+            opt.step()
+
+        must_raise(PeerError, ["ddp.weight", "reduced twice", "hvdcompress.ddp.attach"], run)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case
 def adasum_is_refused() -> None:
     if hvd.size() & (hvd.size() - 1) or not hvd.mpi_enabled():
         raise Skip("Horovod's Adasum needs a power of two ranks, and MPI")

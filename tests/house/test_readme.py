@@ -13,7 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("tool", ["update_readme", "write_house", "write_methods", "write_papers", "write_promises"])
+TOOLS = ["update_readme", "write_evidence", "write_house", "write_methods", "write_papers", "write_promises"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_what_is_generated_is_up_to_date(tool: str) -> None:
     line = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)

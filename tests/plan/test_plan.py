@@ -15,7 +15,7 @@ import hvdcompress
 from hvdcompress import get, load
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import Plan, PlanError, plan_of
+from hvdcompress.plan import Plan, PlanError, plan_of, settings_of
 
 FULL = """\
 method: scalecom
@@ -486,3 +486,11 @@ def test_what_goes_dense_is_joined_where_the_method_suits_no_bucket():
     assert [bucket.program.main.id for bucket in buckets.values()] == ["none", "powersgd", "none", "none"]
     alone = {bucket.spec.name for bucket in load({"method": "powersgd"}).buckets(specs)}
     assert alone == {"a", "b", "c", "d", "e"}, "without buckets each tensor piggybacks on the stock all-reduce"
+
+
+def test_settings_of_a_command_line() -> None:
+    given = ["density=0.02", "values=fp16", "warmup={steps: 5}", "paper=true"]
+    assert settings_of(given) == {"density": 0.02, "values": "fp16", "warmup": {"steps": 5}, "paper": True}
+    for wrong in ("density", "=3", "a={b"):
+        with pytest.raises(PlanError, match="KEY=VALUE|valid YAML"):
+            settings_of([wrong])

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-import yaml
-
 from hvdcompress import registry
 from hvdcompress.lab import nets
 from hvdcompress.lab.bench.devices import Device, device
@@ -26,7 +24,7 @@ from hvdcompress.lab.bench.draws import Draws
 from hvdcompress.lab.bench.peers import peers_of
 from hvdcompress.lab.bench.side import PARTS, Side, Spent
 from hvdcompress.method import Array, TensorSpec
-from hvdcompress.plan import Plan, PlanError, load
+from hvdcompress.plan import Plan, PlanError, load, settings_of
 
 __all__ = ["Asked", "Figures", "Measured", "asked_for", "measure", "net_of", "ratio", "run", "specs_of"]
 
@@ -38,7 +36,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 WARM = 4  #: steps before the first that counts, at least: thresholds are learned, buffers are made
 TENSORS_AT_MOST = 1.2  #: times that a net's tensors may take as long as one tensor of their size
 NOTHING = 0.01  #: copies: what takes less is not compared with
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "HVDCOMPRESS_THREADS")
 T = TypeVar("T")
 
 
@@ -142,16 +140,10 @@ def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         id, *pairs = text.replace(",", " ").split() or [""]
         if id not in registry.classes():
             registry.get(id)  # raises the error that suggests another
-        given = {}
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ValueError(f"{text!r}: write settings as KEY=VALUE, not {pair!r}")
-            given[key] = yaml.safe_load(value)
         has_density = "density" in registry.get(id).hyperparameters()
         usual = {**({"density": DENSITY} if has_density else {}), **SETTINGS.get(id, {})}
-        plan = {"method": id, **usual, **given}
         try:
+            plan = {"method": id, **usual, **settings_of(pairs)}
             load(plan)
         except PlanError as error:
             raise ValueError(f"{text!r}: {error}") from None

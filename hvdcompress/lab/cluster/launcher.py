@@ -79,6 +79,7 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     added = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "OMP_NUM_THREADS": "1",
+        "HVDCOMPRESS_THREADS": os.environ.get("HVDCOMPRESS_THREADS", "1"),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
         # Methods of two rounds use several collectives a tensor; Horovod's default is 1024 cached ones.

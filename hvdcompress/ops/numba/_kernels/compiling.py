@@ -9,6 +9,7 @@ from numba import njit
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
 LANES = 256  #: how many sums run side by side
+SPAN = 1 << 16  #: elements whose sums are one row: threads begin at multiples of it, so that sums are the same
 BLOCK = 1024  #: how many elements stay in the processor's nearest cache
 
 
