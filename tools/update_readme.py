@@ -101,7 +101,7 @@ def which() -> str:
         cells = [f"[`{id}`](docs/methods/{id}.md)"]
         settings = contender.removeprefix(id).removesuffix("compressor").strip() or "defaults"
         cells.append(f"{text[label]['density'].replace('–', 'defaults')}; {settings}")
-        cells.append(text[label].get("ratio") or text[label]["rate"])
+        cells.append(text[label]["ratio"])
         cells.append("constant" if wire(id)[-1] <= 2 * wire(id)[1] else "grow with ranks")  # from 4 to 1024
         cells.append(f"{digits[label]['vs none']} points; {text[label]['vs none']} bits")
         for link in ("100 Mbit/s", "1 Gbit/s"):

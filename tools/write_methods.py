@@ -201,7 +201,7 @@ def accuracies(id: str) -> Iterator[Accuracy]:
                     link = f"[{title}](../{page.name})"
                     yield Accuracy(
                         "digits, % correct" if task == "digits" else "text, bits per byte", row["method"],
-                        row.get("ratio") or row["rate"], row["held-out"], row["vs none"], link,
+                        row["ratio"], row["held-out"], row["vs none"], link,
                     )  # fmt: skip
 
 
@@ -276,7 +276,8 @@ def page(cls: type[Method]) -> str:
     title, _, rest = found[""].partition("\n\n")
     name, _, about = title.partition(": ")
     (summary,) = [line for line in [(cls.__doc__ or "").strip().splitlines()[0]] if line]
-    heading = name if re.sub(r"\W", "", name).lower() == id else f"{name} ({id})"
+    known = re.sub(r"\W", "", name).lower() == id or f"({id})" in name.lower()
+    heading = name if known else f"{name} ({id})"
     out = [NOTE, f"# {heading}", "", f"{about[:1].upper()}{about[1:]}", ""]
     out += [
         "## In three sentences",

@@ -167,7 +167,7 @@ COLUMNS: tuple[Column[Outcome], ...] = (
     Column("steps", "steps", lambda row: str(row.steps), lambda row: row.steps, yields=2),
     Column("whole_run", "whole run", lambda row: _percent(row.whole_run), lambda row: row.whole_run),
     Column("num_bytes", "bytes per step", lambda row: numbers.num_bytes(row.num_bytes), lambda row: row.num_bytes, "B"),
-    Column("rate", "rate", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
+    Column("rate", "ratio", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
     Column("formula", "bytes by the formula", lambda row: row.formula, align="left", wrap=True),
 )
 

@@ -444,7 +444,7 @@ def together(results: Sequence[Result]) -> Report:
             lines.append(line)
     places = list(dict.fromkeys(f"{row['net']}, {row['link']}" for row in timed))
     columns = [
-        text("rate", "rate"),
+        text("rate", "ratio"),
         text("name", "what is sent", "left"),
         text("wire", "measured rate"),
         text("error", "error"),

@@ -308,7 +308,7 @@ def no_loss(results: Sequence[Result]) -> Report:
             line[task] = spread(one) if len(one) > 1 else number(one[0]) if one else MISSING
         lines.append(line)
     units = {task: "bits" if task == settings.TEXT else "points" for task in tasks}
-    columns = [text("rate", "rate", "left"), text("method", "method", "left")]
+    columns = [text("rate", "ratio", "left"), text("method", "method", "left")]
     columns += [text(task, f"{task}, {units[task]}") for task in tasks]
     measured = [
         f"{task} {rate_of(statistics.median(row['rate'] for row in some))} and "
