@@ -16,7 +16,7 @@ FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "tf_keras", "horovod", "
 FRAMEWORKS |= {"lightning", "accelerate", "transformers"}
 
 #: Rooms by floor, the lowest first. A file imports from its own room and from lower floors: never from a room above,
-#: and never from a room beside its own. The longest prefix of a file's path names its room.
+#: and never from a room next to its own. The longest prefix of a file's path names its room.
 FLOORS: list[set[str]] = [
     {"ops"},
     {"method"},

@@ -119,7 +119,7 @@ METHODS: tuple[Column[Row], ...] = (
 )
 PEERS: tuple[Column[Row], ...] = (
     Column("method", "method", lambda row: row.group.label, align="left"),
-    Column("beside", "beside", lambda row: row.figures.name, align="left"),
+    Column("beside", "compared with", lambda row: row.figures.name, align="left"),
     *COPIES,
     SECONDS,
     FAULTS,
@@ -180,7 +180,7 @@ arithmetic of a rank's step, as above. *method ÷ this*: how many times as long 
 *at most*: how many times as long it may.
 """
 MANY = """\
-The net's gradients in the buckets that PyTorch's driver makes, beside one tensor of their size; *÷ one tensor*: time an
+The net's gradients in the buckets that PyTorch's driver makes, and one tensor of their size; *÷ one tensor*: time an
 element over that of the one tensor.
 """
 
