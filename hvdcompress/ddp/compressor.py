@@ -102,6 +102,7 @@ class Compressor(TensorCompressor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # of the step under way
         self._failure: Exception | None = None  # of the step that has ended, until it is raised
+        self._step: Step | None = None  # the last one
         self._stream: Any = None  # of a GPU, the thread's
 
     def close(self) -> None:
@@ -112,6 +113,9 @@ class Compressor(TensorCompressor):
 
     def _is_under_way(self) -> bool:
         return self._arrivals is not None
+
+    def _waits_for(self) -> str | None:
+        return self._step.waits_for() if self._step and self._is_under_way() else None
 
     # -- DDP's side, in the thread of the backward pass --------------------------------------------------------
 
@@ -147,6 +151,7 @@ class Compressor(TensorCompressor):
         self.cut_short()
         if self._transport is None:
             self._transport = ProcessGroupTransport(self._parent, buffer.device)
+            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._arrivals = SimpleQueue()
@@ -214,7 +219,7 @@ class Compressor(TensorCompressor):
 
     def _exchange(self, transport: ProcessGroupTransport, arrivals: Iterator[Arrival]) -> None:
         transport.begin()
-        step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
         with step.errors_wait():
             step.loss_scale = self.current_loss_scale()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from hvdcompress.ddp.transport import ProcessGroupTransport
 from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.step import Agree
+from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan, plan_of
@@ -75,7 +75,7 @@ class ShardedCompressor(TensorCompressor):
         super().__init__(plan, rank, world, vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
         self.shard, self._parent = shard, replicas
         self._transport: ProcessGroupTransport | None = None
-        self._busy = False
+        self._step: Step | None = None  # under way
 
     def close(self) -> None:
         """Free its process group. Nothing may be under way."""
@@ -83,7 +83,11 @@ class ShardedCompressor(TensorCompressor):
             self._transport.close()
 
     def _is_under_way(self) -> bool:
-        return self._busy
+        return self._step is not None
+
+    def _waits_for(self) -> str | None:
+        step = self._step
+        return step.waits_for() if step else None
 
     def save(self, folder: str | Path) -> Path:
         """Write this rank's state to its own file, in a folder of its shard in ``folder``; call it on every rank."""
@@ -110,10 +114,10 @@ class ShardedCompressor(TensorCompressor):
         """
         if self._transport is None:
             self._transport = ProcessGroupTransport(self._parent, gradient.device)
+            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
         transport = self._transport
         transport.begin()
-        self._busy = True
-        step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
         with step.errors_wait():
             step.loss_scale = self.current_loss_scale()
@@ -133,7 +137,7 @@ class ShardedCompressor(TensorCompressor):
             step.abandon()
             raise everyones(transport, caught, mine) from None
         finally:
-            self._busy = False
+            self._step = None
         self.ledger.steps += step.finite
 
 

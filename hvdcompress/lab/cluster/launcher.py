@@ -6,6 +6,7 @@ What the ranks, Horovod and MPI print goes to a log file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shlex
@@ -13,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,18 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     return {**(ring(ranks) if hosts else {}), **added}
 
 
+def _ending_with_us() -> Callable[[], None] | None:
+    """What a child calls before it becomes another program, so that a SIGTERM ends it when we are killed.
+
+    horovodrun then ends its ranks. None where the system cannot do that (Linux can: man 2 prctl, PR_SET_PDEATHSIG).
+    The signal comes at the end of the *thread* that has started the child, so only the main thread's children get it.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return None
+    libc = ctypes.CDLL(None)  # loaded before the fork
+    return lambda: libc.prctl(1, int(signal.SIGTERM))
+
+
 class Ranks:
     """A running horovodrun: its process, and every process it started.
 
@@ -116,6 +130,7 @@ class Ranks:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment(ranks, hosts), TAG: self.tag},
+                preexec_fn=_ending_with_us(),
                 start_new_session=True,  # Ctrl-C reaches us alone; we end them in order
             )
 

@@ -12,7 +12,7 @@ from promises.results import assert_all, compare
 from promises.variants import METHODS
 
 SUBJECT = "Numbers"
-ODD_SHAPES = {"none": (0,), "empty": (3, 0, 2), "scalar": (), "prime": (1009,), "matrix": (64, 33)}
+ODD_SHAPES = {"none": (0,), "empty": (3, 0, 2), "row": (0, 5), "scalar": (), "prime": (1009,), "matrix": (64, 33)}
 
 
 def rounded_to_bfloat16(x: np.ndarray) -> np.ndarray:
