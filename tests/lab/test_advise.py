@@ -461,7 +461,7 @@ def test_it_runs_under_torchrun(tmp_path):
 
 
 def test_turns_measure_every_plan():
-    """In one process of one rank, so without a network: both plans' steps are there, and models are made anew."""
+    """In one process of one rank, so without a network: both plans' steps are there, and models are made again."""
 
     class Alone:
         rank, world = 0, 1
