@@ -14,7 +14,7 @@ import typer
 from typer.completion import completion_init
 from typer.core import TyperGroup
 
-from hvdcompress.lab.commands import bench, comparing, files, looking, papers, training
+from hvdcompress.lab.commands import advise, bench, comparing, files, looking, papers, training
 from hvdcompress.lab.commands.shared import fail
 
 DEBUG = "--debug"
@@ -115,6 +115,14 @@ app.command(
     epilog=examples("hvdcompress report runs/quickstart --format csv", "hvdcompress report runs/one runs/other"),
 )(training.report)
 
+app.command(
+    rich_help_panel=MEASURE,
+    epilog=examples(
+        "hvdcompress advise --model my.module:make_model --data my.module:make_batch --hosts a:1,b:1 --check",
+        "horovodrun -np 4 hvdcompress advise --model my.module:make_model --data my.module:make_batch",
+        "hvdcompress advise --shapes resnet50 --backward 200ms --link 10gbit,50us --ranks 64",
+    ),
+)(advise.advise)
 app.add_typer(benchmarks, name="bench", rich_help_panel=MEASURE)
 benchmarks.command(
     epilog=examples(

@@ -25,7 +25,7 @@ from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 from hvdcompress.tensorflow import Compressor
 
-__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback"]
+__all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
 #: dtypes that Horovod can broadcast; random seeds are uint32, and go as int64
 _BROADCAST = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
@@ -85,12 +85,68 @@ def DistributedOptimizer(
     return made
 
 
+#: the key in an optimizer's configuration that says that it reduces gradients; some of Keras's errors show it alone
+_REDUCES = "hvdcompress.keras.load_model"
+_REFUSED = (
+    "the saved optimizer averages gradients over ranks, and a plain one would let ranks drift apart: load the model "
+    "with this function, or with compile=False"
+)
+
+
+def load_model(
+    filepath: Any,
+    compression: str | Method | Plan | Mapping[str, Any] | Compressor = "none",
+    *,
+    custom_objects: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> keras.Model:
+    """``keras.saving.load_model`` of a model that was compiled with a :func:`DistributedOptimizer`, and saved.
+
+    ``keras.saving.load_model`` itself refuses such a model, unless it is called with ``compile=False``.
+
+    Args:
+        filepath: the file.
+        compression: as for :func:`DistributedOptimizer`; a saved model has no residuals, which the Compressor saves.
+        custom_objects: the program's own classes and functions, by name.
+        options: further arguments of :func:`DistributedOptimizer`.
+
+    Returns:
+        The model, compiled with the optimizer that it was saved with, in its state, which reduces gradients again.
+
+    Raises:
+        ValueError: as :func:`DistributedOptimizer`.
+    """
+    given = dict(custom_objects or {})
+
+    def again(cls: Any) -> Any:
+        """What Keras makes an optimizer of, in the place of its class."""
+
+        def from_config(config: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+            plain = {key: value for key, value in config.items() if key != _REDUCES}
+            made = cls.from_config(plain, *more, **named)
+            return DistributedOptimizer(made, compression, **options) if _REDUCES in config else made
+
+        return type(cls.__name__, (), {"from_config": staticmethod(from_config)})
+
+    classes = {**vars(keras.optimizers), **given}.items()
+    optimizers = {
+        name: again(one)
+        for name, one in classes
+        if isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
+    }
+    return keras.saving.load_model(filepath, custom_objects={**given, **optimizers})
+
+
 class _Reduction:
     """Reduces gradients over ranks."""
 
     compressor: Compressor
     reduction: Any
     sparse_as_dense: bool
+
+    def get_config(self) -> dict[str, Any]:
+        """The plain optimizer's, with an argument that none takes: in a saved model it would be one, in silence."""
+        return {**super().get_config(), _REDUCES: _REFUSED}  # type: ignore[misc]
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         process_set = self.compressor.process_set
@@ -116,8 +172,12 @@ class _Reduction:
 class _Reduces(_Reduction):
     """Reduces what Keras is about to clip and apply: unscaled, and accumulated if need be."""
 
+    _reduced: Any
+
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        self._reduced = trainable_variables
+        vars(self)["_reduced"] = (
+            trainable_variables  # Keras would take an attribute's variables for the optimizer's own
+        )
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:

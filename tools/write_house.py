@@ -36,6 +36,7 @@ SAYS = {
     "tensorflow": "Horovod, TensorFlow",
     "mpi": "mpi4py, numpy",
     "keras": "Keras 3",
+    "integrations": "Lightning, accelerate, Trainer",
     "testing": "check_method()",
     "lab": "experiments, benchmarks, predictions, pages",
     "cli": "the command",

@@ -47,7 +47,10 @@ def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, An
     names = [(n, p) for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
     trained = [(name, parameter) for name, parameter in names if parameter.requires_grad]
     compressor = Compressor(method, trained, process_group=module.process_group, **settings)
-    module.register_comm_hook(compressor, _receive)
+    try:
+        module.register_comm_hook(compressor, _receive)
+    except RuntimeError as error:  # of a hook that DDP keeps in C++ there is no other trace
+        raise ValueError(f"the model has a built-in communication hook: DDP takes one, and once ({error})") from None
     module.register_forward_pre_hook(_before_forward(weakref.ref(compressor)))
     if module.find_unused_parameters or module.static_graph:
         compressor.used = set()
@@ -94,20 +97,33 @@ def _find(model: torch.nn.Module) -> DistributedDataParallel:
 
 
 def _refuse(module: DistributedDataParallel) -> None:
-    if module._comm_hooks:
-        there = module._comm_hooks[0][0]
-        raise ValueError(
-            f"the model has a communication hook, {getattr(there, '__qualname__', there)}: DDP takes one, and once"
-        )
     for attribute, option, reason in REFUSED:
         if getattr(module, attribute, None):
             raise ValueError(f"{option} does not go with compression: {reason}")
+    if problem := _stepped_in_backward(module):
+        raise ValueError(problem)
+    if module._comm_hooks:
+        there = getattr(module._comm_hooks[0][0], "__qualname__", "one")
+        fused = ", of an optimizer fused into the backward pass (_register_fused_optim)" * ("optimizer" in there)
+        raise ValueError(f"the model has a communication hook, {there}{fused}: DDP takes one, and once")
+
+
+def _stepped_in_backward(module: DistributedDataParallel) -> str:
+    """What is wrong where an optimizer steps inside of the backward pass, or nothing."""
+    if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
+        return ""
+    return (
+        "an optimizer that steps in the backward pass (_apply_optimizer_in_backward) does not go with compression: "
+        "DDP takes its own hook for it"
+    )
 
 
 def _before_forward(compressor: weakref.ref[Compressor]) -> Callable[[DistributedDataParallel, Any], None]:
     def check(module: DistributedDataParallel, inputs: Any) -> None:
         if there := compressor():
             there.cut_short()
+        if not module._lazy_init_ran and (problem := _stepped_in_backward(module)):
+            raise ValueError(problem)
         if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
             raise RuntimeError(
                 "static_graph=True does not go with no_sync(): DDP stops exchanging gradients (PyTorch's issue 187732)"

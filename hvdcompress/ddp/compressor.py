@@ -4,7 +4,7 @@ DDP calls its hook with a bucket of gradients when these are there, in one order
 reduced bucket. The hook only hands the bucket to a thread, one for each Compressor, that does all else in the order in
 which buckets come: so every rank starts its collectives in the same order, and they overlap with the backward pass.
 Units of exchange are the plan's buckets, and state goes by parameter name: DDP's own buckets do not matter.
-``docs/architecture.md`` says more.
+``docs/drivers.md`` says more.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Compressor(TensorCompressor):
 
     Attributes:
         plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Beside the tensors it has "status", 64 bytes a step, and
-            "lengths", 8 bytes an all-gather.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "status", 64 bytes per step, and
+            "lengths", 8 bytes per all-gather.
         parameters: the parameters by name.
         used: names of the parameters that had a gradient in this backward pass; None where DDP does not look for
             unused ones.
@@ -102,6 +102,7 @@ class Compressor(TensorCompressor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
         self._arrivals: SimpleQueue[Arrival] | None = None  # of the step under way
         self._failure: Exception | None = None  # of the step that has ended, until it is raised
+        self._step: Step | None = None  # the last one
         self._stream: Any = None  # of a GPU, the thread's
 
     def close(self) -> None:
@@ -112,6 +113,9 @@ class Compressor(TensorCompressor):
 
     def _is_under_way(self) -> bool:
         return self._arrivals is not None
+
+    def _waits_for(self) -> str | None:
+        return self._step.waits_for() if self._step and self._is_under_way() else None
 
     # -- DDP's side, in the thread of the backward pass --------------------------------------------------------
 
@@ -147,6 +151,7 @@ class Compressor(TensorCompressor):
         self.cut_short()
         if self._transport is None:
             self._transport = ProcessGroupTransport(self._parent, buffer.device)
+            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._arrivals = SimpleQueue()
@@ -214,7 +219,7 @@ class Compressor(TensorCompressor):
 
     def _exchange(self, transport: ProcessGroupTransport, arrivals: Iterator[Arrival]) -> None:
         transport.begin()
-        step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
         with step.errors_wait():
             step.loss_scale = self.current_loss_scale()

@@ -181,15 +181,23 @@ class ProcessGroupTransport:
 
     def _tell_all(self, text: str) -> list[tuple[str, list[Call]]]:
         """Every rank's text and what it has begun, by the store."""
-        keys = [f"end.{self.step}.{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], json.dumps([text, self._calls]))
+        everyone = [json.loads(said) for said in self.tell_all(f"end.{self.step}", json.dumps([text, self._calls]))]
+        return [(text, [Call(*map(_plain, call)) for call in calls]) for text, calls in everyone]
+
+    def tell_all(self, what: str, text: str) -> list[str]:
+        """Every rank's text, in rank order, by the store; waits for all.
+
+        Raises:
+            PeerLost: a rank has not told its own within the group's timeout.
+        """
+        keys = [f"{what}.{rank}" for rank in range(self.world)]
+        self._store.set(keys[self.rank], text)
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 raise self._lost(TimeoutError(f"not all ranks have ended step {self.step}"))
             time.sleep(LISTEN)
-        everyone = [json.loads(self._store.get(key)) for key in keys]
-        return [(text, [Call(*map(_plain, call)) for call in calls]) for text, calls in everyone]
+        return [self._store.get(key).decode() for key in keys]
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isclose
 from typing import Any
 
 
@@ -68,6 +69,30 @@ def failure(texts: Sequence[str]) -> PeerError:
     return PeerError(f"a gradient exchange failed, so every rank stops. {message}")
 
 
+JOIN = (
+    "hvd.join() does not go with compression, as a rank that has joined gives zeros: take as many steps on every rank"
+)
+
+
+def factor_of(probe: Sequence[float], world: int) -> float:
+    """What a stock all-reduce does, by what became of the ranks' probes [1/p, (rank + 1)/p²].
+
+    Returns:
+        1/p if it averages, 1 if it sums.
+
+    Raises:
+        PeerError: it does something else, or not all ranks gave theirs.
+    """
+    for factor in (1.0 / world, 1.0):
+        second = factor * (world + 1) / (2 * world)
+        if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
+            return factor
+    raise PeerError(
+        "gradients were neither averaged nor summed over all ranks: the optimizer's op must be hvd.Average or hvd.Sum "
+        f"(Min, Max, Product and Adasum are refused); and {JOIN}"
+    )
+
+
 @dataclass(frozen=True)
 class Status:
     """How a step stands, in seven numbers whose *maxima* over ranks all ranks then read.
@@ -100,6 +125,11 @@ class Status:
         """What all ranks together say."""
         failed, non_finite, triggered, high, low, scale, negative = maxima
         return cls(bool(failed), bool(non_finite), bool(triggered), high, scale, high == -low, -negative)
+
+    @property
+    def joined(self) -> bool:
+        """Whether a rank gave zeros in the place of its numbers, as in Horovod's ``join()``: scales are positive."""
+        return self.least_loss_scale == 0
 
     @property
     def agreed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import describe
 from hvdcompress.engine.step import loss_scale_now
+from hvdcompress.engine.watchdog import Place, Watchdog
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -35,6 +37,8 @@ class Compressor(ABC):
         self.plan, self.loss_scale = plan, loss_scale
         self.ledger = Ledger(world, rank)
         self.local = Rank(plan, rank, world, self.ledger)
+        myself = weakref.ref(self)
+        self.watchdog = Watchdog(rank, world, plan.timeout, lambda: _place(myself()), lambda: _pulse(myself()))
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -47,7 +51,7 @@ class Compressor(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file a rank."""
+        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file per rank."""
         return self.local.state_dict()
 
     @abstractmethod
@@ -59,25 +63,36 @@ class Compressor(ABC):
         """
 
     def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank.
+        """Write this rank's state to its own file in ``folder``; call it on every rank, after the same step.
+
+        The file's name has the step. Files older than those of the save before are removed.
 
         Returns:
             The file.
+
+        Raises:
+            OSError: it cannot be written, as on a full disk; what was saved before is as it was.
         """
         return checkpoint.save(self.state_dict(), folder)
 
     def load(self, folder: str | Path) -> None:
         """Read this rank's state from ``folder``; the states of another number of ranks are re-sharded.
 
+        The newest step that all ranks have saved is taken. If a newer one is incomplete or damaged, a warning says so.
+
         Raises:
-            FileNotFoundError: the folder holds no saved state, or not that of all ranks.
-            ValueError: a file is damaged, or the state does not fit; nothing is changed then.
+            FileNotFoundError: the folder holds no saved state, or none of all ranks.
+            ValueError: what is there is damaged, or the state does not fit; nothing is changed then.
         """
         self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world))
 
     def release(self) -> None:
-        """Give back the memory of residuals and other state; the Compressor begins anew."""
+        """Give back the memory of residuals and other state; the Compressor begins again."""
         self.local.states.clear()
+
+    @abstractmethod
+    def _waits_for(self) -> str | None:
+        """What a step that is under way waits for, in words; None outside of a step. The watchdog's thread asks."""
 
     # -- what users say and ask -----------------------------------------------------------------------------
 
@@ -112,3 +127,19 @@ class Compressor(ABC):
             ValueError: it is not a positive finite number.
         """
         return loss_scale_now(self.loss_scale)
+
+
+def _place(compressor: Compressor | None) -> Place:
+    """Where a rank is, for its watchdog; one that has no Compressor any more is nowhere."""
+    if compressor is None:
+        return Place(0, None)
+    steps = max((state.step for state in list(compressor.local.states.values())), default=0)
+    return Place(steps, compressor._waits_for())
+
+
+def _pulse(compressor: Compressor | None) -> Any:
+    """What changes when a step moves: waiting alone does not."""
+    if compressor is None:
+        return None
+    ledger = compressor.ledger
+    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["select"]

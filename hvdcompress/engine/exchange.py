@@ -97,6 +97,11 @@ class Exchange:
             self.worked(self.name, time.perf_counter() - began, self.reduced is not None)
         return self.verb
 
+    def where(self, count: int = 1) -> str:
+        """What this rank waits for, in words, as the first of ``count`` exchanges."""
+        more = f", and {count - 1} more" if count > 1 else ""
+        return f"tensor {self.name!r} (method {self.method.id}, round {max(self.round, 0)}{more})"
+
     def failed(self, error: Exception) -> ExchangeError:
         """What an error of the method's is raised as."""
         name = self.communication.now if isinstance(self.communication, Together) else self.name

@@ -454,15 +454,16 @@ class Rank:
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
 
     def check_origin(self, saved: snapshot.Saved) -> None:
-        """Refuse the saved state of another format, world or rank.
+        """Refuse what is no saved state, and that of another format, world or rank.
 
         Raises:
             ValueError: it says which.
         """
-        for key, mine in (("format", snapshot.FORMAT), ("world", self.world), ("rank", self.rank)):
-            if saved.get(key) != mine:
+        snapshot.check(saved)
+        for key, mine in (("world", self.world), ("rank", self.rank)):
+            if saved[key] != mine:
                 hint = "; Compressor.load re-shards a folder with the states of all ranks" if key == "world" else ""
-                raise ValueError(f"the saved state is of {key} {saved.get(key)!r}, this is {key} {mine!r}{hint}")
+                raise ValueError(f"the saved state is of {key} {saved[key]!r}, this is {key} {mine!r}{hint}")
 
     def load_state_dict(
         self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None = None
@@ -476,7 +477,8 @@ class Rank:
                 bucket finds its state when it comes.
 
         Raises:
-            ValueError: it is of another format, world, rank or set of tensors; the message says which.
+            ValueError: it is of another format, world, rank or set of tensors, or an array is not what its slot
+                declares; the message says which.
         """
         self.check_origin(saved)
         if buckets is not None:

@@ -24,6 +24,64 @@ Saved = Mapping[str, Any]
 Copy = Callable[[list[Any]], Array]  #: saved arrays of a slot's parts -> one fresh array
 
 
+def check_head(head: Any) -> None:
+    """Refuse what is no saved state, arrays apart.
+
+    Raises:
+        ValueError: it is of another format, or a key is missing or not what it should be; it names the key.
+    """
+    if not isinstance(head, Mapping) or head.get("format") != FORMAT:
+        found = head.get("format") if isinstance(head, Mapping) else head
+        raise ValueError(f"the saved state is of format {found!r}, this is format {FORMAT}")
+    for key, holds in _HOLDS.items():
+        if not holds(head.get(key)):
+            raise ValueError(f"the saved state's {key!r} is {head.get(key, 'missing')!r:.80}")
+
+
+def check(saved: Saved) -> None:
+    """Refuse what is no saved state; see :func:`check_head`.
+
+    Raises:
+        ValueError: as there; or arrays are not those that ``merge`` speaks of.
+    """
+    check_head(saved)
+    slots = {name: slots.keys() for name, slots in saved.get("state", {}).items()}
+    if slots != {name: slots.keys() for name, slots in saved["merge"].items()}:
+        raise ValueError("the saved state's 'merge' and 'state' are of different arrays")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(one, int | float) for one in value)
+
+
+def _is_restart(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 3 and all(map(_is_count, value))
+
+
+def _are_merges(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value.values()) <= {"sum", "keep"}
+
+
+def _table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(of, value.values()))
+
+
+#: what a saved state must have beside its format and arrays
+_HOLDS: dict[str, Callable[[Any], bool]] = {
+    "plan": lambda value: isinstance(value, Mapping),
+    "world": lambda value: _is_count(value) and value > 0,
+    "rank": _is_count,
+    "metrics": _table(_is_pair),
+    "steps": _table(_is_count),
+    "restarts": _table(_is_restart),
+    "merge": _table(_are_merges),
+}
+
+
 def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
     """The four tables by tensor; arrays are fresh copies."""
     steps: dict[str, int] = {}
@@ -62,7 +120,8 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
     """The bucket's state from a saved one; None if it has none of its tensors.
 
     Raises:
-        ValueError: its tensors are at different steps, or a slot is missing or of another size.
+        ValueError: its tensors are at different steps; or a slot is missing, of another size or dtype, or has an Inf or
+            a NaN.
     """
     members = [member.name for member in bucket.members]
     steps = {saved["steps"].get(name) for name in members}
@@ -80,8 +139,7 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
                 raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
             sizes = [member.size for member in bucket.members] if slot in feedback.BUFFERED else [prod(about.shape)]
             for name, part, size in zip(names, parts, sizes, strict=True):
-                if len(part) != size:
-                    raise ValueError(f"{slot!r} of {name!r} has {len(part)} elements, not {size}")
+                _check_part(f"{slot!r} of {name!r}", part, size, about.dtype)
             found[slot] = copy(parts)
         return found
 
@@ -91,8 +149,18 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
     return State(bucket, whole, own, step=steps.pop(), triggers=triggers, restart=(restart[0], restart[1]))
 
 
+def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
+    """Refuse a saved array that is not what a slot declares: it would be in every gradient from then on."""
+    if len(part) != size:
+        raise ValueError(f"{what} has {len(part)} elements, not {size}")
+    if (found := str(part.dtype).removeprefix("torch.")) != dtype:
+        raise ValueError(f"{what} is {found}, not {dtype}")
+    if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
+        raise ValueError(f"{what} has an Inf or a NaN")
+
+
 def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
-    """What a saved state has beside these buckets; None if that is nothing."""
+    """What a saved state has besides these buckets; None if that is nothing."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
     return {**saved, **left} if left["steps"] else None
@@ -104,12 +172,16 @@ def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
     Each new rank gets an equal part of what is summed, so that no gradient is lost or counted twice.
 
     Raises:
-        ValueError: a rank's state is missing.
+        ValueError: a rank's state is missing, or they are of different steps or tensors.
     """
     first = saved[0]
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(first["world"])):
         raise ValueError(f"states of all {first['world']} ranks are needed, these are of ranks {ranks}")
+    for one in saved:
+        for what in ("steps", "merge"):
+            if one[what] != first[what]:
+                raise ValueError(f"the states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
 
     def merged(name: str, slot: str) -> Array:
         arrays = [one["state"][name][slot] for one in saved]

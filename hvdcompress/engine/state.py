@@ -36,7 +36,7 @@ class State:
         members: of a bucket whose method runs on each tensor, what it keeps of each.
         spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
         joined: the members' gradients one after another; None for a bucket of one tensor.
-        scratch: large arrays that methods use in a step, kept since fresh memory is dear; no state.
+        scratch: large arrays that methods use in a step, kept since fresh memory is expensive; no state.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -90,20 +90,20 @@ def itemsize(dtype: str) -> int:
 
 
 def describe(buckets: Iterable[Bucket]) -> str:
-    """Which method each group of tensors gets, and the memory that its state takes on a rank; a line a group."""
+    """Which method each group of tensors gets, and the memory that its state takes on a rank; a line per group."""
     groups: dict[str, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(str(bucket.program), []).append(bucket)
     lines = []
     for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
         elements, tensors = sum(bucket.spec.size for bucket in group), sum(len(bucket.members) for bucket in group)
-        memory = sum(_memory(bucket) for bucket in group)
-        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {memory / 1e6:.2f} MB of state")
+        megabytes = sum(memory(bucket) for bucket in group) / 1e6
+        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {megabytes:.2f} MB of state")
     return "\n".join(lines)
 
 
-def _memory(bucket: Bucket) -> int:
-    """Bytes of state, second buffers included."""
+def memory(bucket: Bucket) -> int:
+    """Bytes of a bucket's state on a rank, second buffers included."""
     declared = [*declared_slots(bucket).items(), *(pair for own in declared_by_members(bucket) for pair in own.items())]
     sizes = [(name, prod(slot.shape) * itemsize(slot.dtype)) for name, slot in declared]
     return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes)

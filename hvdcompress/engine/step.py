@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.agreement import Status, Terms, compare_terms, failure
+from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import Rank
@@ -179,6 +179,16 @@ class Step:
         except Exception as error:
             self.error = self.error or error
 
+    def waits_for(self) -> str:
+        """What this rank waits for, in words; another thread may ask."""
+        waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.verb is not None]
+        if waiting:
+            return waiting[0].where(len(waiting))
+        if self._passing:
+            state, more = self._passing[0][0], len(self._passing) - 1
+            return f"tensor {state.bucket.spec.name!r} (method none, round 0{f', and {more} more' if more else ''})"
+        return "the ranks' status"
+
     @property
     def num_under_way(self) -> int:
         """Exchanges with a collective under way."""
@@ -215,6 +225,8 @@ class Step:
             return
         self.collectives.advance(pending)
         status = Status.of(self.collectives.result(pending).tolist())
+        if status.joined:
+            raise PeerError(JOIN)
         if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
             mine = json.dumps([self.terms.plan, self.terms.tensors])
             compare_terms([json.loads(text) for text in self.collectives.gather_text("terms", mine)])

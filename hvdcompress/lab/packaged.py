@@ -1,6 +1,6 @@
 """The configurations that come with the package: experiments, benchmarks and methods, found by name.
 
-They lie in ``configs/`` beside this file; the project's ``configs/`` is a link to that folder.
+They lie in ``configs/`` next to this file; the project's ``configs/`` is a link to that folder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ __all__ = ["FOLDER", "Packaged", "copy", "every", "find", "resolve"]
 
 FOLDER = Path(__file__).resolve().with_name("configs")
 KINDS = {"experiments": "experiment", "bench": "benchmark", "methods": "method"}  #: by the folder's name
-USES = {"compare": "comparison", "scale": "scale"}  #: lists of methods for these commands, which lie among benchmarks
+USES = {
+    "advise": "advice",
+    "advise_truth": "validation",
+    "compare": "comparison",
+    "scale": "scale",
+}  #: lists of methods for these commands, which lie among benchmarks
 
 
 @dataclass(frozen=True)

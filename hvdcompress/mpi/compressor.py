@@ -51,8 +51,8 @@ class Compressor(compressor.Compressor):
 
     Attributes:
         plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Beside the tensors it has "plan", once; "status", 64 bytes a
-            step; and "lengths", 8 bytes an all-gather.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "plan", once; "status", 64 bytes per
+            step; and "lengths", 8 bytes per all-gather.
 
     Raises:
         ValueError: the plan is wrong; ``comm`` is not an intracommunicator.
@@ -79,13 +79,15 @@ class Compressor(compressor.Compressor):
         self._silence = weakref.finalize(self, self._transport.silence)
         self._collectives = Collectives(self._transport, self.local.observers)
         self._tensors: _Tensors | None = None  # those of the last step
-        said = json.dumps([str(error) if error else "", plan.to_dict()])
-        texts, plans = zip(*map(json.loads, self._collectives.gather_text("plan", said)), strict=True)
+        self._step: Step | None = None  # under way
+        said = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.address()])
+        texts, plans, addresses = zip(*map(json.loads, self._collectives.gather_text("plan", said)), strict=True)
         if error:
             raise error
         if any(texts):
             raise failure(texts)
         compare_terms([(plan, {}) for plan in plans])
+        self.watchdog.meet(addresses)
 
     def close(self) -> None:
         """Free its communicators; collective. Without it they are kept until MPI ends."""
@@ -142,6 +144,7 @@ class Compressor(compressor.Compressor):
         except Exception as caught:  # the others wait for this rank's status
             error = caught
         step = Step(self.local, self._collectives, tensors.terms, scale, Agree.FIRST_AND_LAST)
+        self._step = step
         step.error, step.factor = error, 1.0 / self.local.world if op == "average" else 1.0
         try:
             step.say()
@@ -152,6 +155,8 @@ class Compressor(compressor.Compressor):
             step.abandon()
             raised = everyones(self._transport, caught, error)
             raise raised from raised.__cause__
+        finally:
+            self._step = None
         self.ledger.steps += step.finite
         return outs
 
@@ -193,6 +198,10 @@ class Compressor(compressor.Compressor):
             self.local.regroup(buckets)
             self._tensors = _Tensors(given, tuple(buckets), terms)
         return self._tensors
+
+    def _waits_for(self) -> str | None:
+        step = self._step
+        return step.waits_for() if step else None
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Plans: which method each tensor gets, with which hyper-parameters, and from which step on.
 
 - reading: :func:`load` and :func:`plan_of`, from YAML, a dict or a method to a :class:`Plan`. :func:`load` describes
-  the format.
+  the format; :func:`settings_of` reads a command line's.
 - plan: the result. A :class:`Plan` has :class:`Rule` s, each a :class:`Match` and a :class:`Program` (methods by step),
   and joins tensors into :class:`Bucket` s.
 - schedule: ``warmup`` and ``schedule``, the keys that make a program of several methods.
@@ -10,6 +10,6 @@
 
 from hvdcompress.plan.document import PlanError
 from hvdcompress.plan.plan import Bucket, Match, Plan, Program, Rule
-from hvdcompress.plan.reading import load, plan_of
+from hvdcompress.plan.reading import load, plan_of, settings_of
 
-__all__ = ["Bucket", "Match", "Plan", "PlanError", "Program", "Rule", "load", "plan_of"]
+__all__ = ["Bucket", "Match", "Plan", "PlanError", "Program", "Rule", "load", "plan_of", "settings_of"]

@@ -11,6 +11,7 @@ import yaml
 from hvdcompress.registry import suggest
 
 Path_ = tuple[str | int, ...]
+DEEPEST = 20  #: mappings and lists within each other; plans and experiments have 5
 
 
 class PlanError(ValueError):
@@ -44,15 +45,20 @@ class Document:
             source: the file's path, or a dict.
 
         Raises:
-            PlanError: the file is not a YAML mapping, or has a key twice.
+            PlanError: the file is not a YAML mapping; it has a key twice, an alias or a merge key; it is nested too
+                deeply.
             FileNotFoundError: there is no such file.
         """
         if isinstance(source, Mapping):
             return cls(source)
-        text, file = Path(source).read_text(encoding="utf-8"), str(source)
+        file = str(source)
         try:
+            text = Path(source).read_text(encoding="utf-8")
+            _refuse_unwritten(text, file)
             root, value = yaml.compose(text), yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except PlanError:
+            raise
+        except (yaml.YAMLError, ValueError) as error:  # such as a date that there is not
             raise PlanError(f"{file}: is not valid YAML: {error}") from None
         lines: dict[Path_, int] = {}
         for path, line in _walk(root, ()):
@@ -107,6 +113,34 @@ class Document:
         if value is not None and not isinstance(value, str):
             raise self.error(key, f"{value!r} must be text")
         return value
+
+
+def _refuse_unwritten(text: str, file: str) -> None:
+    """Refuse YAML whose values do not stand where they are used, or are nested as no plan is.
+
+    A few lines of aliases can stand for gigabytes; and an alias within its own value, for no end of it. Events come one
+    by one, before anything is made of them.
+
+    Raises:
+        PlanError: it has an alias or a merge key, or is nested too deeply.
+        yaml.YAMLError: it is not YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            wrong = f"aliases (*{event.anchor}) are not supported: write the value in each place"
+        elif isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
+            wrong = "merge keys (<<) are not supported: write the keys in each place"
+        elif (depth := depth + _deeper(event)) > DEEPEST:
+            wrong = f"mappings and lists are nested more than {DEEPEST} deep"
+        else:
+            continue
+        line = f", line {event.start_mark.line + 1}" if event.start_mark else ""
+        raise PlanError(f"{file}{line}: {wrong}")
+
+
+def _deeper(event: yaml.Event) -> int:
+    return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
 
 
 def _walk(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:

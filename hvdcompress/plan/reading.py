@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hvdcompress.method import Method
 from hvdcompress.plan import schedule
@@ -14,8 +16,8 @@ from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
-PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed")
-WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0}  # integer keys and their defaults
+PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout")
+WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0, "timeout": 120}  # integer keys and their defaults
 RULE_KEYS = ("method", "warmup", "schedule")
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
@@ -36,6 +38,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
                                     # that knows all tensors joins them where results stay the same
         seed: 0
+        timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none
@@ -85,6 +88,30 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
     return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
 
 
+def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read settings as a user writes them on a command line, such as "density=0.01" or "values=fp16".
+
+    Args:
+        pairs: KEY=VALUE each; the value is YAML.
+
+    Returns:
+        What :func:`plan_of` takes besides a method's id.
+
+    Raises:
+        PlanError: one is not KEY=VALUE, or its value is not YAML.
+    """
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise PlanError(f"write settings as KEY=VALUE, not {pair!r}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise PlanError(f"{key}: {value!r} is not valid YAML: {error}") from None
+    return found
+
+
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
@@ -111,7 +138,10 @@ def _read(doc: Document) -> Plan:
         own, inherited = body.without("match"), {} if "method" in body.value else default
         rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
     whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
-    source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
+    try:
+        source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:  # of a dict that was not read from a file
+        raise doc.error(None, f"must be of numbers, texts, lists and mappings that end: {error}") from None
     return Plan(program=program, rules=tuple(rules), source=source, **whole)
 
 

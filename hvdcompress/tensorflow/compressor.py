@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self._segments = Segments(self.local, self.current_loss_scale)
         # names of what was traced, by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
         self._eager = itertools.count()
         self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
         self._name: str | None = None
@@ -198,7 +200,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps of a name what follows its last slash
-        name = f"{self.prefix}.{bucket.spec.name.replace('/', '.')}.{number}.{planned.verb}"
+        tensor = re.sub(r"[^A-Za-z0-9_.-]", lambda found: f"_{ord(found[0]):x}", bucket.spec.name.replace("/", "."))
+        name = f"{self.prefix}.{tensor}.{number}.{planned.verb}"
         for part in payload:
             part.set_shape([None])
         if planned.verb == "AllGather":
@@ -237,9 +240,12 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     def _note_name(self) -> str:
         """The name of the gradient that is being traced, noted with those of the same outermost graph."""
-        graph, outermost = tf.compat.v1.get_default_graph(), None
+        graph, outermost, graphs = tf.compat.v1.get_default_graph(), None, []
         while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
+            graphs.append(graph)
             outermost, graph = graph, graph.outer_graph
+        if outermost is not None and outermost not in self._traced:
+            self._refuse_another_model(graphs)
         traced = [] if outermost is None else self._traced.setdefault(outermost, [])
         name = self._name
         if name is None:
@@ -252,6 +258,16 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         traced.append(name)
         self._segments.together[name] = traced
         return name
+
+    def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
+        """Refuse a graph that has none of the variables of those before: equal ordinals would share residuals."""
+        captured = [tensor for graph in graphs for tensor in getattr(graph, "external_captures", ())]
+        here = {one.ref() for one in captured if one.dtype == tf.resource and not tf.is_symbolic_tensor(one)}
+        if here and self._variables and not here & self._variables:
+            raise ValueError(
+                "this Compressor serves another model, of which this step has no variable: make one for each model"
+            )
+        self._variables |= here
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
@@ -278,9 +294,11 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         if self._agreed:
             return
         with tf.init_scope():
-            mine = np.frombuffer(json.dumps([self.plan.to_dict(), self.names]).encode(), np.uint8)
-            texts = self._gather(mine)
-        compare_terms([(plan, {"names": str(names)}) for plan, names in map(json.loads, texts)])
+            said = [self.plan.to_dict(), self.names, self.watchdog.address()]
+            texts = self._gather(np.frombuffer(json.dumps(said).encode(), np.uint8))
+        everyone = [json.loads(text) for text in texts]
+        compare_terms([(plan, {"names": str(names)}) for plan, names, _ in everyone])
+        self.watchdog.meet([address for *_, address in everyone])
         self._agreed = True
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
@@ -292,6 +310,9 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         for observer in self.local.observers:
             observer.sent(self.local.rank, "plan", "AllGather", data, len(data) + 4, lengths)
         return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
+
+    def _waits_for(self) -> str | None:
+        return self._segments.waits_for()
 
     # -- state -------------------------------------------------------------------------------------------
 

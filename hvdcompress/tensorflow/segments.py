@@ -18,12 +18,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from math import isclose
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.agreement import PeerError
+from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import Rank
@@ -173,7 +172,7 @@ class Segments:
             exchange, error = self.exchanges.pop(name, None), self.errors.pop(name, None)
             payload, probe = probe[:-PROBE], probe[-PROBE:]
             try:
-                factor = self._factor(probe)
+                factor = factor_of(probe, self.local.world)
                 non_finite, triggered, failed, who = (value / factor for value in probe[2:])
                 if error or failed > 0.5:
                     raise self._failed(name, error, failed, who)
@@ -193,6 +192,11 @@ class Segments:
                     self._commit(exchange, factor, triggered > 0.5)
             self._raise_at_the_end_of_a_step(name)
             return out
+
+    def waits_for(self) -> str | None:
+        """What this rank waits for, in words; None where no exchange is under way."""
+        waiting = list(self.exchanges.values())
+        return waiting[0].where(len(waiting)) if waiting else None
 
     def _commit(self, exchange: Exchange, factor: float, triggered: bool) -> None:
         self.local.deliver(exchange, factor)
@@ -264,14 +268,6 @@ class Segments:
                     4 if planned.verb == "Broadcast" else 1
                 )
         return np.zeros(length or 0, dtype)
-
-    def _factor(self, probe: Array) -> float:
-        """1/p if the optimizer averages, 1 if it sums."""
-        p = self.local.world
-        for factor in (1.0 / p, 1.0):
-            if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], factor * (p + 1) / (2 * p), rel_tol=0.01):
-                return factor
-        raise PeerError("the optimizer's op must be hvd.Average or hvd.Sum; Min, Max, Product and Adasum are refused")
 
     def _failed(self, name: str, error: Exception | None, failed: float, who: float) -> PeerError:
         if isinstance(error, PeerError):

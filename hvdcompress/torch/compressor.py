@@ -3,23 +3,26 @@
 Horovod calls ``compress(gradient)`` from backward hooks, all-reduces what it returns, and calls
 ``decompress(output, ctx)`` inside ``synchronize()``. It passes no name and no step. So ``compress`` finds the
 parameter by identity, starts the exchange's own, named collectives, and returns a placeholder: a probe that tells
-Average from Sum. ``docs/architecture.md`` says more.
+Average from Sum. ``docs/drivers.md`` says more.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from math import isclose
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+import torch.distributed as dist
 from horovod.common.exceptions import HorovodInternalError
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvdcompress.engine.agreement import PeerError
+from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
@@ -138,6 +141,8 @@ class Compressor(TensorCompressor):
         ticket, arrivals = Ticket(tensor), self._current()
         step = arrivals.step
         try:
+            if not (self._agreed or arrivals.order):
+                self._refuse_ddp()
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._receive_gradient(arrivals, ticket)
             if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
@@ -200,6 +205,10 @@ class Compressor(TensorCompressor):
     def _is_under_way(self) -> bool:
         return self._arrivals is not None and bool(self._arrivals.step.exchanges)
 
+    def _waits_for(self) -> str | None:
+        arrivals = self._arrivals
+        return arrivals.step.waits_for() if arrivals else None
+
     def _drop(self) -> None:
         """Leave the step that is under way, if any, as if it had not been."""
         if self._arrivals:
@@ -259,6 +268,8 @@ class Compressor(TensorCompressor):
         step.say()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
             step.hear()
+            if self.watchdog.on:
+                self.watchdog.meet(step.collectives.gather_text("watchdog", self.watchdog.address()))
 
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
@@ -268,12 +279,37 @@ class Compressor(TensorCompressor):
             if output.data_ptr() != ticket.gradient.data_ptr():
                 ticket.gradient.detach().copy_(output)
         elif step.factor is None or output.device.type == "cpu":  # once is enough where the host waits for a device
-            step.factor = self._factor(output[-2:])
+            step.factor = factor_of(output[-2:].tolist(), self.local.world)
         with step.errors_wait():
             if exchange and step.factor:
                 payload = output[:-2]
                 step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
             step.poll()
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before an optimizer of this Compressor's takes its step: are its gradients reduced?
+
+        Raises:
+            ValueError: another optimizer has this Compressor, too, and gradients are still on their way; or the
+                optimizer has a parameter of which Horovod does not know.
+        """
+        if self._arrivals and not self._arrivals.sealed:
+            return  # Horovod's step() is a step of the optimizer's around another one: it has yet to synchronize
+        if self._arrivals:
+            left = ", ".join(sorted(self._arrivals.left))
+            self._drop()
+            raise ValueError(
+                f"an optimizer takes its step before all gradients of the Compressor have come back ({left} have not): "
+                "give each optimizer a Compressor of its own, with its parameters, or synchronize() all of them first"
+            )
+        hooked = getattr(optimizer, "_requires_update", ())  # none where Horovod has nothing to do
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]] if hooked else ():
+            if parameter.grad is not None and parameter not in hooked:
+                name = next((n for n, p in self.parameters.items() if p is parameter), tuple(parameter.shape))
+                raise ValueError(
+                    f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
+                    "trainable, after hvd.DistributedOptimizer; make that and the Compressor again, with all parameters"
+                )
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -299,19 +335,6 @@ class Compressor(TensorCompressor):
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock
 
-    def _factor(self, probe: torch.Tensor) -> float:
-        """1/p if the optimizer averages, 1 if it sums.
-
-        Raises:
-            PeerError: it does something else.
-        """
-        p = self.local.world
-        first, second = probe.tolist()
-        for factor in (1.0 / p, 1.0):
-            if isclose(first, factor, rel_tol=0.01) and isclose(second, factor * (p + 1) / (2 * p), rel_tol=0.01):
-                return factor
-        raise PeerError("the optimizer's op must be hvd.Average or hvd.Sum; Min, Max, Product and Adasum are refused")
-
     def _identify(self, tensor: torch.Tensor, position: int) -> str:
         """The name of the parameter whose gradient this is, the ``position``-th of its step."""
         if position < len(self._last_order):
@@ -331,6 +354,24 @@ class Compressor(TensorCompressor):
             "give it the same named_parameters as the optimizer, and one Compressor to each optimizer"
         )
 
+    def _refuse_ddp(self) -> None:
+        """Refuse parameters whose gradients DistributedDataParallel reduces, too.
+
+        DDP leaves no mark on them, so it is looked for among all objects; that costs a moment in the first step of
+        programs that use torch.distributed.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        mine = {id(parameter): name for name, parameter in self.parameters.items()}
+        for found in gc.get_objects():
+            if issubclass(type(found), DistributedDataParallel):
+                twice = [mine[id(parameter)] for parameter in found.parameters() if id(parameter) in mine]
+                if twice:
+                    raise ValueError(
+                        f"{twice[0]!r} would be reduced twice: by DistributedDataParallel in the backward pass, and by "
+                        "Horovod's optimizer; use one of them (hvdcompress.ddp.attach compresses under the former)"
+                    )
+
     def _refuse_sparse(self, output: torch.Tensor) -> None:
         if output.is_sparse:
             names = [n for n, p in self.parameters.items() if p.grad is not None and p.grad.is_sparse]
@@ -338,3 +379,12 @@ class Compressor(TensorCompressor):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    compressor = getattr(optimizer, "_compression", None)  # Horovod's DistributedOptimizer has it
+    if isinstance(compressor, Compressor):
+        compressor.check(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)

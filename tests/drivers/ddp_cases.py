@@ -249,6 +249,29 @@ def a_second_hook_is_refused() -> None:
     must_raise(
         ValueError, ["cannot be attached"], lambda: ddp.attach(DistributedDataParallel(Net(SHAPES)), first), gather
     )
+    stock = DistributedDataParallel(Net(SHAPES))
+    stock._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    must_raise(ValueError, ["built-in communication hook", "takes one"], lambda: ddp.attach(stock, "topk"), gather)
+
+
+@case
+def optimizers_inside_the_backward_pass_are_refused() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def stepping(net: Net) -> Net:
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+        return net
+
+    words = ["_apply_optimizer_in_backward", "its own hook"]
+    model = DistributedDataParallel(stepping(Net(SHAPES)))
+    must_raise(ValueError, words, lambda: ddp.attach(model, "topk"), gather)
+    model = DistributedDataParallel(Net(SHAPES))
+    ddp.attach(model, "topk")
+    stepping(model.module)
+    must_raise(ValueError, words, lambda: model(everyone(0)[dist.get_rank()]), gather)
+    fused = DistributedDataParallel(Net(SHAPES))
+    fused._register_fused_optim(torch.optim.SGD, 0.1)
+    must_raise(ValueError, ["_register_fused_optim", "takes one"], lambda: ddp.attach(fused, "topk"), gather)
 
 
 @case
@@ -262,6 +285,9 @@ def options_that_go_past_the_hook_are_refused() -> None:
     model = DistributedDataParallel(Net(SHAPES))
     model.mixed_precision = object()  # DDP wants a GPU for it
     must_raise(ValueError, ["mixed_precision=", "torch.autocast"], lambda: ddp.attach(model, "topk"), gather)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DistributedDataParallel(Net(SHAPES))
+    must_raise(ValueError, ["python_reducer", "in another way"], lambda: ddp.attach(model, "topk"), gather)
 
 
 @case

@@ -15,7 +15,13 @@ import tensorflow as tf
 from harness import NUMBERS, REORDERED, assert_close, case, heavy_tailed, summed
 from tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
-from hvdcompress.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback, ObserveCallback
+from hvdcompress.keras import (
+    BroadcastCallback,
+    DistributedOptimizer,
+    MetricAverageCallback,
+    ObserveCallback,
+    load_model,
+)
 from hvdcompress.tensorflow import Compressor
 
 
@@ -229,6 +235,31 @@ def misuse_is_refused() -> None:
     refused(
         ValueError, ["jit_compile=False"], lambda: model.fit(x, x[:, :1], verbose=0, callbacks=[BroadcastCallback()])
     )
+
+
+@case
+def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
+    """It would train each rank by itself."""
+    x, loss = np.random.default_rng(hvd.rank()).normal(size=(64, 32)).astype(np.float32), "mse"
+    for number, plain in enumerate(
+        (keras.optimizers.Adam(1e-3), keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)))
+    ):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(plain, "topk", density=0.1), loss, jit_compile=False)
+        model.fit(x, x[:, :1], verbose=0, batch_size=16)
+        path = str(harness.OUT / f"model-{number}-{hvd.rank()}.keras")
+        model.save(path)
+        refused(ValueError, ["hvdcompress.keras.load_model"], lambda p=path: keras.saving.load_model(p))
+        assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
+        again = load_model(path, "topk", density=0.1)
+        assert type(again.optimizer).__name__ == type(plain).__name__
+        for mine, its in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=mine.path)
+        again.jit_compile = False
+        again.fit(x, x[:, :1], verbose=0, batch_size=16)
+        assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
+        assert_same_on_all_ranks({v.path: np.array(v) for v in again.trainable_variables}, path)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
         **ours,
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
         "OMP_NUM_THREADS": "1",
+        "HVDCOMPRESS_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

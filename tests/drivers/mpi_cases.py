@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,39 @@ def a_bad_plan_on_one_rank_is_every_ranks_error() -> None:
 def a_communicator_that_is_none() -> None:
     for comm in (None, 3, MPI.COMM_NULL):
         must_raise(ValueError, ["intracommunicator"], lambda c=comm: Compressor("topk", c), same=False)
+
+
+@case
+def an_alarm_of_the_next_step_is_not_of_this_one() -> None:
+    """A rank that lingers in the end of a step hears that another has failed in the next: the step ends well."""
+    needs(2)
+    comp, control = Compressor("topk", density=0.05), Compressor("topk", density=0.05)
+    wait, exchange = comp._transport.wait, comp.plan.program.main.exchange
+    fails = False
+
+    def failing(*args: Any) -> Any:
+        if fails:
+            raise FloatingPointError("made by the test")
+        return exchange(*args)
+
+    def linger(handle: Any) -> Any:
+        time.sleep(0.01)
+        return wait(handle)
+
+    object.__setattr__(comp.plan.program.main, "exchange", failing)
+    for step in range(12):
+        given, guilty = gradients(step, RANK), step % WORLD
+        comp._transport.wait = wait if guilty == RANK else linger  # the others are late in every collective
+        assert_close(comp.allreduce_many(given), control.allreduce_many(given), EXACT, f"step {step}")
+        wrong, fails = dict(given), guilty == RANK and step % 2 == 0
+        if guilty == RANK and step % 2:
+            wrong["b"] = np.arange(12)
+        try:
+            comp.allreduce_many(wrong)
+            message = "no error"
+        except (PeerError, ValueError) as error:
+            message = str(error)
+        fails = False
+        assert ("made by the test" if step % 2 == 0 else "int64") in message, (step, message)
+        assert_same_state(comp.state_dict(), control.state_dict(), f"after the error that follows step {step}")
+    comp._transport.wait = wait

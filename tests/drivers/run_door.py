@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from pathlib import Path
+from typing import Any
 
 import harness
 from promises import PROMISES, keep
@@ -24,11 +26,16 @@ CASES = {
 CASE_SUBSETS = {("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function")}
 
 
-def main() -> None:
-    name = os.environ["DOOR"]
+def door_of(name: str, folder: Path) -> Any:
+    """The door of this name, on this rank."""
     module = importlib.import_module(f"doors.{name}")
     classes = [one for one in vars(module).values() if isinstance(one, type) and vars(one).get("name") == name]
-    door = classes[0](harness.OUT)
+    return classes[0](folder)
+
+
+def main() -> None:
+    name = os.environ["DOOR"]
+    door = door_of(name, harness.OUT)
     for cases in CASES[name]:
         importlib.import_module(cases)
     promises = {name: lambda promise=promise: keep(promise, door) for name, promise in PROMISES.items()}

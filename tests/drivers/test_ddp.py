@@ -1,7 +1,8 @@
-"""The DDP driver when a rank is killed, beside Horovod's, and in the example; see ``test_promises.py`` for all else."""
+"""The DDP driver when a rank is killed, as Horovod's, and in the example; ``test_promises.py`` has all else."""
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import case_names, check, environment, launch, outcomes
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.parallel
@@ -18,23 +19,100 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_rank_is_an_error_on_the_other(tmp_path: Path) -> None:
-    """Ranks are started by hand, as torchrun would end the other one before it can say anything."""
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
+    """Ranks are started by hand, as torchrun would end the others before they can say anything."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
     line = [sys.executable, str(HERE / "ddp_killed.py"), str(tmp_path)]
-    ranks = [subprocess.Popen(line, env=environment("alone", RANK=str(rank), **place)) for rank in range(2)]
+    ranks = [subprocess.Popen(line, env=environment("alone", RANK=str(rank), **place)) for rank in range(world)]
     try:
         status = [rank.wait(100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert (tmp_path / "before").exists() and not (tmp_path / "survivor").exists()
-    assert status == [1, -signal.SIGKILL]
-    seconds, words = (tmp_path / "error").read_text().split(maxsplit=1)
-    assert float(seconds) < 25, "the process group's timeout is 20 s"
-    assert "the process group has failed on rank 0" in words
+    assert status == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
+    for rank in set(range(world)) - {1}:
+        seconds, words = (tmp_path / f"error-{rank}").read_text().split(maxsplit=1)
+        assert float(seconds) < 10, f"rank {rank} waited {seconds} s; the process group's timeout is 60 s"
+        assert f"the process group has failed on rank {rank}" in words
+
+
+@pytest.mark.timeout(120)
+def test_a_script_that_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("method: scalecom\ndensity: 0.02\n")
+    own = ["4", "--lr", "0.6", "--snapshot", str(tmp_path / "snapshot.pt")]
+    plan = ["--plan", str(tmp_path / "plan.yaml"), "--set", "min_elements=8"]
+    done = launch("torchrun-2", Path("-m"), "hvdcompress.ddp", *plan, str(HERE / "ddp_script.py"), *own, seconds=90)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert '"epochs": 4' in done.stdout and '"lr": 0.6' in done.stdout, "its arguments are its own"
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2 and (tmp_path / "snapshot.pt").exists()
+    assert "hvdcompress: compressing Linear" in done.stdout and "scalecom" in done.stdout
+    (steps, rate) = re.search(r"hvdcompress: (\d+) steps, .*: ([\d.]+)x less", done.stdout).groups()
+    assert int(steps) == 32 and float(rate) > 5, done.stdout[-2000:]
+
+
+def test_a_script_without_such_a_module_is_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("import helper, sys\nprint(__name__, sys.argv[1:])\nsys.exit(int(sys.argv[1]))\n")
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "package.py").write_text("import sys\nprint('module', sys.argv[1:])\n")
+    start = [sys.executable, "-m", "hvdcompress.ddp", "--method", "topk", "--set", "density=0.1"]
+
+    def run(*line: str) -> subprocess.CompletedProcess[str]:
+        more = environment("alone", PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}")
+        return subprocess.run([*start, *line], env=more, capture_output=True, text=True, timeout=60)
+
+    done = run(str(script), "0", "--set", "x")
+    assert done.returncode == 0 and done.stdout == "__main__ ['0', '--set', 'x']\n", done.stderr
+    assert "nothing.py has made no DistributedDataParallel module" in done.stderr
+    failed = run(str(script), "3")
+    assert failed.returncode == 3 and "warning" not in failed.stderr, "it has failed for another reason"
+    module = run("-m", "package", "--set", "y")
+    assert module.stdout == "module ['--set', 'y']\n" and "package has made no" in module.stderr
+
+
+@pytest.mark.parametrize(
+    "line,words",
+    [
+        (["train.py"], "--plan FILE, or --method ID"),
+        (["--plan", "a.yaml", "--method", "topk", "train.py"], "--plan FILE, or --method ID"),
+        (["--plan", "missing.yaml", "train.py"], "missing.yaml"),
+        (["--method", "topkk", "train.py"], "did you mean"),
+        (["--method", "topk", "--set", "density", "train.py"], "KEY=VALUE, not 'density'"),
+        (["--method", "topk", "--set", "density=2", "train.py"], "density"),
+        (["--method", "topk"], "which script?"),
+    ],
+)
+def test_wrong_command_lines(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from hvdcompress.ddp.__main__ import main
+
+    with pytest.raises(SystemExit) as end:
+        main(line)
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_modules_are_plain_again_afterwards() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from hvdcompress.ddp.__main__ import every_module
+    from hvdcompress.plan import plan_of
+
+    plain = DistributedDataParallel.__init__
+    with pytest.raises(KeyError), every_module(plan_of("topk")):
+        assert DistributedDataParallel.__init__ is not plain
+        raise KeyError
+    assert DistributedDataParallel.__init__ is plain
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["torchrun-2", pytest.param("torchrun-4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", case_names(HERE / "fsdp_cases.py"))
+def test_fsdp(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check(kind, name, outcomes(kind, HERE / "fsdp_cases.py", tmp_path_factory.mktemp(f"fsdp-{kind}"), seconds=180))
 
 
 @pytest.mark.timeout(60)

@@ -1,4 +1,4 @@
-"""The torch driver when a rank is killed; see ``test_promises.py`` for all else."""
+"""The torch driver when a rank is killed, or has joined; see ``test_promises.py`` for all else."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     assert (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"
     assert time.monotonic() - began < 110
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("method", ["none", "randomk"])
+def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Path) -> None:
+    """Of methods that gather, Horovod itself ends all ranks, with an error of its own: it cannot gather then."""
+    done = launch("mpi-2", Path(__file__).parent / "joined.py", str(tmp_path), method, seconds=80)
+    assert done.returncode != 0
+    assert (tmp_path / "error").exists(), done.stdout[-3000:]
+    assert "hvd.join() does not go with compression" in (tmp_path / "error").read_text()

@@ -6,7 +6,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from harness import assert_close, case, summed
-from tf_model import SHAPES, Model, compressor, everyone, reference
+from tf_model import SHAPES, Model, compressor, everyone, reference, refused
 
 from hvdcompress.tensorflow import Compressor
 
@@ -135,3 +135,12 @@ def variables_without_a_gradient() -> None:
 
     nothing, gradient = step()
     assert nothing is None and gradient.shape == (40, 40) and list(comp.state_dict()["steps"]) == ["0"]
+
+
+@case
+def two_models_of_equal_shapes_on_one_compressor() -> None:
+    """Their tensors would share residuals."""
+    comp = compressor("topk", density=0.05)
+    Model(comp)(everyone(0)[hvd.rank()])
+    other = Model(comp)
+    refused(ValueError, ["another model", "one for each"], lambda: other(everyone(1)[hvd.rank()]))

@@ -82,6 +82,27 @@ def other_operations_are_refused() -> None:
 
 
 @case
+def a_model_that_ddp_reduces_too_is_refused() -> None:
+    """Its gradients would be averaged in the backward pass, and averages of averages look right."""
+    store = f"file://{harness.OUT.resolve()}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=hvd.rank(), world_size=hvd.size())
+    try:
+        layer = torch.nn.Linear(40, 40)
+        named = [(f"ddp.{name}", parameter) for name, parameter in layer.named_parameters()]
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=Compressor("topk", named))
+        model = torch.nn.parallel.DistributedDataParallel(layer)
+
+        def run() -> None:
+            model(torch.ones(2, 40)).sum().backward()
+            opt.step()
+
+        must_raise(PeerError, ["ddp.weight", "reduced twice", "hvdcompress.ddp.attach"], run)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case
 def adasum_is_refused() -> None:
     if hvd.size() & (hvd.size() - 1) or not hvd.mpi_enabled():
         raise Skip("Horovod's Adasum needs a power of two ranks, and MPI")
@@ -93,3 +114,64 @@ def adasum_is_refused() -> None:
         opt.step()
 
     must_raise(PeerError, ["Adasum"], run)
+
+
+@case
+def two_optimizers_on_one_compressor() -> None:
+    """Steps of optimizers that share a Compressor: refused before a gradient is used that is on its way."""
+    first, second = parameters("shared.first"), parameters("shared.second")
+    both = {**first, **second}
+    comp = Compressor("scalecom", both.items(), density=0.1)
+    optimizers = [optimizer(params, comp) for params in (first, second)]
+    backward(both, gradients(both, 0, hvd.rank()))
+    before = {name: parameter.detach().clone() for name, parameter in both.items()}
+    words = ["before all gradients", "shared.second.a", "a Compressor of its own"]
+    harness.must_raise(ValueError, words, optimizers[0].step, hvd.allgather_object)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in both.items()), "no parameter has moved"
+
+
+@case
+def two_optimizers_that_are_synchronized_first() -> None:
+    first, second = parameters("synced.first"), parameters("synced.second")
+    both = {**first, **second}
+    comp, control = Compressor("topk", both.items(), density=0.1), parameters("synced.control")
+    alone = optimizer(control, Compressor("topk", control.items(), density=0.1))
+    optimizers = [optimizer(params, comp) for params in (first, second)]
+    for step in range(3):
+        for parameter in both.values():
+            parameter.grad = None
+        backward(both, gradients(both, step, hvd.rank()))
+        for one in optimizers:
+            one.synchronize()
+        for one in optimizers:
+            with one.skip_synchronize():
+                one.step()
+        reduce_once(alone, control, gradients(control, step, hvd.rank()))
+        with alone.skip_synchronize():
+            alone.step()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, control[name.replace("first", "control")]), name
+
+
+@case
+def a_parameter_that_horovod_does_not_know() -> None:
+    """Added to the optimizer, or made trainable, when Horovod had put its hooks to the others."""
+    params, late = parameters("late"), torch.nn.Parameter(torch.zeros(40, 40))
+    frozen = params["late.b"].requires_grad_(False)
+    comp = Compressor("topk", [*params.items(), ("late.added", late)], density=0.1)
+    opt = optimizer(params, comp)
+    trained = {name: parameter for name, parameter in params.items() if parameter is not frozen}
+    for name, change in (
+        ("late.added", lambda: opt.add_param_group({"params": [late]})),
+        ("late.b", lambda: (opt.param_groups.pop(), frozen.requires_grad_(True))),
+    ):
+        opt.zero_grad()
+        backward(trained, gradients(trained, 0, hvd.rank()))
+        opt.step()  # as good as ever
+        change()
+        now = {**trained, name: late if name == "late.added" else frozen}
+        opt.zero_grad()
+        backward(now, gradients(now, 1, hvd.rank()))
+        before = {n: parameter.detach().clone() for n, parameter in now.items()}
+        harness.must_raise(ValueError, [f"'{name}'", "is not reduced"], opt.step, hvd.allgather_object)
+        assert all(torch.equal(parameter, before[n]) for n, parameter in now.items()), "no parameter has moved"

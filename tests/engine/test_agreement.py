@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError, Status, compare_terms, failure, fingerprint
+from hvdcompress.engine.agreement import PeerError, Status, compare_terms, factor_of, failure, fingerprint
 
 
 def together(*ranks: Status) -> Status:
@@ -54,3 +54,22 @@ def test_plans_and_tensors_are_compared_by_key() -> None:
         compare_terms([same, same, ({"method": "fft", "density": 0.2}, same[1])])
     with pytest.raises(PeerError, match=r"tensor 'w' is '\(3,\) float32' on rank 0 and None on rank 1"):
         compare_terms([same, (same[0], {})])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 16])
+def test_probes_tell_an_average_from_a_sum_from_anything_else(world: int) -> None:
+    probes = np.array([[1 / world, (rank + 1) / world**2] for rank in range(world)])
+    assert factor_of(probes.mean(0).tolist(), world) == 1 / world
+    assert factor_of(probes.sum(0).tolist(), world) == 1.0
+    others = [probes.min(0), probes.max(0), probes.prod(0)] if world > 1 else []
+    joined = [probes[:some].sum(0) / by for some in range(1, world) for by in (1, world)]  # the rest give zeros
+    for probe in (*others, *joined):
+        with pytest.raises(PeerError, match=r"hvd.Average or hvd.Sum.*Adasum.*hvd.join\(\)"):
+            factor_of(probe.tolist(), world)
+
+
+def test_a_rank_that_gives_zeros_has_joined() -> None:
+    good = Status(state=5.0, loss_scale=1024.0)
+    maxima = np.maximum(good.numbers(), np.zeros(7))
+    assert Status.of(maxima.tolist()).joined
+    assert not together(good, good).joined

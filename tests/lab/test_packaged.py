@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import hvdcompress
 from hvdcompress import cli, registry
 from hvdcompress.lab import packaged
+from hvdcompress.lab.advise.validate import Validation
 from hvdcompress.lab.bench.config import Bench
 from hvdcompress.lab.training.experiment import Experiment
 
@@ -29,7 +30,7 @@ def test_names_are_unique_and_every_file_has_a_first_line():
     every = packaged.every()
     assert len({one.name for one in every}) == len(every) == len(list(packaged.FOLDER.rglob("*.yaml")))
     assert all(one.about and len(one.about) < 110 for one in every)
-    assert {one.kind for one in every} == {"experiment", "benchmark", "comparison", "scale", "method"}
+    assert {one.kind for one in every} == set(packaged.KINDS.values()) | set(packaged.USES.values())
     assert [one.name for one in packaged.every(["method"])] == hvdcompress.available()
 
 
@@ -42,7 +43,7 @@ def test_all_methods_are_compared():
 def test_files_are_of_their_kinds(one):
     if one.name == "saved":
         pytest.skip("its gradients must be made first")
-    opens = {"benchmark": Bench.open, "method": hvdcompress.load}
+    opens = {"benchmark": Bench.open, "method": hvdcompress.load, "validation": Validation.open}
     assert opens.get(one.kind, Experiment.open)(one.file)
 
 

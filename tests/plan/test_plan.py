@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import hvdcompress
 from hvdcompress import get, load
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import Plan, PlanError, plan_of
+from hvdcompress.plan import Plan, PlanError, plan_of, settings_of
 
 FULL = """\
 method: scalecom
@@ -420,6 +421,45 @@ def test_no_mapping_is_an_error(write: Any, text: str) -> None:
         load(write(text))
 
 
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    "text,line,words",
+    [
+        (f"method: topk\n{LAUGHS}rules: [*a29]\n", 3, "aliases (*a0) are not supported"),
+        ("method: topk\nrules: &all\n  - match: {ndim: 4}\n  - *all\n", 4, "aliases (*all)"),
+        ("base: &base {density: 0.1}\n<<: *base\nmethod: topk\n", 2, "merge keys (<<)"),
+        ("method: topk\n<<: {density: 0.1}\n", 2, "merge keys (<<)"),
+        ("method: topk\nrules: " + "[" * 100_000, 2, "nested more than 20 deep"),
+        ("method: topk\nrules: " + "{a: " * 5000 + "1" + "}" * 5000, 2, "nested more than 20 deep"),
+        ("method: topk\nseed: " + "9" * 5000, None, "not valid YAML"),
+        ("method: topk\nseed: 2024-99-99\n", None, "not valid YAML"),
+        ("method: !!python/name:os.system\n", 1, "not valid YAML"),
+    ],
+)
+def test_yaml_that_is_not_written_out_is_refused_at_once(write: Any, text: str, line: int | None, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(PlanError) as caught:
+        load(write(text))
+    assert words in str(caught.value) and (line is None or f"line {line}" in str(caught.value)), caught.value
+    assert time.monotonic() - began < 2
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_bytes(b"method: \xff\xfe\n")
+    with pytest.raises(PlanError, match="plan.yaml: is not valid YAML"):
+        load(tmp_path / "plan.yaml")
+
+
+def test_a_dict_without_an_end_is_refused() -> None:
+    endless: dict[str, Any] = {"method": "topk"}
+    endless["rules"] = [{"match": {"ndim": 4}, "schedule": {}}]
+    endless["rules"][0]["schedule"]["self"] = endless
+    with pytest.raises(PlanError):
+        load(endless)
+
+
 def test_yaml_numbers_without_a_point_are_numbers(write: Any) -> None:
     """YAML 1.1 reads 1e-3 as text; it is accepted as a number."""
     assert load(write("method: topk\ndensity: 1e-3\n")) == load({"method": "topk", "density": 0.001})
@@ -486,3 +526,11 @@ def test_what_goes_dense_is_joined_where_the_method_suits_no_bucket():
     assert [bucket.program.main.id for bucket in buckets.values()] == ["none", "powersgd", "none", "none"]
     alone = {bucket.spec.name for bucket in load({"method": "powersgd"}).buckets(specs)}
     assert alone == {"a", "b", "c", "d", "e"}, "without buckets each tensor piggybacks on the stock all-reduce"
+
+
+def test_settings_of_a_command_line() -> None:
+    given = ["density=0.02", "values=fp16", "warmup={steps: 5}", "paper=true"]
+    assert settings_of(given) == {"density": 0.02, "values": "fp16", "warmup": {"steps": 5}, "paper": True}
+    for wrong in ("density", "=3", "a={b"):
+        with pytest.raises(PlanError, match="KEY=VALUE|valid YAML"):
+            settings_of([wrong])

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
-import yaml
-
 from hvdcompress import registry
 from hvdcompress.lab import nets
 from hvdcompress.lab.bench.devices import Device, device
@@ -26,7 +24,7 @@ from hvdcompress.lab.bench.draws import Draws
 from hvdcompress.lab.bench.peers import peers_of
 from hvdcompress.lab.bench.side import PARTS, Side, Spent
 from hvdcompress.method import Array, TensorSpec
-from hvdcompress.plan import Plan, PlanError, load
+from hvdcompress.plan import Plan, PlanError, load, settings_of
 
 __all__ = ["Asked", "Figures", "Measured", "asked_for", "measure", "net_of", "ratio", "run", "specs_of"]
 
@@ -38,7 +36,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 WARM = 4  #: steps before the first that counts, at least: thresholds are learned, buffers are made
 TENSORS_AT_MOST = 1.2  #: times that a net's tensors may take as long as one tensor of their size
 NOTHING = 0.01  #: copies: what takes less is not compared with
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "HVDCOMPRESS_THREADS")
 T = TypeVar("T")
 
 
@@ -49,7 +47,7 @@ class Asked:
     Attributes:
         methods: labels and plans, as :func:`asked_for` reads them.
         elements: of the one tensor, or a few less, so that it is a matrix that is nearly square.
-        net: in :data:`hvdcompress.lab.nets.NETS`: its tensors beside one tensor of their size.
+        net: in :data:`hvdcompress.lab.nets.NETS`: its tensors, compared with one tensor of their size.
         world: ranks in lockstep.
         runs: steps that are measured.
         device: in ``devices.DEVICES``.
@@ -142,16 +140,10 @@ def asked_for(words: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         id, *pairs = text.replace(",", " ").split() or [""]
         if id not in registry.classes():
             registry.get(id)  # raises the error that suggests another
-        given = {}
-        for pair in pairs:
-            key, equals, value = pair.partition("=")
-            if not equals:
-                raise ValueError(f"{text!r}: write settings as KEY=VALUE, not {pair!r}")
-            given[key] = yaml.safe_load(value)
         has_density = "density" in registry.get(id).hyperparameters()
         usual = {**({"density": DENSITY} if has_density else {}), **SETTINGS.get(id, {})}
-        plan = {"method": id, **usual, **given}
         try:
+            plan = {"method": id, **usual, **settings_of(pairs)}
             load(plan)
         except PlanError as error:
             raise ValueError(f"{text!r}: {error}") from None
@@ -300,7 +292,7 @@ def measure(asked: Asked, label: str) -> Measured:
         label: one of its methods.
 
     Raises:
-        ValueError: the method does not work on the one tensor, which goes dense, or the device is not there.
+        ValueError: the method does not work on the one tensor, which is sent uncompressed, or the device is not there.
     """
     plan, at = load(asked.methods[label]), device(asked.device)
     spec, many = specs_of(asked)
@@ -329,7 +321,7 @@ def measure(asked: Asked, label: str) -> Measured:
 
 
 def check(plan: Plan, spec: TensorSpec, label: str) -> None:
-    """Refuse a tensor that goes dense under the plan: its figures would not be the method's.
+    """Refuse a tensor that is sent uncompressed under the plan: its figures would not be the method's.
 
     Raises:
         ValueError: it does.

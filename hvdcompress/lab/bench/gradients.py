@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,21 +15,32 @@ Shapes = dict[str, list[int]]
 
 
 class Given(torch.autograd.Function):
-    """A parameter's part in the loss: its gradient is taken out of a box."""
+    """A parameter's part in the loss: its gradient is taken out of a box, after a pause."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients) -> torch.Tensor:
-        ctx.box = box
+    def forward(ctx: Any, parameter: torch.Tensor, box: Gradients, pause: float) -> torch.Tensor:
+        ctx.box, ctx.pause = box, pause
         return parameter.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return ctx.box.pop(), None  # nobody else holds it, so autograd makes it `.grad` without a copy
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        if ctx.pause:
+            time.sleep(ctx.pause)
+        return ctx.box.pop(), None, None  # nobody else holds it, so autograd makes it `.grad` without a copy
 
 
-def loss(parameters: list[torch.nn.Parameter], gradients: Gradients) -> torch.Tensor:
-    """A loss whose backward pass gives the parameters fresh copies of these gradients."""
-    return torch.stack([Given.apply(p, [g.clone()]) for p, g in zip(parameters, gradients, strict=True)]).sum()
+def loss(
+    parameters: list[torch.nn.Parameter], gradients: Gradients, pauses: Sequence[float] | None = None
+) -> torch.Tensor:
+    """A loss whose backward pass gives the parameters fresh copies of these gradients, the last one first.
+
+    Args:
+        parameters: what gets them.
+        gradients: one for each.
+        pauses: seconds for which the backward pass waits before each, as for an accelerator; none without it.
+    """
+    each = zip(parameters, gradients, pauses or [0.0] * len(parameters), strict=True)
+    return torch.stack([Given.apply(parameter, [g.clone()], pause) for parameter, g, pause in each]).sum()
 
 
 def make_gradients(tensors: Shapes, rank: int, noise: float = 1.0) -> Gradients:

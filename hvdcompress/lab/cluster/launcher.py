@@ -6,6 +6,7 @@ What the ranks, Horovod and MPI print goes to a log file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shlex
@@ -13,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def horovodrun() -> str:
     here = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     if not here:
         raise LaunchError(
-            "Horovod is not installed beside this Python, so no ranks can be started. `hvdcompress doctor` says what "
+            "Horovod is not installed for this Python, so no ranks can be started. `hvdcompress doctor` says what "
             "is missing; launch/setup.sh of the project's sources builds Horovod and installs the rest. Without it: "
             "hvdcompress quickstart --driver ddp"
         )
@@ -89,6 +91,7 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     added = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "OMP_NUM_THREADS": "1",
+        "HVDCOMPRESS_THREADS": os.environ.get("HVDCOMPRESS_THREADS", "1"),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
         # Methods of two rounds use several collectives a tensor; Horovod's default is 1024 cached ones.
@@ -102,6 +105,18 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; mpirun refuses root otherwise
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**(ring(ranks) if hosts else {}), **added}
+
+
+def _ending_with_us() -> Callable[[], None] | None:
+    """What a child calls before it becomes another program, so that a SIGTERM ends it when we are killed.
+
+    horovodrun then ends its ranks. None where the system cannot do that (Linux can: man 2 prctl, PR_SET_PDEATHSIG).
+    The signal comes at the end of the *thread* that has started the child, so only the main thread's children get it.
+    """
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
+        return None
+    libc = ctypes.CDLL(None)  # loaded before the fork
+    return lambda: libc.prctl(1, int(signal.SIGTERM))
 
 
 class Ranks:
@@ -125,6 +140,7 @@ class Ranks:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment(ranks, hosts), TAG: self.tag},
+                preexec_fn=_ending_with_us(),
                 start_new_session=True,  # Ctrl-C reaches us alone; we end them in order
             )
 

@@ -30,7 +30,7 @@ def exchanges(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
     form: FormatOption = Format.text,
 ) -> None:
-    """Measure how long methods take to reduce gradients over links of chosen speeds, beside stock Horovod and DDP.
+    """Measure how long methods take to reduce gradients over links of chosen speeds, and stock Horovod and DDP.
 
     `hvdcompress bench CONFIG` is short for this command.
 
@@ -77,7 +77,9 @@ def codec(
     ] = None,
     tensors: Annotated[
         str | None,
-        typer.Option(help="Also a net's tensors, beside one tensor of their size: resnet50, or their number, 161."),
+        typer.Option(
+            help="Also a net's tensors, compared with one tensor of their size: resnet50, or their number, 161."
+        ),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
     world: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,

@@ -21,7 +21,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
-    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all.
+    """Show how each method performs on saved gradients: error, bytes and compression ratio, on the same data for all.
 
     The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
     late third of them. Where the gradients' norm collapses, a warning says so.

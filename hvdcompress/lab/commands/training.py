@@ -70,7 +70,7 @@ def run(
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the file: labels, with commas.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps a run, instead of the file's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per run, instead of the file's.")] = None,
     driver: Annotated[
         Driver, typer.Option(help="Ranks under Horovod, or under PyTorch's DistributedDataParallel over gloo.")
     ] = Driver.horovod,

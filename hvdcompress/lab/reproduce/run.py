@@ -99,7 +99,8 @@ def _in_turn(units: Sequence[Unit], folder: Path, progress: Progress) -> None:
 def _side_by_side(units: Sequence[Unit], folder: Path, jobs: int, progress: Progress) -> None:
     if not units:
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process a core: threads would fight for the same ones
+    for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
+        os.environ.setdefault(threads, "1")  # a process a core: threads would fight for the same ones
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), context, initializer=_leave_ctrl_c) as pool:
         futures: dict[Future[float], Unit] = {pool.submit(carry_out, unit, folder): unit for unit in units}

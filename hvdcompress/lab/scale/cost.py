@@ -33,10 +33,12 @@ from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan
 
-__all__ = ["Codec", "Constants", "Errors", "Point", "Work", "errors", "fit", "stock", "work"]
+__all__ = ["Codec", "Constants", "Errors", "Exchange", "Point", "Work", "errors", "exchange_of", "fit", "stock", "work"]
 
 FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
-PROBE = 8  # bytes beside each tensor's all-reduce, by which the PyTorch driver tells Average from Sum
+#: with each tensor's collectives: a probe of 8 bytes, by which the PyTorch driver tells Average from Sum
+PLACEHOLDER = Asked("AllReduce", "sum", "float32", 8)
+STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))  #: once a step
 
 
 # -- what is asked for ---------------------------------------------------------------------------------
@@ -123,47 +125,82 @@ def work(
         codec: gives a method's codec; without it, the codec's seconds are 0.
         driver: include what the PyTorch driver adds, a placeholder for each tensor and a status.
     """
-    sent, wire, line, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
-    together: dict[tuple[int, str, str, int | None], list[int]] = {}
+    sent, wire, passing, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
+    together: dict[tuple[int, Kind], list[int]] = {}
 
     def add(number: int, each: Sequence[Asked]) -> None:
-        nonlocal line, calls
+        nonlocal passing, calls
         calls += 1
         for place in (0, 1):
             one = each[min(place, len(each) - 1)]
             sent[place] += one.num_bytes
             wire[place] += on_wire(one, world)
-        line += max(max(on_wire(one, world), one.gets) for one in each)
-        kind = "AllReduce" if each[0].verb == "Broadcast" else each[0].verb
-        uneven = kind == "AllToAll" and each[0].keeps is not None
-        partners = max(1, *(one.pieces for one in each)) if uneven else None
-        together.setdefault((number, kind, each[0].dtype, partners), []).append(max(one.num_bytes for one in each))
+        passing += line(each, world)
+        together.setdefault((number, kind(each)), []).append(max(one.num_bytes for one in each))
 
     for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=driver):
-        method, parts, rides = _asked(bucket, world)
-        for number, every in enumerate(zip(*(asked for _, asked in parts), strict=True)):
-            add(number, [_one(each) for each in zip(*every, strict=True)])
-        rounds = max(rounds, len(parts[0][1]))
+        exchange = exchange_of(bucket, world)
+        for number, each in enumerate(exchange.rounds):
+            add(number, each)
+        rounds = max(rounds, len(exchange.rounds))
         if codec:
-            seconds += sum(codec(method).seconds(size, *gathered(asked, world)) for size, asked in parts)
-        if driver and not (rides and method.passes and method.feedback == "none"):
-            for _ in bucket.members:
-                add(0, [Asked("AllReduce", "sum", "float32", PROBE)])
-            calls -= rides  # it is one with the placeholder's
+            one = codec(exchange.method)
+            seconds += sum(one.seconds(size, *gathered(asked, world)) for size, asked in exchange.parts)
+        if driver:
+            for _ in range(exchange.placeholders):
+                add(0, [PLACEHOLDER])
+            calls -= exchange.rides
     if driver:
-        add(-1, [Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))])
+        add(-1, [STATUS])
         rounds += 1
-    passed = sum(messages(kind, lengths, world, partners) for (_, kind, _, partners), lengths in together.items())
-    return Work(world, max(sent), max(wire), line, calls, rounds, passed, seconds)
+    passed = sum(messages(verb, lengths, world, partners) for (_, (verb, _, partners)), lengths in together.items())
+    return Work(world, max(sent), max(wire), passing, calls, rounds, passed, seconds)
 
 
-def _asked(bucket: Bucket, world: int) -> tuple[Method, list[tuple[int, Rounds]], bool]:
-    """A bucket's method; what it runs on, as elements, and what it asks for there; whether the payload rides along."""
+#: what collectives must have alike to travel as one: the verb, the dtype, and of uneven all-to-alls the partners
+Kind = tuple[str, str, int | None]
+
+
+def kind(each: Sequence[Asked]) -> Kind:
+    """The kind of a collective, of which ranks ask for ``each``; a broadcast travels as a sum."""
+    verb = "AllReduce" if each[0].verb == "Broadcast" else each[0].verb
+    uneven = verb == "AllToAll" and each[0].keeps is not None
+    return verb, each[0].dtype, max(1, *(one.pieces for one in each)) if uneven else None
+
+
+def line(each: Sequence[Asked], world: int) -> float:
+    """Bytes of a collective that pass one after the other."""
+    return max(max(on_wire(one, world), one.gets) for one in each)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one bucket asks for.
+
+    ``parts``: what its method runs on, as elements, and what it asks for there; ``rounds``: the bucket's collectives in
+    their order, each as the ranks that were watched ask for it; ``placeholders``: tensors for which the PyTorch driver
+    gives Horovod a placeholder, one of which ``rides`` along with the payload.
+    """
+
+    method: Method
+    parts: Sequence[tuple[int, Rounds]]
+    rounds: Sequence[Sequence[Asked]]
+    placeholders: int
+    rides: bool
+
+
+def exchange_of(bucket: Bucket, world: int) -> Exchange:
+    """What a bucket asks for among so many ranks, in its method's last phase."""
     method = bucket.program.main
     phase = imagined.last_phase(method)
     rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
+    passes = rides and method.passes and method.feedback == "none"
     specs = bucket.members if bucket.apart(method) else [bucket.spec]
-    return method, [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs], rides
+    parts = [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs]
+    rounds = [
+        [_one(each) for each in zip(*every, strict=True)] for every in zip(*(asked for _, asked in parts), strict=True)
+    ]
+    return Exchange(method, parts, rounds, 0 if passes else len(bucket.members), rides and not passes)
 
 
 def _one(together: Sequence[Asked]) -> Asked:

@@ -20,7 +20,7 @@ from hvdcompress.lab.scale.points import points_of
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program
 
-__all__ = ["Model", "held_out", "model_from", "name_of", "time_codec"]
+__all__ = ["SIZES", "Model", "fit_codec", "held_out", "model_from", "name_of", "time_codec"]
 
 SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a method suits
     ((4096,), (64, 64), (16, 16, 3, 3)),
@@ -52,6 +52,15 @@ def time_codec(method: Method) -> Codec:
             rows.append((1.0, spec.size, pieces, num_bytes, statistics.median(seconds for _, seconds in tried)))
     if not rows:
         return Codec()
+    return fit_codec(rows)
+
+
+def fit_codec(rows: Sequence[tuple[float, ...]]) -> Codec:
+    """The least squares of relative errors, no constant being negative.
+
+    Args:
+        rows: tensors, elements, gathered payloads, their bytes, and the seconds that these took.
+    """
     table = np.array(rows)
     features = table[:, :4] / table[:, 4:]
     scale = np.maximum(features.max(axis=0), 1e-300)

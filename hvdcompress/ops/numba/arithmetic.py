@@ -10,7 +10,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
-from hvdcompress.ops.numba._kernels import floats, matrices, statistics
+from hvdcompress.ops.numba._kernels import matrices, statistics
 from hvdcompress.ops.numba.arrays import (
     INF_BITS,
     in_rows,
@@ -22,11 +22,12 @@ from hvdcompress.ops.numba.arrays import (
     plain_sparse,
 )
 from hvdcompress.ops.numba.codes import pack_signs
-from hvdcompress.ops.numba.floats import to_fp16
+from hvdcompress.ops.numba.floats import clipped_to_fp16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of
@@ -63,52 +64,90 @@ def accumulate(
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
             return Found(False)
         return find_rest(out, True, scan, FINDERS)
-    passed = gradient, residual, np.float32(scale), out, clear
-    if scan.chunk:
-        offsets = np.empty(-(-out.size // scan.chunk), np.int32)
-        most = kernels.accumulate_argmax(*passed, scan.chunk, offsets)
-        return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
-    if scan.signs:
-        sums, signs = np.empty((1, -(-out.size // PIECE))), np.empty(-(-out.size // 8), np.uint8)
-        kernels.accumulate_signs(*passed, sums[0], signs)
-        total = fold(sums)
-        finite = bool(np.isfinite(total[0]))
-        return Found(True, signs=(signs, norms_of(total, out.size, out.size, "mean"))) if finite else Found(False)
     if scan.product is not None:
         a, rows = scan.product
         product = np.empty((rows, out.size * rows // a.size), np.float32)
+        passed = gradient, residual, np.float32(scale), out, clear
         most = matrices.accumulate_products(*passed, a.reshape(rows, -1), product)
         return Found(True, product=product.ravel()) if most < INF_BITS else Found(False)
+    return _in_one_pass(gradient, residual, np.float32(scale), out, scan, clear, velocity)
+
+
+def _in_one_pass(
+    gradient: Array,
+    residual: Array,
+    scale: np.float32,
+    out: Array,
+    scan: Scan,
+    clear: bool,
+    velocity: Velocity | None,
+) -> Found:
+    """Accumulate and look for one kind of thing, on this rank's cores."""
+    n = out.size
+
+    def passed(start: int, stop: int) -> tuple[Any, ...]:
+        return gradient[start:stop], residual[start:stop], scale, out[start:stop], clear
+
+    if scan.chunk:
+        chunk, offsets = scan.chunk, np.empty(-(-n // scan.chunk), np.int32)
+
+        def argmax(start: int, stop: int) -> int:
+            return kernels.accumulate_argmax(*passed(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
+
+        return Found(True, offsets=offsets) if max(in_ranges(argmax, n, chunk)) < INF_BITS else Found(False)
+    if scan.signs:
+        sums, signs = np.empty((1, -(-n // PIECE))), np.empty(-(-n // 8), np.uint8)
+
+        def with_signs(start: int, stop: int) -> None:
+            some = sums[0, start // PIECE : -(-stop // PIECE)]
+            kernels.accumulate_signs(*passed(start, stop), some, signs[start // 8 : -(-stop // 8)])
+
+        in_ranges(with_signs, n, PIECE)
+        total = fold(sums)
+        finite = bool(np.isfinite(total[0]))
+        return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if finite else Found(False)
     if not scan.moments and scan.above is None and velocity is None:
-        most = kernels.accumulate(*passed)
+        most = max(in_ranges(lambda start, stop: kernels.accumulate(*passed(start, stop)), n, kernels.BLOCK))
         return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
     low, room = kernels.MAGNITUDE, 0
     if scan.above is not None:
-        low, room = magnitude_bits(scan.above), min(scan.capacity, out.size)
-    index, values = np.empty(room, index_dtype(out.size)), np.empty(room, np.float32)
+        low, room = magnitude_bits(scan.above), min(scan.capacity, n)
+    rows = -(-n // kernels.SPAN) if scan.moments else 0
+    totals, squared = np.zeros((rows, kernels.LANES)), np.zeros((rows, kernels.LANES))
+
+    def noting(start: int, stop: int) -> tuple[int, Sparse]:
+        index = np.empty(min(room, stop - start), index_dtype(n))
+        values = np.empty(index.size, np.float32)
+        given = *passed(start, stop), low, index, values
+        if velocity is not None:
+            old, new, momentum = velocity
+            most, count = kernels.accumulate_velocity(*given, old[start:stop], new[start:stop], np.float32(momentum))
+        elif scan.moments:
+            mine = slice(start // kernels.SPAN, -(-stop // kernels.SPAN))
+            most, count = kernels.accumulate_moments(*given, totals[mine], squared[mine])
+        else:
+            most, count = kernels.accumulate_above(*given)
+        if start:
+            index[:count] += start
+        return most, Sparse(index[:count], values[:count])
+
+    mosts, noted = zip(*in_ranges(noting, n, kernels.SPAN), strict=True)
     found: dict[str, Any] = {}
-    if velocity is not None:
-        old, new, momentum = velocity
-        most, count = kernels.accumulate_velocity(*passed, low, index, values, old, new, np.float32(momentum))
-    elif scan.moments:
-        total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
-        most, count = kernels.accumulate_moments(*passed, low, index, values, total, squares)
-        found["moments"] = moments_of(total.sum(), squares.sum(), out.size)
-    else:
-        most, count = kernels.accumulate_above(*passed, low, index, values)
-    if scan.above is not None and count < scan.capacity:
-        found["above"] = Sparse(index[:count], values[:count])
+    if scan.moments:
+        found["moments"] = moments_of(totals.sum(), squared.sum(), n)
+    if scan.above is not None and sum(len(each.index) for each in noted) < scan.capacity:
+        found["above"] = noted[0] if len(noted) == 1 else Sparse(*map(np.concatenate, zip(*noted, strict=True)))
     if scan.largest:
-        found["largest"] = magnitude_of(most)
-    return Found(True, **found) if most < INF_BITS else Found(False)
+        found["largest"] = magnitude_of(max(mosts))
+    return Found(True, **found) if max(mosts) < INF_BITS else Found(False)
 
 
 def look(x: Array, scan: Scan) -> Found:
     if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
         scale, limit, out = scan.halves
         if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
-            clipped, most = floats.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16))
-            return Found(True, saturated=int(clipped)) if most < INF_BITS else Found(False)
+            clipped, most = clipped_to_fp16(x, scale, limit, out)
+            return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
     if scan != Scan(moments=True, largest=True) or not plain(x):
         return find(x, scan, FINDERS)
     total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)

@@ -29,8 +29,11 @@ def unpack_bits(buffer: Array, width: int, count: int) -> Array:
 
 
 def _words(buffer: Array, num_bits: int) -> Array:
-    """The first bits of a buffer as uint32, with zeros after them: one word more than needed."""
-    words = np.zeros(-(-num_bits // 32) + 1, np.uint32)
+    """The first bits of a buffer as uint32, with zeros after them: one word more than needed, and two at least.
+
+    A number is read with the word that follows it, also one of no bits from a buffer of none.
+    """
+    words = np.zeros(max(-(-num_bits // 32), 1) + 1, np.uint32)
     part = buffer[: 4 * words.size - 4]
     words.view(np.uint8)[: part.size] = part
     return words

@@ -14,10 +14,12 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels import codes, floats
 from hvdcompress.ops.numba.arrays import ONE, plain
+from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 _CACHED = 1 << 19  # elements that stay in a cache while all shares of them are added
+_ALIGN = 1 << 12  # elements: what threads begin at is the first code of a byte, of a word and of a kernel's block
 _EXACT = np.uint32(0xFFFFFF00)  # float32 numbers of 16 bits: their products with levels are exact
 _WIDEST = 16  # bits of a field that the kernel reads
 
@@ -30,11 +32,15 @@ def write(out: Array, total: Coded, factor: float) -> bool:
     if total.size != out.size or not plain(out) or None in adders:
         return False
     step = _CACHED if len(adders) > 1 else max(out.size, 1)
-    for start in range(0, out.size, step):  # all shares of some elements, then the next: the sum goes to memory once
-        part = out[start : start + step]
-        for number, add in enumerate(adders):
-            assert add is not None
-            add(part, start, number > 0, ONE, np.float32(factor) if number == len(adders) - 1 else ONE)
+
+    def decode(begin: int, stop: int) -> None:
+        for start in range(begin, stop, step):  # all shares of some elements, then the next: memory is written once
+            part = out[start : min(start + step, stop)]
+            for number, add in enumerate(adders):
+                assert add is not None
+                add(part, start, number > 0, ONE, np.float32(factor) if number == len(adders) - 1 else ONE)
+
+    in_ranges(decode, out.size, _ALIGN)
     return True
 
 
@@ -43,7 +49,7 @@ def subtract(x: Array, own: Coded) -> bool:
     add = adder(own)
     if own.size != x.size or not plain(x) or add is None:
         return False
-    add(x, 0, True, -ONE, ONE)
+    in_ranges(lambda start, stop: add(x[start:stop], start, True, -ONE, ONE), x.size, _ALIGN)
     return True
 
 

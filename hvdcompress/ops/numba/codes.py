@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
+from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.shared import half_bits, index_dtype, round_keys
 from hvdcompress.ops.vectors import Codes, Fields
 from hvdcompress.ops.vectors import NumpyArray as Array
@@ -25,7 +28,7 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Ar
     codes = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
     if not _fits(x, norms, bucket, codes):
         return reference.quantize(x, norms, bucket, bits, key, out)
-    kernels.quantize(x, x.view(np.int32), norms, norms.view(np.int32), False, bucket, bits, key[0], codes)
+    _quantize(x, norms, False, bucket, bits, key, codes)
     return codes
 
 
@@ -35,8 +38,14 @@ def quantize_max(x: Array, bucket: int, bits: int, key: Array, out: Array | None
     norms = np.empty(-(-x.size // bucket), np.float32)
     if not _fits(x, norms, bucket, codes):
         return reference.quantize_max(x, bucket, bits, key, out)
-    kernels.quantize(x, x.view(np.int32), norms, norms.view(np.int32), True, bucket, bits, key[0], codes)
+    _quantize(x, norms, True, bucket, bits, key, codes)
     return norms, codes
+
+
+def _quantize(x: Array, norms: Array, find: bool, bucket: int, bits: int, key: Array, codes: Array) -> None:
+    given = x, x.view(np.int32), norms, norms.view(np.int32), find, bucket, bits, key[0], codes
+    align = math.lcm(bucket, kernels.BLOCK)  # a bucket's norm is found by one thread
+    in_ranges(lambda start, stop: kernels.quantize(*given, start, stop), x.size, align)
 
 
 def _fits(x: Array, norms: Array, bucket: int, codes: Array) -> bool:
@@ -48,8 +57,10 @@ def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array,
     words = np.empty(-(-x.size // (32 // width)), np.int32) if out is None else out
     if not x.size or not plain(x) or not plain(words, dtype=np.int32) or words.size != -(-x.size // (32 // width)):
         return reference.quantize_fields(x, limit, norm, width, key, out)
-    unit = np.float32(norm[0])
-    kernels.quantize_fields(x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words)
+    unit, per = np.float32(norm[0]), 32 // width
+    given = x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words
+    align = kernels.BLOCK // per * per
+    in_ranges(lambda start, stop: kernels.quantize_fields(*given, start, stop), x.size, align)
     return words
 
 

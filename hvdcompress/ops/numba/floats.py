@@ -7,6 +7,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
+from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.floats import range_shift, range_space
 from hvdcompress.ops.vectors import FP16_MAX
 from hvdcompress.ops.vectors import NumpyArray as Array
@@ -16,7 +17,18 @@ def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None =
     out = np.empty(x.size, np.float16) if out is None else out
     if not plain(x) or not 0 < limit <= FP16_MAX or not plain(out, dtype=np.float16) or out.size != x.size:
         return reference.to_fp16(x, scale, limit, out)
-    return out, int(kernels.to_fp16(x, np.float32(scale), np.float32(limit), out.view(np.uint16))[0])
+    return out, clipped_to_fp16(x, scale, limit, out)[0]
+
+
+def clipped_to_fp16(x: Array, scale: float, limit: float, out: Array) -> tuple[int, int]:
+    """Set out [n] = x·scale as float16; returns how many were beyond ±limit, and the bits of the greatest |x|."""
+    bits, number, most = out.view(np.uint16), np.float32(scale), np.float32(limit)
+
+    def some(start: int, stop: int) -> tuple[int, int]:
+        return kernels.to_fp16(x[start:stop], number, most, bits[start:stop])  # type: ignore[no-any-return]
+
+    clipped, greatest = zip(*in_ranges(some, x.size, kernels.BLOCK), strict=True)
+    return int(sum(clipped)), max(greatest)
 
 
 def from_fp16(x: Array, scale: float) -> Array:

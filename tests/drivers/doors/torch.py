@@ -55,14 +55,14 @@ class TorchHandle(Handle):
         return out
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe beside each gradient that Horovod does not reduce itself, and a status in each step."""
+        """A probe with each gradient that Horovod does not reduce itself, and a status in each step."""
         probes = {}
         for bucket in self.compressor.buckets.values():
             passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
             methods = [bucket.program.at(step) for step in range(1, steps)]
             passed = sum(passing and method.passes and method.feedback == "none" for method in methods)
             probes |= {member.name: (steps - passed) * TorchDoor.probe for member in bucket.members}
-        return {**probes, "status": 56 * steps}
+        return {**probes, "status": 56 * steps, "watchdog": self.sent().get("watchdog", 0)}
 
 
 class TorchDoor(Door):

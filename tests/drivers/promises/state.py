@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ KINDS = ("none", "topk", "scalecom", "dgc", "gradiveq", "powersgd", "fft")  # a 
 def state_is_restored_to_the_bit(door: Any) -> None:
     """Training goes on from a saved state, to the bit of two ranks: from ``state_dict()`` or files, in a new Compressor
     or one that was used, for every kind of state."""
-    for method, settings in {m: METHODS[m] for m in KINDS}.items() if door.dear else METHODS.items():
+    for method, settings in {m: METHODS[m] for m in KINDS}.items() if door.expensive else METHODS.items():
         tolerance = door.again(method, settings)
         if tolerance is None:
             continue
@@ -109,3 +110,58 @@ def states_of_other_tensors_are_refused(door: Any) -> None:
     other = {**saved, "steps": {**saved["steps"], "stranger": 1}}
     door.must_raise(ValueError, ["stranger"], lambda: handle.load_state(other), False)
     assert_same_state(handle.state(), saved, "after the refusal")
+
+
+@promise()
+def any_name_comes_back(door: Any) -> None:
+    """A tensor's name may have line breaks and other letters: what is saved of it is found again."""
+    shapes = {"line\nbreak": (37, 41), "Größe/λ": (8, 131)}
+    handle, other = (door.make("topk", {"density": 0.05}, shapes) for _ in range(2))
+    for step in range(2):
+        handle.reduce(door.gradients(step, shapes))
+    handle.save(door.folder / "names")
+    door.meet()
+    other.load(door.folder / "names")
+    assert_same_state(other.state(), handle.state(), "names")
+
+
+@promise()
+def the_newest_state_of_all_ranks_is_loaded(door: Any) -> None:
+    """Of several states in a folder, the newest that is there of all ranks is loaded, whatever their number, and never
+    files of different steps."""
+    shapes, settings = {"a": (37, 41), "c": (8, 131)}, {"density": 0.02}
+    handle, folder = door.make("topk", settings, shapes), door.folder / "several"
+    handle.reduce(door.gradients(0, shapes))
+    handle.save(folder)
+    door.meet()
+    others = door.yardstick("topk", settings, world=door.world + 1)
+    for step in range(3):
+        others.allreduce_many([door.gradients(step, shapes, rank=rank) for rank in range(door.world + 1)])
+    if door.rank == 0:
+        for saved in others.saved():
+            checkpoint.save(saved, folder)
+    door.meet()
+    handle.load(folder)
+    assert handle.state()["steps"] == {"a": 3, "c": 3}
+    handle.reduce(door.gradients(3, shapes))
+    if door.rank == 0:  # the others are ended before they have saved
+        checkpoint.save(handle.state(), folder)
+    door.meet()
+    if door.world > 1:
+        with warnings.catch_warnings(record=True):
+            handle.load(folder)
+    assert handle.state()["steps"] == ({"a": 3, "c": 3} if door.world > 1 else {"a": 4, "c": 4})
+
+
+@promise()
+def arrays_that_are_no_residuals_are_refused(door: Any) -> None:
+    """A saved residual that has a NaN, or is of another dtype or length, is refused by its tensor's name."""
+    handle = door.make("topk", {"density": 0.05}, door.shapes)
+    handle.reduce(door.gradients(0, door.shapes))
+    saved = handle.state()
+    residual = saved["state"]["a"]["residual"]
+    for bad in (residual * np.float32("nan"), residual.astype(np.float64), residual.astype(np.int32), residual[:-1]):
+        wrong = {**saved, "state": {**saved["state"], "a": {"residual": bad}}}
+        words = ["'residual' of 'a'"]
+        door.must_raise(ValueError, words, lambda w=wrong: handle.load_state(w), same=False)
+    assert_same_state(handle.state(), saved, "after refusals")

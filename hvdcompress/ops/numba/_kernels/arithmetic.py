@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.codes import pack_signs
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, SPAN, compiled
 from hvdcompress.ops.numba._kernels.selection import first_of, flagged
 from hvdcompress.ops.shared import PIECE
 
@@ -85,12 +85,13 @@ def accumulate_velocity(gradient, residual, scale, out, clear, low, index, value
 
 
 @compiled
-def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, total, squares):
-    """As ``accumulate_above``; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
+def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, totals, squared):
+    """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
     found, most = 0, np.int32(0)
     flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
     for start in range(0, out.size, BLOCK):
         stop = min(start + BLOCK, out.size)
+        total, squares = totals[start // SPAN], squared[start // SPAN]
         if stop - start < BLOCK:
             flag[:] = 0
         for first in range(start, stop, LANES):

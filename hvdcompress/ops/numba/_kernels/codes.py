@@ -182,26 +182,26 @@ def round_at_random(x, bits, drawn, norm, levels, sign, top, codes):
 
 
 @compiled
-def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out):
-    """``find``: set the norms to each bucket's greatest magnitude first."""
+def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begin, end):
+    """Quantize elements ``begin`` to ``end``; ``find``: set the norms to each bucket's greatest magnitude first."""
     levels, sign = np.float32((1 << (width - 1)) - 1), np.uint32(32 - width)
     top = np.uint32(1 << (width - 1))
     codes, drawn = np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.uint32)
-    for start in range(0, x.size, BLOCK):
-        stop = min(start + BLOCK, x.size)
+    for start in range(begin, end, BLOCK):
+        stop = min(start + BLOCK, end)
         draw(np.uint32(start), key, drawn)
         if stop - start < BLOCK:
             codes[:] = 0
         at = start
         while at < stop:
             j = at // bucket
-            end = min(stop, (j + 1) * bucket)
+            until = min(stop, (j + 1) * bucket)
             if find and at == j * bucket:
                 norm_bits[j] = largest(bits_of_x[at : min((j + 1) * bucket, x.size)])
             norm = norms[j] if norms[j] > np.float32(0) else np.float32(1)
-            part, bits, number = x[at:end], bits_of_x[at:end], drawn[at - start : end - start]
-            round_at_random(part, bits, number, norm, levels, sign, top, codes[at - start : end - start])
-            at = end
+            part, bits, number = x[at:until], bits_of_x[at:until], drawn[at - start : until - start]
+            round_at_random(part, bits, number, norm, levels, sign, top, codes[at - start : until - start])
+            at = until
         pack(codes, width, out[start * width // 8 : (stop * width + 7) // 8])
 
 
@@ -286,12 +286,12 @@ def pack_fields(numbers, other, per, width, words):
 
 
 @compiled
-def quantize_fields(x, limit, norm, width, key, words):
+def quantize_fields(x, limit, norm, width, key, words, begin, end):
     per = 32 // width
     step = BLOCK // per * per
     numbers, other, drawn = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.uint32)
-    for start in range(0, x.size, step):
-        part = x[start : start + step]
+    for start in range(begin, end, step):
+        part = x[start : min(start + step, end)]
         draw(np.uint32(start), key, drawn)
         for i in range(part.size):
             share = min(abs(part[i]), limit) / norm

@@ -9,6 +9,7 @@ from numba import njit
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
 LANES = 256  #: how many sums run side by side
+SPAN = 1 << 16  #: elements whose sums are one row: threads begin at multiples of it, so that sums are the same
 BLOCK = 1024  #: how many elements stay in the processor's nearest cache
 
 
@@ -16,7 +17,7 @@ def compiled(function: Any, **options: Any) -> Any:
     """Compile ``function`` when it is first called; the result is kept on disk, for all ranks and later runs."""
     try:
         return njit(function, cache=True, nogil=True, **options)
-    except RuntimeError:  # neither beside the kernel's file nor in the user's cache can anything be written
+    except RuntimeError:  # neither next to the kernel's file nor in the user's cache can anything be written
         return njit(function, nogil=True, **options)
 
 

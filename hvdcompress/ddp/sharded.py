@@ -1,0 +1,196 @@
+"""FSDP2: dense between the shards of a model, compressed between its replicas.
+
+    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])                         # layers first, as always
+    ddp.fsdp(model, "scalecom", replicas=mesh["replicate"], density=0.01)
+
+``fully_shard`` over the shards alone reduces gradients within each replica, by a dense reduce-scatter. What a rank has
+then, one flat vector for each module that was given to ``fully_shard``, goes to an *all-reduce hook*
+(``FSDPModule.set_all_reduce_hook``), which here averages it over the ranks that hold the same shard in the other
+replicas. With a mesh that has the replicas, too, PyTorch reduces over them by itself, before any hook.
+
+Gradients come one after the other, and each is waited for: a vector's exchange is a step of its own, by the module's
+name. A flat vector has no rows and columns, so methods that want matrices leave it dense.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcompress.ddp.transport import ProcessGroupTransport
+from hvdcompress.engine.alarm import everyones
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.method import Method
+from hvdcompress.plan import Plan, plan_of
+
+ROOT = "(root)"  #: the name of the outermost module's own vector: of what is in no module inside of it
+
+
+class ShardedCompressor(TensorCompressor):
+    """One shard's compression between replicas; :func:`fsdp` makes it.
+
+    Args:
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        vectors: by module, a tensor like what it will reduce: flat, of that size, dtype and device.
+        replicas: the process group of the ranks that hold the same shard.
+        shard: this rank's number among the shards of a replica, and their number.
+        loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
+        ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
+        settings: hyper-parameters and plan keys.
+
+    Attributes:
+        plan: what each module's vector gets.
+        ledger: bytes and seconds so far, on this rank, over the links between replicas; ``steps`` counts vectors.
+
+    Raises:
+        ValueError: the plan is wrong, or joins tensors.
+    """
+
+    driver = "FSDP"
+
+    def __init__(
+        self,
+        method: str | Method | Plan | Mapping[str, Any],
+        vectors: Mapping[str, torch.Tensor],
+        replicas: Any,
+        shard: tuple[int, int],
+        *,
+        loss_scale: float | Callable[[], float] = 1.0,
+        ops: str = "auto",
+        **settings: Any,
+    ):
+        plan = plan_of(method, **{"bucket_elements": 0, **settings})
+        if plan.bucket_elements:
+            raise ValueError("bucket_elements must be 0: FSDP waits for each module's gradients by themselves")
+        rank, world = dist.get_rank(replicas), dist.get_world_size(replicas)
+        super().__init__(plan, rank, world, vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
+        self.shard, self._parent = shard, replicas
+        self._transport: ProcessGroupTransport | None = None
+        self._step: Step | None = None  # under way
+
+    def close(self) -> None:
+        """Free its process group. Nothing may be under way."""
+        if self._transport:
+            self._transport.close()
+
+    def _is_under_way(self) -> bool:
+        return self._step is not None
+
+    def _waits_for(self) -> str | None:
+        step = self._step
+        return step.waits_for() if step else None
+
+    def save(self, folder: str | Path) -> Path:
+        """Write this rank's state to its own file, in a folder of its shard in ``folder``; call it on every rank."""
+        return super().save(self._folder(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Read this rank's state; states of another number of replicas are re-sharded.
+
+        Raises:
+            FileNotFoundError: the folder holds no saved state, or not that of all replicas, or of other shards.
+            ValueError: a file is damaged, or the state does not fit; nothing is changed then.
+        """
+        super().load(self._folder(folder))
+
+    def _folder(self, folder: str | Path) -> Path:
+        return Path(folder) / "shard-{}-of-{}".format(*self.shard)
+
+    @torch.no_grad()
+    def reduce(self, name: str, gradient: torch.Tensor) -> None:
+        """Average a module's vector over the replicas, in its place.
+
+        Raises:
+            PeerError: a replica failed, or replicas disagree; on every one.
+        """
+        if self._transport is None:
+            self._transport = ProcessGroupTransport(self._parent, gradient.device)
+            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
+        transport = self._transport
+        transport.begin()
+        step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
+        step.factor = 1.0 / self.local.world
+        with step.errors_wait():
+            step.loss_scale = self.current_loss_scale()
+            if len(gradient) != len(self.parameters[name]):
+                raise ValueError(
+                    f"{name}: {len(gradient)} of {len(self.parameters[name])} elements have a gradient; a parameter "
+                    "that a step does not use does not go with compression under FSDP"
+                )
+        mine = step.error  # goes with the status; one that comes later sounds the alarm
+        try:
+            step.say()
+            if mine is None:
+                bucket, place = self._place[name]
+                step.begin(self._take(step, bucket, place, gradient))
+            step.finish()
+        except Exception as caught:
+            step.abandon()
+            raise everyones(transport, caught, mine) from None
+        finally:
+            self._step = None
+        self.ledger.steps += step.finite
+
+
+def fsdp(
+    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], *, replicas: Any, **settings: Any
+) -> ShardedCompressor:
+    """Compress what the replicas of a sharded model exchange.
+
+    Call it on every rank, after ``fully_shard(…, mesh=mesh["shard"])`` and before the first backward pass. Replicas
+    must start from the same weights.
+
+    Args:
+        model: an ``FSDPModule``, sharded over the ranks of one replica alone.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. Rules see the
+            names of modules that were given to ``fully_shard``.
+        replicas: the mesh of one dimension, or the process group, of the ranks that hold the same shard.
+        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys.
+
+    Returns:
+        The Compressor.
+
+    Raises:
+        ValueError: the model is not sharded, or over more than one dimension; the plan is wrong.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    sizes: dict[str, int] = {}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in trained:
+        owners = [module for module in modules if not module or name.startswith(f"{module}.")]
+        if not owners:
+            raise ValueError(f"{name} is in no FSDPModule: call fully_shard() first")
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
+            raise ValueError(
+                f"{name} must be sharded over one dimension, the ranks of a replica (mesh=mesh['shard']). With a mesh "
+                "that has the replicas, too, PyTorch reduces over them itself, and nothing is left to do"
+            )
+        owner = max(owners, key=len)
+        sizes[owner] = sizes.get(owner, 0) + _elements(parameter)
+    if not trained:
+        raise ValueError(f"{type(model).__name__} has no parameter to train")
+    like, mesh = trained[0][1].to_local().detach(), trained[0][1].device_mesh
+    vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
+    group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
+    compressor = ShardedCompressor(method, vectors, group, (mesh.get_local_rank(), mesh.size()), **settings)
+    for owner in sizes:
+        modules[owner].set_all_reduce_hook(functools.partial(compressor.reduce, owner or ROOT))
+    return compressor
+
+
+def _elements(parameter: Any) -> int:
+    """The elements of a parameter's shard, as every rank has them: rows that do not divide are filled up."""
+    dim, shards = parameter.placements[0].dim, parameter.device_mesh.size()
+    return prod(-(-size // shards) if at == dim else size for at, size in enumerate(parameter.shape))

@@ -1,0 +1,1 @@
+"""``hvdcompress advise``: should a training be compressed at all, and how?"""

@@ -1,0 +1,174 @@
+"""Choose what each tensor gets, and say what it is worth.
+
+Candidates are methods with their settings. Each gives two plans: the method everywhere, and the method on those tensors
+alone where it shortens the step, found greedily, the largest first (Espresso, arXiv 2205.14465, §4.3). Tensors whose
+communication is hidden behind the backward pass do not shorten it, and stay dense.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.engine import state
+from hvdcompress.lab.advise.exchanges import Codecs, buckets_of, status, unit_of
+from hvdcompress.lab.advise.timeline import Link, Step, Times, Unit, simulate
+from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.plan import Bucket, Plan, load
+
+__all__ = ["DENSE", "Candidate", "Case", "candidates"]
+
+DENSE = "dense"
+NOTHING = 1e-3  # of a step: what a tensor must gain at least to be compressed
+RATES = (1e6, 1e12)  # bits a second: break-even is looked for between these
+SCAN = 49  # rates at which that begins
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what is predicted of it.
+
+    ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: bits a
+    second of the link below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
+    ``partly``: it is the greedy plan of its method.
+    """
+
+    label: str
+    method: str
+    plan: Plan
+    step: Step
+    compressed: int
+    tensors: int
+    memory: int = 0
+    break_even: float = 0.0
+    partly: bool = False
+
+
+class Case:
+    """One training over one link: predicts steps of plans.
+
+    Args:
+        tensors: shapes by name.
+        times: when gradients are ready.
+        link: what collectives cost.
+        world: the number of ranks.
+        codecs: gives a method's codec.
+        shared: ranks that share a processor.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[int, ...]],
+        times: Times,
+        link: Link,
+        world: int,
+        codecs: Codecs,
+        shared: float = 1.0,
+    ):
+        self.tensors, self.times, self.world, self.codecs, self.shared = tensors, times, world, codecs, shared
+        self.given, self.link = link, replace(link, call=link.call * shared)
+        self.dense = load({"method": "none"})
+        self._units: dict[Any, Unit] = {}
+
+    def over(self, link: Link) -> Case:
+        """The same training over another link."""
+        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared)
+
+    def units(self, buckets: Sequence[Bucket]) -> list[Unit]:
+        """The units of buckets."""
+        found = []
+        for bucket in buckets:
+            key = (bucket.program, bucket.members, bucket.unasked)
+            if key not in self._units:
+                self._units[key] = unit_of(bucket, self.world, self.codecs, self.shared)
+            found.append(self._units[key])
+        return found
+
+    def predict(self, plan: Plan, rate: float | None = None) -> Step:
+        """A step under a plan, over the case's link or one of another rate (bits a second)."""
+        return self._step(plan, buckets_of(plan, self.tensors), rate)
+
+    def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
+        link = replace(self.link, rate=rate) if rate else self.link
+        return simulate(self.times, self.units(buckets), link, self.world, status(plan, self.world))
+
+    def candidate(self, label: str, plan: Plan, partly: bool = False) -> Candidate:
+        """A plan, and what is predicted of it."""
+        buckets = buckets_of(plan, self.tensors)
+        compressed = sum(len(bucket.members) for bucket in buckets if bucket.program.main.id != "none")
+        memory = sum(state.memory(bucket) for bucket in buckets)
+        step, even = self._step(plan, buckets), self.break_even(plan) if compressed else 0.0
+        return Candidate(label, plan.program.main.id, plan, step, compressed, len(self.tensors), memory, even, partly)
+
+    def break_even(self, plan: Plan) -> float:
+        """The rate in bits a second below which a plan's step is shorter than the dense one; see :class:`Candidate`."""
+
+        def gains(rate: float) -> bool:
+            return self.predict(plan, rate).seconds < self.predict(self.dense, rate).seconds
+
+        low, high = None, None
+        for rate in np.geomspace(*RATES, SCAN).tolist()[::-1]:
+            if gains(rate):
+                low = rate
+                break
+            high = rate
+        if low is None:
+            return 0.0
+        if high is None:
+            return float("inf")
+        for _ in range(20):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if gains(middle) else (low, middle)
+        return low
+
+    def greedy(self, settings: Mapping[str, Any]) -> Plan | None:
+        """The method on those tensors alone where it shortens the step.
+
+        Args:
+            settings: the method's, as ``load`` reads them.
+
+        Returns:
+            The plan; None if that is the dense one, or the method everywhere.
+        """
+        plan = load(settings)
+        buckets = [bucket for bucket in buckets_of(plan, self.tensors) if bucket.program.main.id != "none"]
+        dense = {bucket.members[0].name: bucket for bucket in buckets_of(self.dense, self.tensors)}
+        chosen: list[Bucket] = []
+        best = self._step(self.dense, list(dense.values())).seconds
+        for bucket in sorted(buckets, key=lambda one: -one.spec.size):
+            trial = [*chosen, bucket]
+            taken = {member.name for each in trial for member in each.members}
+            others = [one for name, one in dense.items() if name not in taken]
+            seconds = self._step(plan, [*trial, *others]).seconds
+            if seconds < best - NOTHING * best:
+                chosen, best = trial, seconds
+        if not chosen or len(chosen) == len(buckets):
+            return None
+        taken = {member.name for each in chosen for member in each.members}
+        left = [member for each in buckets for member in each.members if member.name not in taken]
+        most, least = max(one.size for one in left), min(m.size for each in chosen for m in each.members)
+        names = [{"name": glob.escape(one.name)} for one in left]
+        matches: list[dict[str, Any]] = [{"max_size": most}] if most < least else list(names)
+        rules = [{"match": match, "method": "none"} for match in matches]
+        return load({**settings, "rules": [*rules, *settings.get("rules", [])]})
+
+
+def candidates(case: Case, entries: Sequence[MethodEntry], say: Callable[[str], None] = print) -> list[Candidate]:
+    """The dense step, each method everywhere, and where it differs each on the tensors where it gains.
+
+    Args:
+        case: the training and the link.
+        entries: the methods with their settings.
+        say: called with what is done next.
+    """
+    found = [case.candidate(DENSE, case.dense)]
+    for entry in entries:
+        say(f"predicting {entry.label}")
+        found.append(case.candidate(entry.label, entry.plan))
+        if partly := case.greedy(entry.settings):
+            found.append(case.candidate(f"{entry.label}, in part", partly, partly=True))
+    return found

@@ -1,0 +1,72 @@
+"""From a plan to what the time line needs: its units, with their collectives and the seconds of their codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+
+from hvdcompress.lab.advise.timeline import Call, Unit
+from hvdcompress.lab.scale import cost
+from hvdcompress.lab.scale.cost import Codec
+from hvdcompress.lab.scale.imagined import Asked
+from hvdcompress.method import Method, TensorSpec
+from hvdcompress.plan import Bucket, Plan
+
+__all__ = ["Codecs", "buckets_of", "call_of", "status", "unit_of", "units_of"]
+
+#: gives a method's codec: before its last collective, and after it
+Codecs = Callable[[Method], tuple[Codec, Codec]]
+
+
+def call_of(each: Iterable[Asked], world: int) -> Call:
+    """A collective of which the ranks that were watched ask for ``each``."""
+    asked = list(each)
+    return Call(cost.kind(asked), max(one.num_bytes for one in asked), cost.line(asked, world))
+
+
+def status(plan: Plan, world: int) -> list[Call]:
+    """What the PyTorch driver asks for once a step: nothing where every tensor is left to Horovod."""
+    return [] if plan.stateless and plan.program.main.passes else [call_of([cost.STATUS], world)]
+
+
+def buckets_of(plan: Plan, tensors: Mapping[str, tuple[int, ...]]) -> list[Bucket]:
+    """What travels together, as the PyTorch drivers group it."""
+    return plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=True)
+
+
+@cache
+def _placeholder(world: int) -> Call:
+    return call_of([cost.PLACEHOLDER], world)
+
+
+def unit_of(bucket: Bucket, world: int, codecs: Codecs, shared: float = 1.0) -> Unit:
+    """A bucket as a unit of the time line.
+
+    Args:
+        bucket: what is exchanged together.
+        world: the number of ranks.
+        codecs: gives a method's codec.
+        shared: ranks that share a processor.
+    """
+    exchange = cost.exchange_of(bucket, world)
+    encode = decode = 0.0
+    before, after = codecs(exchange.method)
+    for size, asked in exchange.parts:
+        pieces, num_bytes = cost.gathered(asked, world)
+        encode += before.seconds(size, pieces, num_bytes)
+        decode += after.seconds(size, pieces, num_bytes)
+    return Unit(
+        bucket.spec.name,
+        tuple(member.name for member in bucket.members),
+        tuple(call_of(each, world) for each in exchange.rounds),
+        shared * encode,
+        shared * decode,
+        (_placeholder(world),) * (exchange.placeholders - exchange.rides),
+    )
+
+
+def units_of(
+    plan: Plan, tensors: Mapping[str, tuple[int, ...]], world: int, codecs: Codecs, shared: float = 1.0
+) -> list[Unit]:
+    """The units of a plan, in its last stage and phase."""
+    return [unit_of(bucket, world, codecs, shared) for bucket in buckets_of(plan, tensors)]

@@ -1,0 +1,74 @@
+"""What all ranks do for ``hvdcompress advise``: measure profiles, and real steps to hold against predicted ones.
+
+    horovodrun … python -m hvdcompress.lab.advise.ranks JOB.json OUT.jsonl
+
+``hvdcompress advise --hosts …`` builds that line. Rank 0 appends to OUT a line {"say": words} before each measurement,
+and one for each case: its profile, and measured steps by plan.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hvdcompress.lab.advise import check, run
+from hvdcompress.lab.advise import measure as profiling
+from hvdcompress.lab.advise.fabric import join, launched
+from hvdcompress.lab.advise.job import Found, Job
+from hvdcompress.lab.advise.profile import MeasuredCodec, Profile
+from hvdcompress.lab.advise.workload import of
+from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.lab.output import jsonl
+from hvdcompress.plan import Plan, load
+
+__all__ = ["measure"]
+
+
+def measure(job: Job, say: Callable[[str], None], keep: Callable[[Found], None] = lambda case: None) -> list[Found]:
+    """Measure a job's cases; every rank calls it, or a process that is alone and checks nothing.
+
+    Args:
+        job: what.
+        say: called on rank 0 with what is done next.
+        keep: called on rank 0 with each case.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # ranks share processors
+    fabric = join() if launched() else None
+    say = say if fabric is None or fabric.rank == 0 else lambda words: None
+    entries = [MethodEntry.model_validate(given) for given in job.entries]
+    known = {name: MeasuredCodec.model_validate(given) for name, given in job.codecs.items()}
+    found = []
+    for named in job.workloads:
+        workload = of(named)
+        mine = profiling.profile(workload, [entry.plan.program.main for entry in entries], known, fabric, say)
+        profile = Profile.open(fabric.share(mine.to_dict())[0]) if fabric else mine
+        known = dict(profile.codecs)
+        advised, verdict, plans = "", "", {}
+        if fabric and job.check != "no":
+            if fabric.rank == 0:
+                report = run.report_of(profile, entries, error=job.error, say=say)
+                advised, verdict = report.advice.best.label, report.advice.verdict
+                plans = run.plans_to_check(report, everything=job.check == "all")
+            advised, verdict, plans = fabric.share((advised, verdict, plans))[0]
+        stages: dict[str, Plan | None] = {
+            label: None if plan == {"method": "none"} else load(plan) for label, plan in plans.items()
+        }
+        measured = check.measure(fabric, workload, stages, job.rounds, job.seconds, say) if fabric and stages else {}
+        found.append(Found(profile, measured, plans, advised, verdict))
+        if fabric is None or fabric.rank == 0:
+            keep(found[-1])
+    return found
+
+
+def main() -> None:
+    """One rank."""
+    job, out = Job.open(Path(sys.argv[1])), Path(sys.argv[2])
+    measure(job, lambda words: jsonl.append(out, {"say": words}), lambda case: jsonl.append(out, case.to_dict()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""From a profile to a report: which link, which ranks, which methods, and which plans are to be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdcompress.lab import packaged
+from hvdcompress.lab.advise.calibrate import calibrate
+from hvdcompress.lab.advise.choose import DENSE, Case, candidates
+from hvdcompress.lab.advise.codecs import Known
+from hvdcompress.lab.advise.profile import Profile
+from hvdcompress.lab.advise.report import Report
+from hvdcompress.lab.advise.timeline import Link
+from hvdcompress.lab.advise.verdict import advise
+from hvdcompress.lab.cluster.rates import Rate
+from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.lab.scale.model import Model
+from hvdcompress.lab.scale.run import seconds
+
+__all__ = ["case_of", "link_of", "plans_to_check", "report_of"]
+
+
+def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -> Link:
+    """A link by its speed and latency; what else collectives cost is as fitted to measured exchanges.
+
+    Args:
+        words: ``10gbit`` or ``10gbit,50us``: bits a second, and seconds a message.
+        fitted: the constants of ``hvdcompress scale``.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    rate, _, latency = words.partition(",")
+    constants = Model.open(fitted).constants
+    try:
+        message = seconds(latency) if latency else constants.message
+        return Link(Rate.parse(rate).slower / constants.link, message, constants.round, constants.call)
+    except ValueError as error:
+        raise ValueError(f"--link {words}: {error}") from None
+
+
+def report_of(
+    profile: Profile,
+    entries: Sequence[MethodEntry],
+    error: float,
+    link: Link | None = None,
+    ranks: int | None = None,
+    shared: float | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> Report:
+    """Advice from a profile.
+
+    Args:
+        profile: what was measured.
+        entries: methods to choose among; codecs that the profile lacks are timed now.
+        error: of an exchange's predicted time, relative.
+        link: another link than the profile's.
+        ranks: another number of ranks.
+        shared: ranks that share a processor, if not as measured.
+        say: called with what is done next.
+
+    Raises:
+        ValueError: the profile has no link, and none is given; or there is one rank.
+    """
+    case = case_of(profile, link, ranks, shared, say)
+    advice = advise(case, candidates(case, entries, say), error)
+    return Report(profile, case.given, case.world, case.shared, advice, case)
+
+
+def case_of(
+    profile: Profile,
+    link: Link | None = None,
+    ranks: int | None = None,
+    shared: float | None = None,
+    say: Callable[[str], None] = lambda words: None,
+) -> Case:
+    """The training that a profile tells of, over its link or another one; see :func:`report_of`."""
+    world = ranks or profile.ranks
+    if world < 2:
+        raise ValueError("one rank exchanges nothing: give --ranks, or measure among several (--hosts, horovodrun)")
+    if link is None and profile.link is None:
+        raise ValueError(
+            "the link was not measured: give --link, such as 10gbit,50us, or measure it (--hosts, horovodrun)"
+        )
+    found = link or profile.link.link  # type: ignore[union-attr]
+    sharing = shared or (profile.shared if ranks in (None, profile.ranks) else 1.0)
+    case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing)
+    as_measured = link is None and world == profile.ranks and shared in (None, profile.shared)
+    return case.over(calibrate(case, profile.dense)) if as_measured and profile.dense else case
+
+
+def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]]:
+    """Plans to measure by label: dense, and what is advised (or the best of the others); or every one."""
+    advice = report.advice
+    others = sorted((one for one in advice.candidates if one.label != DENSE), key=lambda one: one.step.seconds)
+    whole = [one for one in others if not one.partly] if everything else others[:1]
+    chosen = [*whole, *([advice.best] if advice.best is not advice.dense and advice.best not in whole else [])]
+    return {DENSE: {"method": "none"}, **{one.label: one.plan.to_dict() for one in chosen}}

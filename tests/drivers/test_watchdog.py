@@ -1,0 +1,75 @@
+"""A rank that is stopped, or takes fewer steps: every other rank says so, and ends. A launcher that is killed ends its
+ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from door_launches import MODULES
+from launching import environment, launch, world_of
+
+pytestmark = pytest.mark.parallel
+HERE = Path(__file__).parent
+LAUNCHES = [
+    ("mpi", "mpirun-3"),
+    *(
+        pytest.param(door, kind, marks=pytest.mark.slow)  # 20 seconds each, most of which is waiting
+        for door, kind in (("torch", "mpi-3"), ("torch", "gloo-2"), ("tensorflow", "mpi-2"), ("ddp", "torchrun-2"))
+    ),
+]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", ["stopped", "absent"])
+@pytest.mark.parametrize("door,kind", LAUNCHES)
+def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, how: str, tmp_path: Path) -> None:
+    for module in MODULES[door]:
+        pytest.importorskip(module)
+    done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=120, DOOR=door)
+    said = [line for line in done.stdout.splitlines() if "hvdcompress: " in line]
+    assert done.returncode != 0 and (tmp_path / "before").exists(), done.stdout[-3000:]
+    assert not (tmp_path / "survivor").exists(), "it went on as if nothing had happened"
+    last = world_of(kind) - 1
+    where = "does not answer" if how == "stopped" else "is outside of a step, after 3"
+    for rank in range(last):
+        (mine,) = [line for line in said if f"hvdcompress: rank {rank} has waited" in line]
+        assert "in step 3 for tensor '" in mine and "(method scalecom, round " in mine, mine
+        assert f"missing: rank {last} {where}" in mine, mine
+    if how == "absent":
+        assert any(f"hvdcompress: rank {last} is outside of a step" in line for line in said), said
+
+
+@pytest.mark.timeout(100)
+def test_ranks_of_a_launcher_that_is_killed_end(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    program = (
+        "import os, sys, time, numpy as np\n"
+        "from hvdcompress.mpi import Compressor\n"
+        "comp = Compressor('topk')\n"
+        "comp.allreduce(np.ones(9, np.float32))\n"
+        "open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()\n"
+        "time.sleep(90)\n"
+    )
+    line = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(line, env=environment("mpirun-2"), stderr=subprocess.DEVNULL) as mpirun:
+        ranks: list[psutil.Process] = []
+        try:
+            deadline = time.monotonic() + 60
+            while len(ranks) < 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+                ranks = [psutil.Process(int(path.name)) for path in tmp_path.iterdir()]
+            assert len(ranks) == 2
+            mpirun.send_signal(signal.SIGKILL)
+            _, alive = psutil.wait_procs(ranks, timeout=10)
+            assert not alive, "ranks run on"
+        finally:
+            for rank in ranks:
+                if rank.is_running():
+                    os.kill(rank.pid, signal.SIGKILL)
