@@ -243,6 +243,7 @@ def _not_bool(value: object) -> object:
 
 
 def _known_values(name: str) -> str:
+    """fp32 | fp16 | bf16 | qsgd2 … qsgd8 | rangefloat4 … rangefloat16, mantissa bits as in rangefloat10m6."""
     if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
         raise ValueError(
             "must be fp32, fp16, bf16, qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … "
@@ -406,7 +407,7 @@ class Method:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
         It is found in the one pass over memory that every gradient makes when it has come, while it is in the
-        processor's cache, and stands in ``ctx.scanned[place]``.
+        processor's cache, and is in ``ctx.scanned[place]``.
 
         Args:
             place: which part of a bucket's vector the tensor is, from 0.

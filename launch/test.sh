@@ -18,7 +18,7 @@ case ${1:-} in
     --slow) slow=""; shift ;;
 esac
 
-"$ROOT/launch/setup.sh"
+"$ROOT/launch/setup.sh" --frameworks torch,tensorflow
 use_venv
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc goes by that variable
 export OMP_NUM_THREADS=1

@@ -16,6 +16,7 @@ broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -33,7 +34,7 @@ class Entry:
     on_wire: float = 0.0
     dense: int = 0
     collectives: int = 0
-    seconds: float = 0.0  #: codec work
+    seconds: float = field(default=0.0, compare=False)  #: codec work; two runs never take the same time
 
     def __add__(self, other: Entry) -> Entry:
         return Entry(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -119,8 +120,14 @@ class Ledger(Observer):
         return self._ranks[self._rank(rank)].dense
 
     def rate(self, rank: int | None = None) -> float:
-        """Dense bytes / bytes sent (NaN before anything was sent)."""
+        """Dense bytes / bytes sent. NaN before anything was sent; one rank alone never sends, and is told so."""
         sent = self.bytes_sent(rank)
+        if self.world == 1 and not sent:
+            warnings.warn(
+                "one rank alone sends nothing, so there is no rate: start several, such as `horovodrun -np 2 python "
+                "train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
+                stacklevel=2,
+            )
         return self.dense_bytes(rank) / sent if sent else float("nan")
 
     def collectives(self, rank: int | None = None) -> int:

@@ -25,6 +25,20 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
 
 
+def _named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters, or an error that says what was given in their place."""
+    wanted = "named_parameters must be names and parameters, as model.named_parameters() gives them"
+    if isinstance(given, type | torch.nn.Module):
+        raise TypeError(f"{wanted}, not the {'class' if isinstance(given, type) else 'model'} itself")
+    pairs = list(given.items() if isinstance(given, Mapping) else given)
+    if any(isinstance(pair, torch.Tensor) for pair in pairs):
+        raise TypeError(f"{wanted}; these have no names, as those of model.parameters()")
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"{wanted}, not {pair!r:.60}")
+    return pairs
+
+
 class TensorCompressor(compressor.Compressor):
     """A driver's Compressor of the gradients of named parameters.
 
@@ -41,6 +55,7 @@ class TensorCompressor(compressor.Compressor):
         buckets: what is exchanged together, by name.
 
     Raises:
+        TypeError: ``named_parameters`` is a model, or parameters without names.
         ValueError: ``ops`` is neither; two parameters have one name; another driver compresses one of them.
     """
 
@@ -58,7 +73,7 @@ class TensorCompressor(compressor.Compressor):
         if ops not in ("auto", "torch"):
             raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
         super().__init__(plan, rank, world, loss_scale)
-        pairs = list(named_parameters)
+        pairs = _named(named_parameters)
         self.parameters = dict(pairs)
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
@@ -96,7 +111,7 @@ class TensorCompressor(compressor.Compressor):
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file a rank.
+        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file per rank.
 
         Raises:
             RuntimeError: a step is under way.

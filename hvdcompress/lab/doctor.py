@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from hvdcompress.lab.cluster import hosts, launcher, selftest
 from hvdcompress.lab.cluster.stopping import Stopped, stoppable
+from hvdcompress.lab.output.table import MISSING, Column, Format, Table
 
 SETUP = "launch/setup.sh of the project's sources builds Horovod and installs the rest"
 MARKS = {"works": "[green]✓[/]", "broken": "[red]✗[/]", "absent": "[dim]–[/]"}
@@ -139,7 +140,7 @@ def all_reduce(controller: str) -> Callable[[float], Finding]:
             try:
                 line = launcher.command(2, controller, "-m", selftest.__name__)
             except launcher.LaunchError:
-                return Finding("broken", f"no horovodrun beside {launcher.shown(sys.executable)}", SETUP)
+                return Finding("broken", f"no horovodrun next to {launcher.shown(sys.executable)}", SETUP)
             with launcher.Ranks(line, 2, log) as ranks:
                 while ranks.process.poll() is None and time.monotonic() - began < timeout:
                     time.sleep(0.1)
@@ -181,8 +182,24 @@ CHECKS: dict[str, Callable[[float], Finding]] = {
 }
 
 
-def run(console: Console, timeout: float) -> int:
+COLUMNS: tuple[Column[tuple[str, Finding]], ...] = (
+    Column("check", "check", lambda row: row[0], align="left"),
+    Column("state", "state", lambda row: row[1].state, align="left"),
+    Column("found", "found", lambda row: row[1].text or MISSING, align="left", wrap=True),
+    Column("advice", "advice", lambda row: row[1].advice or MISSING, align="left", wrap=True),
+)
+
+
+def run(console: Console, timeout: float, form: str = Format.text) -> int:
     """Run every check and print what it found; the exit status is 1 if something that is installed is broken."""
+    if form != Format.text:
+        try:
+            with stoppable():
+                rows = list(_findings(Console(stderr=True), timeout))
+        except Stopped as stopped:
+            return stopped.code
+        Table(COLUMNS, rows).print(console, form)
+        return int(any(finding.state == "broken" for _, finding in rows))
     states = []
     try:
         with stoppable():
@@ -206,7 +223,11 @@ def run(console: Console, timeout: float) -> int:
 
 
 def _findings(console: Console, timeout: float) -> Iterator[tuple[str, Finding]]:
-    for title, check in CHECKS.items():
-        with console.status(f"checking {title} …"):
+    """Each check's title and finding; what is under way is said before, as some take ten seconds and more."""
+    for number, (title, check) in enumerate(CHECKS.items(), 1):
+        words = f"[{number}/{len(CHECKS)}] checking {title} …"
+        if not console.is_terminal:
+            print(words, file=sys.stderr, flush=True)
+        with console.status(escape(words)):
             finding = check(timeout)
         yield title, finding

@@ -78,6 +78,7 @@ FLOAT_MAX = 3.4028234663852886e38
 
 
 def _power_of_two(block: int) -> int:
+    """A power of two, or 0."""
     if block < 0 or block & (block - 1):
         raise ValueError("must be a power of two, or 0 for the whole tensor")
     return block

@@ -74,6 +74,13 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
     Raises:
         PlanError: as in :func:`load`.
     """
+    if isinstance(method, type):
+        what = getattr(method, "id", "") or "topk"
+        raise PlanError(f"method: {method.__name__} is a class: give its id, {what!r}, or an instance of it")
+    if not isinstance(method, str | Method | Plan | Mapping):
+        raise PlanError(
+            f"method: must be a method's id, a method, a plan or a plan's dict, not a {type(method).__name__}"
+        )
     if isinstance(method, Plan):
         return load({**method.to_dict(), **settings}) if settings else method
     if isinstance(method, Method):
@@ -90,7 +97,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
         pairs: KEY=VALUE each; the value is YAML.
 
     Returns:
-        What :func:`plan_of` takes beside a method's id.
+        What :func:`plan_of` takes besides a method's id.
 
     Raises:
         PlanError: one is not KEY=VALUE, or its value is not YAML.

@@ -118,8 +118,10 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
     # -- Horovod's interface -------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert  # it would rewrite, slowly, what needs no rewriting
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Ticket]:
+    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket]:
         """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket."""
+        if not isinstance(self, Compressor):  # Horovod's own compressions are classes
+            raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
         bucket = self._bucket(tensor)
         self._compare_plans_once()
         flat = tf.reshape(tensor, [-1])

@@ -3,7 +3,7 @@
 Horovod calls ``compress(gradient)`` from backward hooks, all-reduces what it returns, and calls
 ``decompress(output, ctx)`` inside ``synchronize()``. It passes no name and no step. So ``compress`` finds the
 parameter by identity, starts the exchange's own, named collectives, and returns a placeholder: a probe that tells
-Average from Sum. ``docs/architecture.md`` says more.
+Average from Sum. ``docs/drivers.md`` says more.
 """
 
 from __future__ import annotations
@@ -125,12 +125,17 @@ class Compressor(TensorCompressor):
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
+    def compress(self, tensor: torch.Tensor = None) -> tuple[torch.Tensor, Ticket]:  # type: ignore[assignment]
         """Start the exchange of a gradient; returns what Horovod shall all-reduce, and a ticket.
 
         An error is not raised here but by :meth:`decompress`, on all ranks: the others wait in the stock all-reduce
         of this very tensor before they ask anything, so this rank must still take part in it.
         """
+        if not isinstance(self, Compressor):  # Horovod's own compressions are classes
+            raise TypeError(
+                "compression=Compressor is the class: give an instance, "
+                'compression=Compressor("topk", model.named_parameters())'
+            )
         if self._failure:
             raise self._failure
         ticket, arrivals = Ticket(tensor), self._current()

@@ -12,6 +12,7 @@ from doors.torch import backward
 from harness import Skip, case
 from torch_model import gradients, optimizer, parameters, reduce_once
 
+import hvdcompress
 from hvdcompress.torch import Compressor, PeerError
 
 
@@ -44,6 +45,30 @@ def sparse_gradients_are_refused() -> None:
             opt.step()
 
         must_raise((ValueError, PeerError), [f"{kind}.weight", "sparse"], run)  # type: ignore[arg-type]
+
+
+@case
+def what_is_given_in_place_of_named_parameters_is_named() -> None:
+    model = torch.nn.Linear(4, 4)
+    for given, words in (
+        (model.parameters(), "no names, as those of model.parameters()"),
+        (model, "not the model itself"),
+        (torch.nn.Linear, "not the class itself"),
+        ([1, 2], "not 1"),
+    ):
+        must_raise(TypeError, ["model.named_parameters()", words], lambda given=given: Compressor("topk", given))
+    method = type(hvdcompress.get("topk"))
+    must_raise(ValueError, ["TopK is a class", "'topk'"], lambda: Compressor(method, model.named_parameters()))
+    must_raise(ValueError, ["not a Linear"], lambda: Compressor(model, model.named_parameters()))
+
+
+@case
+def the_class_in_place_of_an_instance_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression=Compressor)
+    must_raise(TypeError, ["is the class: give an instance"], lambda: model(torch.ones(1, 4)).sum().backward())
+    del opt
 
 
 @case

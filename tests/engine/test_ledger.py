@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -126,3 +127,11 @@ def test_asking_changes_nothing() -> None:
 def test_unknown_verb_is_an_error() -> None:
     with pytest.raises(KeyError):
         Ledger(world=2).sent(0, "w", "SendRecv", None, 8)
+
+
+def test_one_rank_is_told_why_it_has_no_rate():
+    with pytest.warns(UserWarning, match="one rank alone sends nothing.*horovodrun -np 2"):
+        assert math.isnan(Ledger(1).rate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert math.isnan(Ledger(2).rate()), "nothing was sent yet"

@@ -62,7 +62,7 @@ def test_methods():
     for word in ("scalecom", "gaussiank", "2104.11125", "density=0.01"):
         assert word in result.output
     one = invoke("methods", "topk")
-    assert "Departures from the papers" in one.output and "density = 0.01" in one.output
+    assert "Departures from the papers" in one.output and "0 < x ≤ 1" in one.output
     wrong = invoke("methods", "topkk")
     assert wrong.exit_code == 2 and "did you mean 'topk'?" in wrong.output
 
@@ -327,3 +327,28 @@ def test_a_killed_rank_fails_its_run_and_no_other(whole):
     assert "✗ 1/2 long" in output and "✓ 2/2 digits" in output
     assert "fp16 (failed)" in output and "1 of 2 runs failed" in output and "log.txt" in output
     assert not rank_pids(whole.parent)
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(280)
+def test_under_ddp_the_results_are_the_same_without_horovod(whole):
+    """Losses and parameters are, to the bit, those under Horovod; the bytes differ by what each driver agrees with."""
+    found = {}
+    for driver in ("horovod", "ddp"):
+        run = start(whole, "--driver", driver, "--overwrite")
+        output, _ = run.communicate(timeout=140)
+        assert run.returncode == 0, output
+        assert ("torch.distributed.run" in output) == (driver == "ddp")
+        file = whole.parent / "out" / "metrics" / "digits.topk.0.jsonl"
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        found[driver] = [event["loss"] for event in events if event["event"] == "step"], events[-1]
+        assert events[-1]["identical"]
+    (losses, end), (others, other) = found.values()
+    assert losses == others and end["parameters_sha256"] == other["parameters_sha256"]
+    assert "DistributedDataParallel" in (whole.parent / "out" / "table.md").read_text()
+
+
+def test_what_ddp_cannot_do_is_refused(config):
+    assert "leave out --gloo and --hosts" in invoke("run", config, "--driver", "ddp", "--gloo").output
+    config.write_text(CONFIG + "framework: tensorflow\n")
+    assert "--driver ddp is PyTorch's" in invoke("run", config, "--driver", "ddp").output

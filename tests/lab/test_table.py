@@ -53,7 +53,7 @@ def test_markdown():
 def test_html():
     text = TABLE.html()
     assert "&lt;b&gt;[red]" in text and text.count("<tr") == 3 and text.count('class="failed"') == 1
-    assert "var(--c1)" in text, "colours begin anew after the last one"
+    assert "var(--c1)" in text, "colours begin again after the last one"
     assert '<td class="sent">5 kB</td>' in text
 
 
@@ -72,7 +72,7 @@ def test_columns_without_figures_can_be_dropped():
 
 def test_printing_needs_a_known_format():
     console = Console(width=200, record=True, file=io.StringIO())
-    with pytest.raises(ValueError, match="unknown format 'xml'; known: table, markdown, csv, json"):
+    with pytest.raises(ValueError, match="unknown format 'xml'; known: text, markdown, csv, json"):
         TABLE.print(console, "xml")
     TABLE.print(console, "csv")
     assert console.export_text() == TABLE.csv()

@@ -160,7 +160,7 @@ def table(report: Report) -> Table[Candidate]:
     return Table(columns, rows, report.heading, lambda one: "best" if one is advice.best else "").filled()
 
 
-def show(report: Report, console: Console, form: str = "table") -> None:
+def show(report: Report, console: Console, form: str = "text") -> None:
     """Print in one of the formats of tables; JSON holds everything, CSV the candidates alone."""
     if form == "json":
         console.out(as_json(report.to_dict()), end="", highlight=False)

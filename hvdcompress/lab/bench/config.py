@@ -1,4 +1,4 @@
-"""Benchmarks of exchanges: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds."""
+"""Benchmarks of exchanges: methods compared with stock Horovod and PyTorch's DDP, over links of chosen speeds."""
 
 from __future__ import annotations
 
@@ -90,6 +90,13 @@ class Contender:
     label: str
     where: str
     spec: dict[str, Any]
+
+    @property
+    def shown(self) -> str:
+        """The label in tables: "Horovod none, ring", "DDP fp16"; a method of ours may be called fp16, too."""
+        if self.spec["kind"] == "method":
+            return self.label
+        return f"DDP {self.spec['kind']}" if self.where == "ddp" else f"Horovod {self.spec['kind']}, {self.where}"
 
     @property
     def is_dense(self) -> bool:

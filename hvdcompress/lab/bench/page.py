@@ -15,11 +15,12 @@ from hvdcompress.lab.output.page import Section
 
 SHADES = {"encode": 2, "wire": 1, "wait": 0, "decode": 5, "other": 4}  # of the page's colours
 WHOLE = 6  # of a bar that cannot be split
+BASELINE, METHOD = 0, 1  # grey for Horovod's and DDP's own, a colour for our methods
 
 
 def time_split(rows: Sequence[Row], name: str) -> str:
     """Stacked bars, a line a method: where the time of an exchange goes."""
-    rows = [row for row in rows if row.time]
+    rows = sorted((row for row in rows if row.time), key=lambda row: row.time.middle if row.time else 0.0)
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(1.35 + 0.3 * len(rows))
         axes = figure.add_subplot()
@@ -36,20 +37,21 @@ def time_split(rows: Sequence[Row], name: str) -> str:
         _named(axes, rows)
         axes.set_xlim(0, 1.16 * max((row.time.most for row in rows if row.time), default=1.0))
         axes.set_xlabel("seconds an exchange (bar: median; line: least to most)")
+        axes.set_title("Where the time of an exchange goes, the fastest first", loc="left", fontsize=10)
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8.5)
         return plots.svg(figure, name, "Where the time of an exchange goes, a bar a method")
 
 
 def speed_up(rows: Sequence[Row], name: str) -> str:
     """Bars, a line a method: how many times faster than the best dense all-reduce."""
-    rows = [row for row in rows if row.speed_up]
+    rows = sorted((row for row in rows if row.speed_up), key=lambda row: -row.speed_up.middle if row.speed_up else 0.0)
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(0.95 + 0.3 * len(rows))
         axes = figure.add_subplot()
         for place, row in enumerate(rows):
             assert row.speed_up
             middle = row.speed_up.middle
-            axes.barh(place, middle, color=plots.colour(1 if middle > 1 else 0), height=0.66)
+            axes.barh(place, middle, color=plots.colour(BASELINE if row.is_baseline else METHOD), height=0.66)
             _spread(axes, place, row.speed_up, numbers.rate_of(middle))
         _named(axes, rows)
         axes.set_xscale("log")
@@ -59,6 +61,7 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         axes.set_xlim(0.7 * min(low, 1.0), 2.2 * max((row.speed_up.most for row in rows if row.speed_up), default=1.0))
         axes.axvline(1, color=plots.INK, linewidth=0.8)
         axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
+        axes.set_title("Speed-up: methods in blue, baselines in grey", loc="left", fontsize=10)
         return plots.svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
 
 
@@ -70,7 +73,9 @@ def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:
 
 
 def _named(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.set_yticks(range(len(rows)), [row.contender for row in rows], color=plots.INK, fontsize=8.5)
+    axes.set_yticks(range(len(rows)), [row.shown for row in rows], color=plots.INK, fontsize=8.5)
+    for row, label in zip(rows, axes.get_yticklabels(), strict=True):
+        label.set_color(plots.FAINT if row.is_baseline else plots.INK)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
@@ -88,5 +93,5 @@ def html(result: Result) -> str:
     launch = result.launch
     details = [(word, launch[word]) for word in ("command", "commit") if launch.get(word)]
     sections = [Section.of(table, _plots(number, table.rows)) for number, table in enumerate(tables(result))]
-    legend = page.legend(["best dense", "others"], dashed=False)
+    legend = page.legend(["baselines", "methods"], dashed=False)
     return page.render(result.name, sections, legend, LEGEND, result.notes, details)

@@ -11,7 +11,7 @@ from hvdcompress.lab.bench.config import LOOPBACK
 from hvdcompress.lab.bench.results import PARTS, Result, Row, best_dense
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.table import MISSING, Column, Table
+from hvdcompress.lab.output.table import MISSING, Column, Format, Table, print_tables
 
 __all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
 
@@ -54,10 +54,10 @@ def _interface(row: Row) -> str:
 def columns(best: Row | None) -> list[Column[Row]]:
     """The columns of a table in which ``best`` is the best dense all-reduce."""
     return [
-        Column("method", "method", lambda row: row.contender + (" (best dense)" if row is best else ""), align="left"),
+        Column("method", "method", lambda row: row.shown + (" (best dense)" if row is best else ""), align="left"),
         Column("value", "seconds", _seconds, lambda row: row.time and row.time.middle, "s"),
-        Column("spread", "least – most", _spread),
-        Column("count", "of", lambda row: str(sum(map(len, row.seconds.values())))),
+        Column("spread", "least – most", _spread, yields=1),
+        Column("count", "of", lambda row: str(sum(map(len, row.seconds.values()))), yields=1),
         Column("rate", "× best dense", _speed_up, lambda row: row.speed_up and row.speed_up.middle),
         *(_part(what) for what in PARTS),
         Column("interface", "left the host", _interface, lambda row: row.interface, "B", yields=2),
@@ -68,7 +68,8 @@ def columns(best: Row | None) -> list[Column[Row]]:
 
 
 LEGEND = (
-    "none, fp16, powersgd (rank 1): stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
+    "Horovod none, Horovod fp16, DDP powersgd (rank 1) and so on are baselines: "
+    "stock Horovod over MPI's ring, over MPI with the algorithm that Open MPI chooses "
     "(mpi) and over gloo; PyTorch's DDP over gloo (ddp) with its own hooks, PowerSGD's in one bucket, as it aborts on "
     "gloo with more. Methods are behind stock Horovod over MPI's ring, or where their `over` says: mpi4py is our MPI "
     "driver on numpy arrays, with MPI's ring, and without PyTorch and Horovod. A title's end says whether the ranks "
@@ -101,7 +102,7 @@ def table(rows: Sequence[Row], title: str = "") -> Table[Row]:
     def mark(row: Row) -> str:
         return "failed" if row.error else "best" if row is best else ""
 
-    return Table(columns(best), rows, title, mark, lambda row: 0 if row is best else 1).filled()
+    return Table(columns(best), rows, title, mark, lambda row: 0 if row.is_baseline else 1).filled()
 
 
 def tables(result: Result) -> list[Table[Row]]:
@@ -109,12 +110,10 @@ def tables(result: Result) -> list[Table[Row]]:
     return [table(rows, heading(result, *key)) for key, rows in result.groups().items()]
 
 
-def show(result: Result, console: Console) -> None:
-    """Print the tables and the notes."""
-    for each in tables(result):
-        console.print()
-        each.show(console)
-    for note in result.notes:
+def show(result: Result, console: Console, form: str = Format.text) -> None:
+    """Print the tables; as text, the notes, too."""
+    print_tables(tables(result), console, form)
+    for note in result.notes if form == Format.text else ():
         console.print(escape(note), highlight=False)
 
 

@@ -38,12 +38,18 @@ class Row:
     is_dense: bool
     kind: str = "method"
     alone: int = 0
+    shown: str = ""  # the contender's name in tables
     seconds: dict[int, list[float]] = field(default_factory=dict)  # by round
     parts: dict[str, float] = field(default_factory=dict)
     interface: float | None = None
     ledger: dict[str, float] = field(default_factory=dict)
     speed_up: Figures | None = None
     error: str = ""
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is Horovod's or DDP's own, and none of our methods."""
+        return self.kind != "method"
 
     @property
     def time(self) -> Figures | None:
@@ -94,7 +100,8 @@ def best_dense(rows: Sequence[Row]) -> Row | None:
 
 
 def _row(rate: str, set: str, contender: Contender, turns: Sequence[dict[str, Any]]) -> Row:
-    row = Row(rate, set, contender.label, contender.is_dense, contender.spec["kind"], contender.spec.get("alone", 0))
+    kind, alone = contender.spec["kind"], contender.spec.get("alone", 0)
+    row = Row(rate, set, contender.label, contender.is_dense, kind, alone, contender.shown)
     well = [turn for turn in turns if "failed" not in turn]
     row.error = next((turn["failed"] for turn in turns if "failed" in turn), "")
     if not well:

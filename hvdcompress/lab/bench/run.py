@@ -24,6 +24,7 @@ from hvdcompress.lab.cluster.hosts import HostsError
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.cluster.stopping import Stopped, stoppable
 from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.table import Format
 
 
 def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
@@ -67,7 +68,7 @@ def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("a"))
-        except OSError:  # another user's: this benchmark runs beside it
+        except OSError:  # another user's: this benchmark runs at the same time
             yield
             return
         while True:
@@ -80,12 +81,13 @@ def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
-    """Measure what is missing, and write table and page.
+def run(bench: Bench, folder: Path, loopback: bool, console: Console, form: str = Format.text) -> int:
+    """Measure what is missing, and write table and page; other forms than "text" have the tables alone on the console.
 
     Returns:
         The exit status: 0; 1 if something failed; 128 plus the signal's number if it was stopped by one.
     """
+    tables, console = console, console if form == Format.text else Console(stderr=True)
     line = ["hvdcompress", *sys.argv[1:]]
     here = notes.notes(line, "mpi")
     here.pop("link")
@@ -130,7 +132,7 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
         except Stopped as stopped:
             code = stopped.code
             console.print("[yellow]stopped: ranks and hosts are gone[/]; --resume goes on")
-    publish(folder, console)
+    publish(folder, tables, form)
     failed = sum("failed" in turn for turn in read_turns(folder))
     if failed and not code:
         code = 1
@@ -139,14 +141,16 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console) -> int:
     return code
 
 
-def publish(folder: Path, console: Console) -> None:
+def publish(folder: Path, console: Console, form: str = Format.text) -> None:
     """Show the tables, and write the files.
 
     Raises:
         ValueError: the folder holds no benchmark.
     """
     result = results.read(folder)
-    report.show(result, console)
+    report.show(result, console, form)
     with contextlib.suppress(KeyboardInterrupt):
         written = files.write(result, folder)
+        if form != Format.text:
+            return
         console.print(f"written: {', '.join(shown(file) for file in written)}", highlight=False, soft_wrap=True)

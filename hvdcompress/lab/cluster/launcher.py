@@ -1,4 +1,4 @@
-"""Start ranks with horovodrun and end them: the only place that does so.
+"""Start ranks with horovodrun or torchrun and end them: the only place that does so.
 
 What the ranks, Horovod and MPI print goes to a log file.
 """
@@ -42,6 +42,11 @@ def shown(path: Path | str) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+def has_horovod() -> bool:
+    """Whether this interpreter's environment has a horovodrun."""
+    return shutil.which("horovodrun", path=str(Path(sys.executable).parent)) is not None
+
+
 def horovodrun() -> str:
     """The horovodrun of this interpreter's environment.
 
@@ -51,8 +56,9 @@ def horovodrun() -> str:
     here = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     if not here:
         raise LaunchError(
-            "Horovod is not installed beside this Python, so no ranks can be started. `hvdcompress doctor` says what "
-            "is missing; launch/setup.sh of the project's sources builds Horovod and installs the rest."
+            "Horovod is not installed for this Python, so no ranks can be started. `hvdcompress doctor` says what "
+            "is missing; launch/setup.sh of the project's sources builds Horovod and installs the rest. Without it: "
+            "hvdcompress quickstart --driver ddp"
         )
     return here
 
@@ -62,13 +68,17 @@ def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = No
 
     Args:
         ranks: how many ranks to start.
-        controller: Horovod's, "mpi" or "gloo".
+        controller: Horovod's, "mpi" or "gloo"; "ddp" for torchrun.
         program: Python's arguments, such as ``"-m", "hvdcompress.lab.training.train_torch", "runs/x"``.
         hosts: emulated hosts to start them on, one rank each.
 
     Raises:
         LaunchError: Horovod is not installed.
     """
+    if controller == "ddp":
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        parts = [sys.executable, *torchrun, *program]
+        return [shown(part) if os.sep in part else part for part in parts]
     where = ["--disable-cache", "--network-interface", "eth0", "-H", hosts.slots] if hosts else []
     parts = [horovodrun(), "-np", str(ranks), f"--{controller}", *where, sys.executable, *program]
     if hosts:

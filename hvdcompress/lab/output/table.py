@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
 import rich.table
@@ -27,13 +28,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-__all__ = ["FORMATS", "MISSING", "SERIES", "Column", "Table", "as_json", "finite"]
+__all__ = ["MISSING", "SERIES", "Column", "Format", "Table", "as_json", "finite", "print_tables"]
 
 MISSING = "–"  #: the cell of a figure that is not there
-FORMATS = ("table", "markdown", "csv", "json")
+WRAPPED = 20  #: characters that are enough for a cell of several lines
+GAP = 2  #: characters between columns
 SERIES = 9  #: how many colours a page has
 STYLES = {"failed": "red", "unfinished": "yellow", "best": "bold", "": None}  #: rich's, by a row's mark
 R = TypeVar("R")
+
+
+class Format(StrEnum):
+    """How tables are printed."""
+
+    text = "text"
+    markdown = "markdown"
+    csv = "csv"
+    json = "json"
 
 
 @dataclass(frozen=True)
@@ -96,14 +107,21 @@ class Table(Generic[R]):
         """
         shown = self
         for level in range(max((column.yields for column in self.columns), default=0), 0, -1):
-            wide = console.measure(shown._rich(), options=console.options.update(max_width=10_000)).maximum
-            if wide <= console.width:
+            if shown._width() <= console.width:
                 break
             shown = replace(shown, columns=[column for column in shown.columns if column.yields < level])
         if self.title:
             console.print(Text(self.title, style="bold"))
         console.print(shown._rich())
         return len(shown.columns) < len(self.columns)
+
+    def _width(self) -> int:
+        """Characters of a line; cells that may be broken into lines need only so many."""
+        widths = []
+        for column in self.columns:
+            widest = max([len(column.title), *(len(column.text(row)) for row in self.rows)])
+            widths.append(max(len(column.title), min(widest, WRAPPED)) if column.wrap else widest)
+        return sum(widths) + GAP * (len(widths) - 1)
 
     def _rich(self) -> rich.table.Table:
         table = rich.table.Table(header_style="bold", box=None, pad_edge=False)
@@ -158,24 +176,48 @@ class Table(Generic[R]):
             writer.writerow(["" if value in (None, MISSING) else value for value in finite(list(record.values()))])
         return stream.getvalue()
 
-    def json(self) -> str:
-        """An object with title, units and rows."""
+    def data(self) -> dict[str, Any]:
+        """Plain data: title, units and rows."""
         units = {column.key: column.unit for column in self.columns if column.unit}
         rows = [{k: None if v == MISSING else v for k, v in record.items()} for record in self.records()]
-        return as_json({"title": self.title, "units": units, "rows": rows})
+        return {"title": self.title, "units": units, "rows": rows}
 
-    def print(self, console: Console, form: str = "table") -> bool:
-        """Print in one of :data:`FORMATS`; see :meth:`show` for what is returned.
+    def json(self) -> str:
+        """An object with title, units and rows."""
+        return as_json(self.data())
+
+    def print(self, console: Console, form: str = Format.text) -> bool:
+        """Print in a form; see :meth:`show` for what is returned.
 
         Raises:
-            ValueError: there is no such format.
+            ValueError: there is no such form.
         """
-        if form == "table":
+        if form == Format.text:
             return self.show(console)
-        if form not in FORMATS:
-            raise ValueError(f"unknown format {form!r}; known: {', '.join(FORMATS)}")
-        console.out({"markdown": self.markdown, "csv": self.csv, "json": self.json}[form](), end="", highlight=False)
+        forms = {Format.markdown: self.markdown, Format.csv: self.csv, Format.json: self.json}
+        if form not in forms:
+            raise ValueError(f"unknown format {form!r}; known: {', '.join(Format)}")
+        console.out(forms[Format(form)](), end="", highlight=False)
         return False
+
+
+def print_tables(tables: Sequence[Table[Any]], console: Console, form: str = Format.text) -> bool:
+    """Print what may be several tables: JSON as one array of them, other forms one after the other.
+
+    Returns:
+        Whether columns were left out on a narrow terminal.
+    """
+    if form == Format.json:
+        console.out(as_json([table.data() for table in tables]), end="", highlight=False)
+        return False
+    left_out = False
+    for at, table in enumerate(tables):
+        if form == Format.markdown and table.title:
+            console.out(f"{'' if not at else chr(10)}**{table.title}**\n\n", end="", highlight=False)
+        elif at or form == Format.text:
+            console.out("")
+        left_out |= table.print(console, form)
+    return left_out
 
 
 def _left(column: Column[Any]) -> str:

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers
-from hvdcompress.lab.output.table import MISSING, Column, Table
+from hvdcompress.lab.output.table import MISSING, Column, Format, Table, print_tables
 from hvdcompress.lab.scale.cost import Constants
 from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.prediction import Row
@@ -109,7 +109,7 @@ def byte_table(prediction: Prediction) -> Table[Row]:
     """Bytes that a rank transmits, by the number of workers."""
     rows = next(iter(prediction.by_rate().values()))
     columns = [METHOD, *(_bytes(p, y) for p, y in _yielding(prediction.workers))]
-    return Table(columns, rows, "Bytes on the wire, a rank and exchange")
+    return Table(columns, rows, "Bytes on the wire, per rank and exchange")
 
 
 def _yielding(workers: list[int]) -> list[tuple[int, int]]:
@@ -164,6 +164,24 @@ def notes(prediction: Prediction) -> list[str]:
     return said
 
 
+def warnings(prediction: Prediction) -> list[str]:
+    """What is asked for beyond what the model was fitted to: links faster or slower than any that was measured."""
+    measured = [point.rate for point in prediction.model.points if point.rate]
+    if not measured:
+        return []
+    asked = {rate: Rate.parse(rate).slower for rate in prediction.by_rate()}
+    said = []
+    for rate, speed in asked.items():
+        if not min(measured) <= speed <= max(measured):
+            low, high = (Rate.parse(f"{bits / 1e6:g}mbit") for bits in (min(measured), max(measured)))
+            said.append(
+                f"{Rate.parse(rate)} is beyond the fit, whose links had {low} to {high}: the times at that rate are "
+                "extrapolated, and real ones can be several times longer, as other limits than the link take over. "
+                "`hvdcompress bench` measures them."
+            )
+    return said
+
+
 def _sources(model: Model) -> str:
     words = []
     for source in model.sources:
@@ -172,11 +190,18 @@ def _sources(model: Model) -> str:
     return "; ".join(words)
 
 
-def show(prediction: Prediction, console: Console) -> None:
-    """Print the tables and the notes."""
-    for table in (*(time_table(prediction, rate) for rate in prediction.by_rate()), byte_table(prediction)):
-        console.print()
-        table.show(console)
+def tables(prediction: Prediction) -> list[Table[Row]]:
+    """Seconds for each rate, and bytes."""
+    return [*(time_table(prediction, rate) for rate in prediction.by_rate()), byte_table(prediction)]
+
+
+def show(prediction: Prediction, console: Console, form: str = Format.text) -> None:
+    """Print the tables; as text, the notes, too."""
+    left_out = print_tables(tables(prediction), console, form)
+    if form != Format.text:
+        return
+    if left_out:
+        console.print("[dim]This terminal is narrow: --format csv, and table.md of --out, have all columns.[/]")
     for note in notes(prediction):
         console.print(escape(note), highlight=False)
 
@@ -188,7 +213,6 @@ def show_fit(model: Model, console: Console) -> None:
 
 def markdown(prediction: Prediction) -> str:
     """All tables and the notes as Markdown."""
-    tables = [*(time_table(prediction, rate) for rate in prediction.by_rate()), byte_table(prediction)]
-    text = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables]
+    text = [f"**{table.title}**\n\n{table.markdown()}\n" for table in tables(prediction)]
     text.append(f"**Constants**\n\n{constant_table(prediction.model.constants).markdown()}\n")
     return "".join([*text, *(f"- {note}\n".replace("*:", "\\*:") for note in notes(prediction))])

@@ -15,6 +15,7 @@ from rich.markup import escape
 from hvdcompress.lab import nets, packaged
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.lab.output.table import Format
 from hvdcompress.lab.scale import files, report
 from hvdcompress.lab.scale.model import Model, model_from
 from hvdcompress.lab.scale.prediction import WORKERS, predict, tensors_of
@@ -45,6 +46,7 @@ def run(
     latency: str | None,
     out: Path | None,
     console: Console,
+    form: str = Format.text,
 ) -> None:
     """Fit the model if asked to, predict, print and write.
 
@@ -58,6 +60,7 @@ def run(
         latency: seconds a message, such as "20us", in place of the fitted ones.
         out: a folder for the report.
         console: where tables are printed.
+        form: other forms than "text" are the tables alone.
 
     Raises:
         ValueError, OSError: an argument is wrong, or a file is missing.
@@ -76,17 +79,20 @@ def run(
         if latency:
             model = replace(fitted, constants=replace(fitted.constants, message=seconds(latency)))
         rows = predict(model, entries, tensors, rates, numbers, lambda label: status.update(f"{label} …"))
+    aside = console if form == Format.text else Console(stderr=True)  # what is not the tables
     if fit:
         fitted.save(constants)  # now, with the codecs of all methods
-        report.show_fit(fitted, console)
-        console.print(f"written: {shown(constants)}", highlight=False, soft_wrap=True)
+        report.show_fit(fitted, aside)
+        aside.print(f"written: {shown(constants)}", highlight=False, soft_wrap=True)
     about = f"{len(tensors)} tensors, {nets.total(tensors):,} elements".replace(",", " ").replace("  ", ", ")
     command = shlex.join(["hvdcompress", *sys.argv[1:]])
     name = f"{Path(set).stem}, {about}" + (f", {latency} a message" if latency else "")
     timed = [] if fit else [method for method in fitted.codecs if method not in known]
     file = "the packaged fit.json" if constants == FITTED else shown(constants)
     prediction = Prediction(name, rows, model, file, command, timed)
-    report.show(prediction, console)
+    report.show(prediction, console, form)
+    for warning in report.warnings(prediction):
+        Console(stderr=True).print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
     if out:
         written = ", ".join(shown(each) for each in files.write(prediction, out))
-        console.print(f"written: {escape(written)}", highlight=False, soft_wrap=True)
+        aside.print(f"written: {escape(written)}", highlight=False, soft_wrap=True)

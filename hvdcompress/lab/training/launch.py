@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import time
@@ -18,10 +19,11 @@ from hvdcompress.lab.training.tasks import NETS, TASKS, net_of
 from hvdcompress.lab.training.watch import Watch
 from hvdcompress.registry import suggest
 
-#: what every rank runs, by the experiment's framework
+#: what every rank runs: by the experiment's framework under Horovod, or under DDP
 MODULES = {
     "torch": "hvdcompress.lab.training.train_torch",
     "tensorflow": "hvdcompress.lab.training.train_tensorflow",
+    "ddp": "hvdcompress.lab.training.train_ddp",
 }
 
 
@@ -47,6 +49,18 @@ def check_tasks(experiment: Experiment) -> None:
             raise experiment.error((*where, "task"), f"{task.task!r} has no net for framework {experiment.framework!r}")
         if problem := known[task.task].missing(task.path):
             raise experiment.error((*where, "path"), problem)
+
+
+def check_ddp(experiment: Experiment) -> None:
+    """Refuse what cannot be trained under DDP here.
+
+    Raises:
+        ValueError: PyTorch is not installed, or the experiment is of another framework.
+    """
+    if experiment.framework != "torch":
+        raise ValueError(f"--driver ddp is PyTorch's, and {experiment.name!r} is of framework {experiment.framework!r}")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("--driver ddp needs PyTorch: pip install 'hvdcompress[torch]'")
 
 
 def prepare(folder: Path, experiment: Experiment, resume: bool) -> None:

@@ -201,7 +201,8 @@ def _notes(launches: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[str]
     for launch in launches:
         machine = launch.get("machine", {})
         cores = machine.get("cores") or os.cpu_count() or 1
-        link = "TCP on the loopback interface" if "--gloo" in launch.get("command", "") else "shared memory"
+        tcp = any(word in launch.get("command", "") for word in ("--gloo", "torch.distributed.run"))
+        link = "TCP on the loopback interface" if tcp else "shared memory"
         words = [f"{cores} cores", *([machine["cpu"]] if machine.get("cpu") else [])]
         prefix = f"{launch['folder']}: " if len(launches) > 1 else ""
         if launch["ranks"] == 1:
@@ -241,5 +242,8 @@ def _framework(launch: dict[str, Any]) -> str:
             ", in whose graphs waiting for other ranks cannot be told from computing: those columns are left open",
         ),
     }[launch["framework"]]
+    if "torch.distributed.run" in launch.get("command", ""):
+        title = "DistributedDataParallel of PyTorch"
+        limits = ", which waits for other ranks inside the backward pass: that column is left open"
     version = launch["versions"].get(launch["framework"], "")
     return f"Trained in {launch['folder']} with {title} {version}{limits}."

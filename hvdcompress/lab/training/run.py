@@ -14,7 +14,7 @@ from hvdcompress.lab.cluster import launcher, notes
 from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.cluster.stopping import Stopped
-from hvdcompress.lab.output.table import FORMATS
+from hvdcompress.lab.output.table import Format, print_tables
 from hvdcompress.lab.training import files, launch, report, results
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.lab.training.watch import Watch
@@ -35,7 +35,7 @@ def run(
     Args:
         experiment: what to train.
         folder: a folder that :func:`launch.prepare` made ready.
-        controller: Horovod's, "mpi" or "gloo".
+        controller: Horovod's, "mpi" or "gloo"; "ddp" for PyTorch's DDP.
         console: where progress and tables are printed.
         verbose: also print the ranks' log.
         hosts: emulated hosts for the ranks, up.
@@ -44,7 +44,8 @@ def run(
         The exit status: 0; 1 if a run failed; 128 plus the signal's number if it was stopped by one.
     """
     runs = experiment.runs()
-    program = ("-m", launch.MODULES[experiment.framework], str(folder))
+    module = launch.MODULES["ddp" if controller == "ddp" else experiment.framework]
+    program = ("-m", module, str(folder))
     line = launcher.command(experiment.ranks, controller, *program, hosts=hosts)
     said = notes.notes(line, controller, hosts)
     (folder / "launch.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
@@ -82,22 +83,21 @@ def run(
     return code
 
 
-def publish(folders: Sequence[Path], out: Path, console: Console, form: str = FORMATS[0]) -> None:
+def publish(folders: Sequence[Path], out: Path, console: Console, form: str = Format.text) -> None:
     """Show the tables of one training or several, and write the report.
 
     Args:
         folders: what ``hvdcompress run`` wrote.
         out: where to write.
         console: where the tables are printed.
-        form: one of ``FORMATS``; other forms than "table" are printed alone, and nothing is written.
+        form: other forms than "text" are printed alone, and nothing is written.
 
     Raises:
         ValueError: a folder holds no training.
     """
     found = results.read(folders)
-    if form != FORMATS[0]:
-        for table in report.tables(found):
-            table.print(console, form)
+    if form != Format.text:
+        print_tables(report.tables(found), console, form)
         return
     report.show(found, console)
     with console.status("drawing the report's plots …"):

@@ -49,10 +49,8 @@ class Watch:
         return bool(self.events[run.id])
 
     def launching(self, ranks: int) -> None:
-        """A horovodrun is about to start."""
-        self._phase(
-            f"starting {ranks} ranks: horovodrun checks its build, then each loads torch and Horovod (10 s or more)"
-        )
+        """A launcher is about to start."""
+        self._phase(f"starting {ranks} ranks: each loads its framework (10 s or more)")
 
     def poll(self) -> None:
         """Read what is new and show it."""

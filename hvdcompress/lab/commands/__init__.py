@@ -1,0 +1,1 @@
+"""The commands by subject: their arguments, and what they call. ``cli`` puts them together."""

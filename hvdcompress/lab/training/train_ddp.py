@@ -1,0 +1,83 @@
+"""Train an experiment's runs under PyTorch's DistributedDataParallel: no Horovod, no MPI. Every rank runs this module.
+
+    torchrun --nproc-per-node 2 -m hvdcompress.lab.training.train_ddp runs/quickstart-ddp
+
+``hvdcompress run --driver ddp`` builds that line. What is written is the same as under Horovod (``train_torch``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdcompress
+from hvdcompress import ddp
+from hvdcompress.lab.training import loop
+from hvdcompress.lab.training.experiment import Run
+from hvdcompress.lab.training.loop import Clock
+from hvdcompress.lab.training.tasks import Batch, Bytes, Images
+from hvdcompress.lab.training.torch_trainer import TorchTrainer
+
+torch.set_num_threads(1)  # a rank a core: threads of several ranks would fight for the same ones
+
+
+class Ranks:
+    """The ranks of torch.distributed, asked as the training loop asks Horovod's."""
+
+    @staticmethod
+    def init() -> None:
+        """Join the ranks that torchrun started."""
+        dist.init_process_group("gloo")
+
+    @staticmethod
+    def shutdown() -> None:
+        """Leave them."""
+        dist.destroy_process_group()
+
+    rank = staticmethod(dist.get_rank)
+    size = staticmethod(dist.get_world_size)
+
+    @staticmethod
+    def allgather_object(value: Any, name: str) -> list[Any]:
+        """Every rank's value, in rank order."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    @staticmethod
+    def broadcast_object(value: Any, root_rank: int) -> Any:
+        """One rank's value, on all of them."""
+        box = [value]
+        dist.broadcast_object_list(box, root_rank)
+        return box[0]
+
+
+class Trainer(TorchTrainer):
+    """The net in DDP, which hands its buckets to the compression, and SGD."""
+
+    def __init__(self, run: Run, data: Images | Bytes):
+        super().__init__(run, data)
+        self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False)  # as under Horovod
+        self.compressor = ddp.attach(self.wrapped, hvdcompress.load({"seed": run.seed, **run.method.settings}))
+        self.optimizer = self.sgd()
+
+    def step(self, batch: Batch, rate: float, clock: Clock) -> float:
+        """Forward, backward with the exchange inside, update; returns this rank's loss."""
+        began, codec_began = time.perf_counter(), self.codec_seconds()
+        loss = self.forward(self.wrapped, batch, rate)
+        (loss * self.clipping(loss)).backward()
+        self.clip_after()
+        self.optimizer.step()
+        clock.total += time.perf_counter() - began
+        clock.select += self.codec_seconds() - codec_began
+        clock.communicate = math.nan  # DDP waits inside the backward pass: it cannot be told from computing
+        return loss.item()
+
+
+if __name__ == "__main__":
+    loop.main(__doc__, Ranks, Trainer, torch)
