@@ -56,7 +56,7 @@ class Decoder:
     refuses: tuple[type[Exception], ...]
 
     def outcome(self, data: bytes) -> str:
-        """"taken", or what it was refused with, without the numbers of this case.
+        """ "taken", or what it was refused with, without the numbers of this case.
 
         Raises:
             Exception: anything that is not in ``refuses``.
@@ -66,7 +66,11 @@ class Decoder:
                 warnings.simplefilter("ignore")
                 self.decode(data)
         except self.refuses as error:
-            return type(error).__name__ + ": " + "".join(c for c in str(error).replace(_folder.name, "") if c.isalpha() or c == " ")[:60]
+            return (
+                type(error).__name__
+                + ": "
+                + "".join(c for c in str(error).replace(_folder.name, "") if c.isalpha() or c == " ")[:60]
+            )
         return "taken"
 
 
@@ -269,8 +273,14 @@ _folder = tempfile.TemporaryDirectory(prefix="hvdcompress-fuzz-")
 @functools.cache
 def decoders() -> dict[str, Decoder]:
     """All of them, by name."""
+    return {**readers(), **{decoder.name: decoder for decoder in _methods()}}
+
+
+@functools.cache
+def readers() -> dict[str, Decoder]:
+    """Those of headers and files, by name: the ones in which nothing compiled runs."""
     folder = Path(_folder.name)
     for name in ("state", "files"):
         (folder / name).mkdir()
-    each = (*_headers(), *_checkpoints(folder / "state"), *_files(folder / "files"), *_methods())
+    each = (*_headers(), *_checkpoints(folder / "state"), *_files(folder / "files"))
     return {decoder.name: decoder for decoder in each}

@@ -1,14 +1,16 @@
 """Fuzz every decoder: ``python tests/fuzz/fuzz.py --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
 
-Decoders take turns. A mutation with a new outcome becomes an input of further ones, and with ``--keep`` is written to the
-corpus, which the tests replay. A fault is printed with the bytes that show it, and written to the corpus: exit status 1.
+Decoders take turns. A mutation with a new outcome becomes an input of further ones, and with ``--keep`` is written to
+the corpus, which the tests replay. A fault is printed, and its bytes are written to the corpus: exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import resource
+import shlex
 import sys
 import time
 import traceback
@@ -17,6 +19,8 @@ from pathlib import Path
 
 from decoders import Decoder, decoders
 from mutate import mutation
+
+from hvdcompress.lab.output import jsonl
 
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 64 << 20  #: bytes that the process may grow by, whatever it is given
@@ -74,6 +78,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="decoders whose names begin so")
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--out", type=Path, help="add the figures to this file, as a JSON line")
     asked = parser.parse_args()
     runs = [Run(one, asked.seed) for name, one in decoders().items() if name.startswith(asked.only)]
     began, before, done, new, faults = time.monotonic(), memory(), 0, 0, 0
@@ -92,12 +97,16 @@ def main() -> int:
                 new += 1
                 if asked.keep:
                     keep(run.decoder.name, found)
-    grown, outcomes = memory() - before, sum(len(run.outcomes) for run in runs)
+    grown = memory() - before
     faults += grown > MEMORY
-    print(
-        f"{done} mutations of {len(runs)} decoders in {time.monotonic() - began:.0f} s: {outcomes} outcomes "
-        f"({new} new), {grown / 1e6:.1f} MB more memory, {faults} faults"
-    )
+    record = {
+        "command": shlex.join(["python", *sys.argv]), "mutations": done, "decoders": len(runs),
+        "outcomes": sum(len(run.outcomes) for run in runs), "new": new, "corpus": len(list(CORPUS.glob("*/*"))),
+        "seconds": round(time.monotonic() - began), "grown": grown, "faults": faults,
+    }  # fmt: skip
+    print(json.dumps(record, indent=1))
+    if asked.out:
+        jsonl.append(asked.out, record)
     return 1 if faults else 0
 
 

@@ -41,7 +41,7 @@ def byte(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
 
 def number(draw: random.Random, data: Bytes, others: Sequence[bytes]) -> None:
     """A number in its place."""
-    form = draw.choice("<B <H <I <Q <f <d".split())
+    form = draw.choice(["<B", "<H", "<I", "<Q", "<f", "<d"])
     value = draw.choice(FLOATS) if form[1] in "fd" else draw.choice(INTEGERS) % 256 ** struct.calcsize(form)
     packed = struct.pack(form, value)
     place = _place(draw, data)

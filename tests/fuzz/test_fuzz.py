@@ -1,4 +1,4 @@
-"""Bytes from elsewhere: everything that reads them takes them, or refuses them by name; nothing else, whatever they are.
+"""Bytes from elsewhere: everything that reads them takes them, or refuses them by name, whatever they are.
 
 The corpus is what ``fuzz.py`` and ``guided.py`` kept: inputs with outcomes of their own, and those that once showed a
 fault.
@@ -71,7 +71,7 @@ def test_memory_does_not_follow_what_headers_say(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_kernels_stay_in_bounds(tmp_path: Path) -> None:
-    """The same again with bounds checking compiled in, which makes an IndexError of every access outside of an array."""
+    """The same with bounds checking compiled in, which makes an IndexError of every access outside of an array."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from decoders import decoders\n"
