@@ -66,7 +66,7 @@ def run(
     ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Only these tasks of the file: labels, with commas.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps a run, instead of the file's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per run, instead of the file's.")] = None,
     gloo: Annotated[bool, typer.Option("--gloo", help="Let Horovod use Gloo instead of MPI.")] = False,
     hosts: Annotated[
         int | None, typer.Option(min=2, help="Emulate so many hosts, with a rank on each; needs root and iproute2.")
@@ -200,7 +200,7 @@ def exchanges(
     resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
 ) -> None:
-    """Measure how long methods take to reduce gradients over links of chosen speeds, beside stock Horovod and DDP.
+    """Measure how long methods take to reduce gradients over links of chosen speeds, and stock Horovod and DDP.
 
     `hvdcompress bench CONFIG` is short for this command.
 
@@ -251,7 +251,9 @@ def codec(
     ] = None,
     tensors: Annotated[
         str | None,
-        typer.Option(help="Also a net's tensors, beside one tensor of their size: resnet50, or their number, 161."),
+        typer.Option(
+            help="Also a net's tensors, compared with one tensor of their size: resnet50, or their number, 161."
+        ),
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
     world: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,
@@ -312,7 +314,7 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
     form: FormatOption = Format.table,
 ) -> None:
-    """Show what each method makes of saved gradients: error, bytes and rate, on the same data for all.
+    """Show how each method performs on saved gradients: error, bytes and compression ratio, on the same data for all.
 
     The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
     late third of them. Where the gradients' norm collapses, a warning says so.

@@ -65,7 +65,7 @@ class Loopback:
         """Reduce one array of each rank.
 
         Args:
-            arrays: one a rank, of equal shape and dtype.
+            arrays: one per rank, of equal shape and dtype.
             name: tells tensors apart: residuals are kept by it.
             op: "average" or "sum".
 
@@ -73,7 +73,7 @@ class Loopback:
             Each rank's result: new arrays of the same shape and dtype.
 
         Raises:
-            ValueError: there is not one array a rank, or shapes or dtypes differ.
+            ValueError: there is not one array per rank, or shapes or dtypes differ.
         """
         return [out[name] for out in self.allreduce_many([{name: array} for array in arrays], op)]
 

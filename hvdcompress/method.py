@@ -406,7 +406,7 @@ class Method:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
         It is found in the one pass over memory that every gradient makes when it has come, while it is in the
-        processor's cache, and stands in ``ctx.scanned[place]``.
+        processor's cache, and is in ``ctx.scanned[place]``.
 
         Args:
             place: which part of a bucket's vector the tensor is, from 0.

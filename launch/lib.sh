@@ -1,4 +1,4 @@
-# Shared by the scripts beside it: where things are, and how a long step is run and shown.
+# Shared by the scripts in this folder: where things are, and how a long step is run and shown.
 # shellcheck shell=bash
 
 ROOT=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")

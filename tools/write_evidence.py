@@ -42,7 +42,7 @@ def rows(text: str) -> list[dict[str, Any]]:
                     "label": " ".join([row["method"], *([row["density"]] if row["density"] != "–" else [])]),
                     "task": task,
                     "measure": measure,
-                    "rate": row["rate"],
+                    "rate": row["ratio"],
                     "held_out": row["held-out"],
                     "vs_none": row["vs none"],
                 }

@@ -4,7 +4,7 @@ DDP calls its hook with a bucket of gradients when these are there, in one order
 reduced bucket. The hook only hands the bucket to a thread, one for each Compressor, that does all else in the order in
 which buckets come: so every rank starts its collectives in the same order, and they overlap with the backward pass.
 Units of exchange are the plan's buckets, and state goes by parameter name: DDP's own buckets do not matter.
-``docs/architecture.md`` says more.
+``docs/drivers.md`` says more.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Compressor(TensorCompressor):
 
     Attributes:
         plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Beside the tensors it has "status", 64 bytes a step, and
-            "lengths", 8 bytes an all-gather.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "status", 64 bytes per step, and
+            "lengths", 8 bytes per all-gather.
         parameters: the parameters by name.
         used: names of the parameters that had a gradient in this backward pass; None where DDP does not look for
             unused ones.

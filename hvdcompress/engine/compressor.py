@@ -51,7 +51,7 @@ class Compressor(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file a rank."""
+        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file per rank."""
         return self.local.state_dict()
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Compressor(ABC):
         self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world))
 
     def release(self) -> None:
-        """Give back the memory of residuals and other state; the Compressor begins anew."""
+        """Give back the memory of residuals and other state; the Compressor begins again."""
         self.local.states.clear()
 
     @abstractmethod

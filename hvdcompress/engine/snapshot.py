@@ -160,7 +160,7 @@ def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
 
 
 def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
-    """What a saved state has beside these buckets; None if that is nothing."""
+    """What a saved state has besides these buckets; None if that is nothing."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
     return {**saved, **left} if left["steps"] else None

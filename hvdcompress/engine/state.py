@@ -36,7 +36,7 @@ class State:
         members: of a bucket whose method runs on each tensor, what it keeps of each.
         spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
         joined: the members' gradients one after another; None for a bucket of one tensor.
-        scratch: large arrays that methods use in a step, kept since fresh memory is dear; no state.
+        scratch: large arrays that methods use in a step, kept since fresh memory is expensive; no state.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -90,7 +90,7 @@ def itemsize(dtype: str) -> int:
 
 
 def describe(buckets: Iterable[Bucket]) -> str:
-    """Which method each group of tensors gets, and the memory that its state takes on a rank; a line a group."""
+    """Which method each group of tensors gets, and the memory that its state takes on a rank; a line per group."""
     groups: dict[str, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(str(bucket.program), []).append(bucket)

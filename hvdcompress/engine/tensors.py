@@ -96,7 +96,7 @@ class TensorCompressor(compressor.Compressor):
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file a rank.
+        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file per rank.
 
         Raises:
             RuntimeError: a step is under way.

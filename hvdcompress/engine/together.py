@@ -125,7 +125,7 @@ class Together:
             return cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
         if isinstance(first, AllReduce):
             return cut(result, [len(verb.x) for verb in verbs])
-        if isinstance(first, AllGather):  # a payload a rank and tensor
+        if isinstance(first, AllGather):  # a payload per rank and tensor
             return [result[place::count] for place in range(count)]
         lengths = [self._lengths(verb, verb.receives) for verb in verbs]
         from_ranks = [cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]

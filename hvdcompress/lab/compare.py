@@ -1,6 +1,6 @@
 """Compare methods on saved gradients: error, bytes and compression ratio, on the same data for all.
 
-:func:`save` writes gradients, one dict a rank and step; ``python -m hvdcompress.lab.training.save_gradients`` does so
+:func:`save` writes gradients, one dict per rank and step; ``python -m hvdcompress.lab.training.save_gradients`` does so
 for the quickstart's tasks. Two errors are measured, both relative to the dense mean over ranks:
 
 * *one exchange*: ‖ĝ − ḡ‖/‖ḡ‖ of each step, without error feedback: what compression does to one gradient. Shown are
@@ -36,7 +36,7 @@ __all__ = ["Gradients", "Outcome", "load", "measure", "save", "table", "warning"
 class Outcome:
     """One method's results.
 
-    Relative errors (None where undefined), bytes a step, dense bytes ÷ bytes sent, and the formula of its bytes.
+    Relative errors (None where undefined), bytes per step, dense bytes ÷ bytes sent, and the formula of its bytes.
 
     Attributes:
         errors: of one exchange without feedback, for each step; NaN where the method sent everything dense, or where
@@ -166,8 +166,8 @@ COLUMNS: tuple[Column[Outcome], ...] = (
     *map(_phase, phases.PHASES),
     Column("steps", "steps", lambda row: str(row.steps), lambda row: row.steps, yields=2),
     Column("whole_run", "whole run", lambda row: _percent(row.whole_run), lambda row: row.whole_run),
-    Column("num_bytes", "bytes a step", lambda row: numbers.num_bytes(row.num_bytes), lambda row: row.num_bytes, "B"),
-    Column("rate", "rate", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
+    Column("num_bytes", "bytes per step", lambda row: numbers.num_bytes(row.num_bytes), lambda row: row.num_bytes, "B"),
+    Column("rate", "ratio", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
     Column("formula", "bytes by the formula", lambda row: row.formula, align="left", wrap=True),
 )
 

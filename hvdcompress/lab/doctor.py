@@ -139,7 +139,7 @@ def all_reduce(controller: str) -> Callable[[float], Finding]:
             try:
                 line = launcher.command(2, controller, "-m", selftest.__name__)
             except launcher.LaunchError:
-                return Finding("broken", f"no horovodrun beside {launcher.shown(sys.executable)}", SETUP)
+                return Finding("broken", f"no horovodrun next to {launcher.shown(sys.executable)}", SETUP)
             with launcher.Ranks(line, 2, log) as ranks:
                 while ranks.process.poll() is None and time.monotonic() - began < timeout:
                     time.sleep(0.1)

@@ -1,6 +1,6 @@
 """The configurations that come with the package: experiments, benchmarks and methods, found by name.
 
-They lie in ``configs/`` beside this file; the project's ``configs/`` is a link to that folder.
+They lie in ``configs/`` next to this file; the project's ``configs/`` is a link to that folder.
 """
 
 from __future__ import annotations

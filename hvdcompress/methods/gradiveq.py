@@ -132,7 +132,7 @@ class GradiVeQ(Method):
     """Which slices of each dense step the basis is made from. "all": every slice. "first": the first one, as in the
     paper."""
     max_samples: Count = 1024
-    """The number of samples of all dense steps, at most, but at least one a step. Each step takes its share of the
+    """The number of samples of all dense steps, at most, but at least one per step. Each step takes its share of the
     slices, where the step before ended."""
     order: Order = "oihw"
     """Order of a convolution's weights before it is cut, in every framework. "oihw": one filter's weights adjacent.

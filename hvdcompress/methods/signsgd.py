@@ -72,7 +72,7 @@ class SignSGD(Quantizer):
     """Sends the signs and one mean magnitude, with error feedback."""
 
     paper = "Karimireddy et al., ICML 2019 (arXiv 1901.09847)"
-    sends = "one bit a value + one magnitude; gathered, or scattered: constant in p"
+    sends = "one bit per value + one magnitude; gathered, or scattered: constant in p"
     needs_feedback = True
 
     feedback: FeedbackName = "plain"

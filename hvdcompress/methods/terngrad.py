@@ -98,7 +98,7 @@ class TernGrad(Quantizer):
     """Rounds values stochastically to −s, 0 or +s."""
 
     paper = "Wen et al., NeurIPS 2017 (arXiv 1705.07878)"
-    sends = "ternaries in fields of log2(2p + 1) bits, summed; or 2 bits a value, gathered or scattered"
+    sends = "ternaries in fields of log2(2p + 1) bits, summed; or 2 bits per value, gathered or scattered"
     examples = ({"clip_factor": 0.0}, {"clip_factor": 0.0, "route": "gather"}, {"clip_factor": 0.0, "route": "scatter"})
 
     clip_factor: Annotated[float, Number, Field(ge=0.0)] = 2.5

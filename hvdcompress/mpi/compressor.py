@@ -51,8 +51,8 @@ class Compressor(compressor.Compressor):
 
     Attributes:
         plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Beside the tensors it has "plan", once; "status", 64 bytes a
-            step; and "lengths", 8 bytes an all-gather.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "plan", once; "status", 64 bytes per
+            step; and "lengths", 8 bytes per all-gather.
 
     Raises:
         ValueError: the plan is wrong; ``comm`` is not an intracommunicator.

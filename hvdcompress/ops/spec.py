@@ -94,7 +94,7 @@ class Ops(Protocol):
             residual: [n].
             scale: Rounded to float32 first.
             out: [n]. It is neither of the two others.
-            scan: What is asked for beside whether ``out`` is finite.
+            scan: What is asked for besides whether ``out`` is finite.
             clear: Whether to set ``gradient`` to 0, while it is in the processor's cache.
             velocity: If given, velocity.new = velocity.momentum·velocity.old + scale·gradient is set, too, and is
                 added to the residual instead of scale·gradient.
@@ -253,7 +253,7 @@ class Ops(Protocol):
 
         Args:
             offset: The pieces' offsets, one after another [k], k = Σ ⌈sizes[i]/chunk⌉.
-            chunk: The number of elements of a chunk. Chunks begin anew with each piece.
+            chunk: The number of elements of a chunk. Chunks begin again with each piece.
             sizes: The pieces' numbers of elements.
 
         Returns:

@@ -120,7 +120,7 @@ class Plan:
     program: Program  #: of tensors that no rule matches
     rules: tuple[Rule, ...] = ()  #: the first that matches applies
     min_elements: int = 1024  #: smaller tensors are sent dense
-    bucket_elements: int | None = None  #: smaller tensors are joined into buckets; 0: none
+    bucket_elements: int | None = None  #: smaller tensors are joined into buckets (0 means none)
     seed: int = 0  #: of the methods' random numbers
     timeout: int = (
         120  #: seconds after which a step that waits is ended, with a word on the ranks that are missing; 0: never

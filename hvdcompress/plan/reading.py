@@ -88,7 +88,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
         pairs: KEY=VALUE each; the value is YAML.
 
     Returns:
-        What :func:`plan_of` takes beside a method's id.
+        What :func:`plan_of` takes besides a method's id.
 
     Raises:
         PlanError: one is not KEY=VALUE, or its value is not YAML.

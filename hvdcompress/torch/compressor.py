@@ -3,7 +3,7 @@
 Horovod calls ``compress(gradient)`` from backward hooks, all-reduces what it returns, and calls
 ``decompress(output, ctx)`` inside ``synchronize()``. It passes no name and no step. So ``compress`` finds the
 parameter by identity, starts the exchange's own, named collectives, and returns a placeholder: a probe that tells
-Average from Sum. ``docs/architecture.md`` says more.
+Average from Sum. ``docs/drivers.md`` says more.
 """
 
 from __future__ import annotations

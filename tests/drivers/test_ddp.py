@@ -1,4 +1,4 @@
-"""The DDP driver when a rank is killed, beside Horovod's, and in the example; see ``test_promises.py`` for all else."""
+"""The DDP driver when a rank is killed, as Horovod's, and in the example; ``test_promises.py`` has all else."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from launching import environment, launch, world_of
 pytestmark = pytest.mark.parallel
 HERE = Path(__file__).parent
 LAUNCHES = [
-    ("torch", "mpi-3"),
-    ("torch", "gloo-2"),
-    ("tensorflow", "mpi-2"),
-    ("ddp", "torchrun-2"),
     ("mpi", "mpirun-3"),
+    *(
+        pytest.param(door, kind, marks=pytest.mark.slow)  # 20 seconds each, most of which is waiting
+        for door, kind in (("torch", "mpi-3"), ("torch", "gloo-2"), ("tensorflow", "mpi-2"), ("ddp", "torchrun-2"))
+    ),
 ]
 
 

@@ -16,7 +16,7 @@ FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "tf_keras", "horovod", "
 FRAMEWORKS |= {"lightning", "accelerate", "transformers"}
 
 #: Rooms by floor, the lowest first. A file imports from its own room and from lower floors: never from a room above,
-#: and never from a room beside its own. The longest prefix of a file's path names its room.
+#: and never from a room next to its own. The longest prefix of a file's path names its room.
 FLOORS: list[set[str]] = [
     {"ops"},
     {"method"},
@@ -68,7 +68,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file names in an import, wherever it stands: lazy and TYPE_CHECKING ones, too."""
+    """Every module that a file names in an import, wherever it is: lazy and TYPE_CHECKING ones, too."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -13,30 +13,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("tool", ["update_readme", "write_evidence", "write_house", "write_papers", "write_promises"])
+TOOLS = ["update_readme", "write_evidence", "write_house", "write_methods", "write_papers", "write_promises"]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_what_is_generated_is_up_to_date(tool: str) -> None:
     line = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
-
-
-def test_the_loopback_example_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (block,) = [b for b in blocks if "Loopback" in b]
-    exec(block.replace("world=64", "world=4").replace("range(64)", "range(4)"), {})
-
-
 def test_the_plan_example_loads(tmp_path: Path) -> None:
     import hvdcompress
     from hvdcompress.method import TensorSpec
 
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    page = ROOT / "docs" / "guides" / "plans.md"  # README links to it
+    (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)
     (tmp_path / "plan.yaml").write_text(block)
     plan = hvdcompress.load(tmp_path / "plan.yaml")
     assert plan.program_of(TensorSpec("conv1.weight", (64, 3, 7, 7))).main.id == "none"

@@ -430,6 +430,7 @@ def test_outcomes_are_predicted_anew_from_what_was_measured(tmp_path):
 # -- real ranks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parallel
 @pytest.mark.timeout(290)
 def test_two_ranks_measure_advise_and_check(tmp_path):
@@ -453,7 +454,7 @@ def test_two_ranks_measure_advise_and_check(tmp_path):
 def test_it_runs_under_torchrun(tmp_path):
     torch = pytest.importorskip("torch.distributed.run")
     assert torch
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line += ["-m", "hvdcompress", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -461,7 +462,7 @@ def test_it_runs_under_torchrun(tmp_path):
 
 
 def test_turns_measure_every_plan():
-    """In one process of one rank, so without a network: both plans' steps are there, and models are made anew."""
+    """In one process of one rank, so without a network: both plans' steps are there, and models are made again."""
 
     class Alone:
         rank, world = 0, 1

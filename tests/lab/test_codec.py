@@ -242,7 +242,7 @@ def test_figures_are_in_copies():
     assert row["copies"] == pytest.approx(6), "the median of 6, 10 and 6"
     assert row["least"] == pytest.approx(10), "5 ms in 0.5 ms"
     assert (row["encode"], row["decode"], row["apply"]) == pytest.approx((4, 2, 1))
-    assert row["copy"] == pytest.approx(8e9), "8 bytes an element, read and written"
+    assert row["copy"] == pytest.approx(8e9), "8 bytes per element, read and written"
     table, _ = codec_report.sections(asked, [group()])[0]
     assert "| x | 6.00 | 10.0 | 4.00 | 2.00 | 1.00 | 6.00 | 8.00 | 12 | 0.500 | 2.00 |" in table.markdown()
 

@@ -284,7 +284,7 @@ def test_up_and_down_as_often_as_you_like(nothing_left):
         lines = script("status").stdout
         assert "test:\n  host0  10.77.0.1  sends at 100 Mbit/s" in lines
         assert "host2  10.77.0.3  sends at 10 Mbit/s (0.0 MB so far), receives at 20 Mbit/s" in lines
-        assert script(*up[:-2]).stdout == "up\n"  # something else: made anew
+        assert script(*up[:-2]).stdout == "up\n"  # something else: made again
         assert "host2  10.77.0.3  sends at 100 Mbit/s" in script("status").stdout
         assert (
             script("exec", "--id", "test", "host1", "bash", "-c", "hostname; ssh host2 'hostname'").stdout

@@ -88,7 +88,7 @@ def test_units_run_side_by_side(tmp_path):
     lone = Unit("alone", toy_claims.square, {"number": 9, "log": log}, alone=True)
     found = run.measure([lone, *units], tmp_path / "cache", 2, Console(file=io.StringIO()))
     assert sorted(one["square"] for one in found.values()) == [1, 4, 9, 16, 81]
-    assert Path(log).read_text().split()[-1] == "9"  # nothing ran beside it: it came last
+    assert Path(log).read_text().split()[-1] == "9"  # nothing ran at the same time: it came last
 
 
 def test_time_left_follows_what_was_measured():

@@ -1,4 +1,4 @@
-"""GradiVeQ's claims: spectra of known slices, methods beside a dense training, the ring, and verdicts by rule."""
+"""GradiVeQ's claims: spectra of known slices, methods during a dense training, the ring, and verdicts by rule."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_markdown():
 def test_html():
     text = TABLE.html()
     assert "&lt;b&gt;[red]" in text and text.count("<tr") == 3 and text.count('class="failed"') == 1
-    assert "var(--c1)" in text, "colours begin anew after the last one"
+    assert "var(--c1)" in text, "colours begin again after the last one"
     assert '<td class="sent">5 kB</td>' in text
 
 

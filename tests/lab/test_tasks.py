@@ -269,7 +269,7 @@ def test_noisy_digits_differ_only_while_training(digits):
     assert (noisy.x == digits.x).all() and (noisy.y == digits.y).all()
     drawn = {name: next(data.batches(0, 1, 3, 1000)) for name, data in (("plain", digits), ("noisy", noisy))}
     wrong = np.mean(drawn["plain"][1] != drawn["noisy"][1])
-    assert 0.12 < wrong < 0.24  # a fifth is drawn anew, of which a tenth comes out right
+    assert 0.12 < wrong < 0.24  # a fifth is drawn again, of which a tenth comes out right
     moved = (drawn["plain"][0] != drawn["noisy"][0]).any(axis=(1, 2, 3)).mean()
     assert 0.8 < moved < 0.95  # 8 of the 9 places
     held_out = [next(data.held_out(0, 1)) for data in (digits, noisy)]

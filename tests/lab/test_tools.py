@@ -66,14 +66,17 @@ def test_bench_docs(project):
     bench(project / "bench-x")
     training(project / "y")
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
-    page = (project / "docs" / "bench.md").read_text()
-    assert "`python tools/write_bench_docs.py bench-x y digits=5`" in page and "hvdcompress bench x" in page
+    index, folder = (project / "docs" / "bench.md").read_text(), project / "docs" / "bench"
+    page = (folder / "x.md").read_text()
+    assert "\npython tools/write_bench_docs.py bench-x y digits=5\n" in index and "hvdcompress bench x" in page
+    assert "(bench/x.md)" in index and "(bench/training.md)" in index
     assert "| none ring (best dense) | 4.00 s |" in page and "| topk | 1.00 s |" in page
     assert "Times faster than none ring: topk 4.00 (4.00 – 4.00)." in page
-    assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in page
-    (plot,) = (project / "docs" / "bench").iterdir()
-    assert f"bench/{plot.name}" in page and "--c1:" in plot.read_text()
-    assert "| topk | 1.00 s (4.00x) |" in (project / "README.md").read_text()
+    assert page.index("![Times faster") < page.index("<details>") < page.index("| topk | 1.00 s |")  # a picture first
+    assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in (folder / "training.md").read_text()
+    (plot,) = folder.glob("*.svg")
+    assert f"]({plot.name})" in page and "--c1:" in plot.read_text()
+    assert "| topk | 1.00 s (4.00x) |" in index
 
 
 def test_scale_docs(project):
@@ -90,9 +93,13 @@ def test_scale_docs(project):
 
 
 def test_readme(project):
-    (project / "table.md").write_text("| the table |\n")
+    page = project / "docs" / "quickstart-table.md"
+    table = page.read_text().partition("-->\n")[2].partition("<!--")[0]
+    (project / "table.md").write_text(table.replace("| +0.103 |", "| +0.203 |"))
     readme = project / "README.md"
-    readme.write_text(readme.read_text().replace("| `topk` |", "| `tokp` |"))
+    readme.write_text(readme.read_text().replace("[`topk`]", "[`tokp`]"))
     run(project, "update_readme", ".")
-    assert "| the table |" in readme.read_text() and "| `topk` |" in readme.read_text()
+    assert "| +0.203 |" in page.read_text() and "[`topk`]" in readme.read_text()
+    run(project, "update_readme")  # README's table is made from that page
+    assert "+0.203 bits" in readme.read_text()
     run(project, "update_readme", "--check")

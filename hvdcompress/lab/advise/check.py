@@ -1,4 +1,4 @@
-"""Real steps, plan beside plan: the same model, optimizer and ranks, in turns."""
+"""Real steps, plan against plan: the same model, optimizer and ranks, in turns."""
 
 from __future__ import annotations
 

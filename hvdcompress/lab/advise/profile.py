@@ -102,7 +102,9 @@ class Profile(ConfigFile):
 
     def _check(self) -> None:
         if self.version != VERSION:
-            raise self.error(("version",), f"{self.version}: this version of hvdcompress reads {VERSION}; measure anew")
+            raise self.error(
+                ("version",), f"{self.version}: this version of hvdcompress reads {VERSION}; measure again"
+            )
         if not self.tensors:
             raise self.error(("tensors",), "there are none")
         for name, shape in self.tensors.items():

@@ -1,4 +1,4 @@
-"""What all ranks do for ``hvdcompress advise``: measure profiles, and real steps beside predicted ones.
+"""What all ranks do for ``hvdcompress advise``: measure profiles, and real steps to hold against predicted ones.
 
     horovodrun … python -m hvdcompress.lab.advise.ranks JOB.json OUT.jsonl
 

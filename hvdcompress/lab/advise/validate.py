@@ -1,8 +1,8 @@
-"""Predicted beside measured steps on emulated hosts, and whether verdicts were right: `hvdcompress advise --validate`.
+"""Predicted and measured steps on emulated hosts, and whether verdicts were right: `hvdcompress advise --validate`.
 
 Every case, a net over links of one speed, measures a profile, asks for advice, and then measures real steps of dense
 training, of every method and of the advised plan in turns. Results are kept case by case, so an attempt that was
-interrupted goes on; the tables are made anew from them, with the predictions of the present code.
+interrupted goes on; the tables are made again from them, with the predictions of the present code.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def write(folder: Path) -> list[Path]:
     """Write ``table.md`` and, with the extra "report", ``advise.svg``."""
     found = outcomes(folder)
     verdicts, steps = tables(found)
-    text = f"{summary(found)}\n\n{verdicts.markdown()}\nPredicted beside measured:\n\n{steps.markdown()}"
+    text = f"{summary(found)}\n\n{verdicts.markdown()}\nPredicted and measured:\n\n{steps.markdown()}"
 
     def pages() -> dict[str, str]:
         from hvdcompress.lab.advise import picture  # it needs matplotlib

@@ -47,7 +47,7 @@ class Asked:
     Attributes:
         methods: labels and plans, as :func:`asked_for` reads them.
         elements: of the one tensor, or a few less, so that it is a matrix that is nearly square.
-        net: in :data:`hvdcompress.lab.nets.NETS`: its tensors beside one tensor of their size.
+        net: in :data:`hvdcompress.lab.nets.NETS`: its tensors, compared with one tensor of their size.
         world: ranks in lockstep.
         runs: steps that are measured.
         device: in ``devices.DEVICES``.
@@ -292,7 +292,7 @@ def measure(asked: Asked, label: str) -> Measured:
         label: one of its methods.
 
     Raises:
-        ValueError: the method does not work on the one tensor, which goes dense, or the device is not there.
+        ValueError: the method does not work on the one tensor, which is sent uncompressed, or the device is not there.
     """
     plan, at = load(asked.methods[label]), device(asked.device)
     spec, many = specs_of(asked)
@@ -321,7 +321,7 @@ def measure(asked: Asked, label: str) -> Measured:
 
 
 def check(plan: Plan, spec: TensorSpec, label: str) -> None:
-    """Refuse a tensor that goes dense under the plan: its figures would not be the method's.
+    """Refuse a tensor that is sent uncompressed under the plan: its figures would not be the method's.
 
     Raises:
         ValueError: it does.

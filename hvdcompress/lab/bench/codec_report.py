@@ -119,7 +119,7 @@ METHODS: tuple[Column[Row], ...] = (
 )
 PEERS: tuple[Column[Row], ...] = (
     Column("method", "method", lambda row: row.group.label, align="left"),
-    Column("beside", "beside", lambda row: row.figures.name, align="left"),
+    Column("beside", "compared with", lambda row: row.figures.name, align="left"),
     *COPIES,
     SECONDS,
     FAULTS,
@@ -155,8 +155,8 @@ Ranks run in lockstep in one process; what a rank computes is timed, from its gr
 state (`Rank.open`, `receive`, `begin`, `advance`, `deliver`, `commit`), on average over the ranks. The network is not:
 collectives are carried out in between. Gradients come as PyTorch's driver takes them, reduced ones are written over
 them, and what it leaves to Horovod as it is (`none`) costs nothing. Each method has a process of its own with one
-thread, in which it and what stands beside it take turns. The first steps ({warm} at least; of GradiVeQ all dense ones)
-do not count.
+thread, in which it takes turns with what it is compared with. The first steps ({warm} at least; of GradiVeQ all
+dense ones) do not count.
 
 - *copies*: time over that of a copy (`numpy.copyto` of as many float32) that was made just before, the median of
   {runs} runs; *least*: the shortest run over the shortest copy. On the CPU, time is the thread's processor time; on a
@@ -167,8 +167,8 @@ do not count.
 - *page faults*: pages touched for the first time, of a rank in a step, the mean. *fresh*: memory that a step asks for
   and gives back, call for call the most at once; *kept*: what stays from step to step: residuals, second buffers and
   scratch. Both in sizes of the gradient. A rank's peak is the gradient, what is kept and, at most, what is fresh. A
-  page has 4 KiB, but large arrays of numpy's may get pages of 2 MiB, whose faults are few and dear.
-- Gradients are drawn anew for each step, outside of the time: elements' scales differ log-normally, in blocks and
+  page has 4 KiB, but large arrays of numpy's may get pages of 2 MiB, whose faults are few and expensive.
+- Gradients are drawn again for each step, outside of the time: elements' scales differ log-normally, in blocks and
   within them, and stay (kurtosis about 50); a part of the gradient is the same in every step; half of the noise is
   common to the ranks (`hvdcompress/lab/bench/draws.py`).
 - Density {density}, unless a row says otherwise. Tensors are matrices, since PowerSGD and DGC send vectors dense;
@@ -180,7 +180,7 @@ arithmetic of a rank's step, as above. *method ÷ this*: how many times as long 
 *at most*: how many times as long it may.
 """
 MANY = """\
-The net's gradients in the buckets that PyTorch's driver makes, beside one tensor of their size; *÷ one tensor*: time an
+The net's gradients in the buckets that PyTorch's driver makes, and one tensor of their size; *÷ one tensor*: time an
 element over that of the one tensor.
 """
 
@@ -196,7 +196,7 @@ def sections(asked: Asked, measured: Sequence[Measured]) -> list[tuple[Table[Row
     net = [Row(group, group.many, total) for group in measured if group.many]
     found = [
         (Table(METHODS, ones, f"One tensor of {shape}: {size:,} elements; {where}"), ""),
-        (Table(PEERS, peers, "Beside other implementations, and the bare operations"), BESIDE),
+        (Table(PEERS, peers, "Compared with other implementations, and the bare operations"), BESIDE),
         (Table(TENSORS, net, f"{asked.net}: {len(many)} tensors, {total:,} elements; {where}"), MANY),
     ]
     return [(table.filled(), words) for table, words in found if table.rows]

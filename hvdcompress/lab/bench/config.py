@@ -1,4 +1,4 @@
-"""Benchmarks of exchanges: methods beside stock Horovod and PyTorch's DDP, over links of chosen speeds."""
+"""Benchmarks of exchanges: methods compared with stock Horovod and PyTorch's DDP, over links of chosen speeds."""
 
 from __future__ import annotations
 

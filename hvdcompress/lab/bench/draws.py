@@ -1,4 +1,4 @@
-"""Gradients that resemble a training's, drawn anew for each step.
+"""Gradients that resemble a training's, drawn again for each step.
 
     gradient = level · scale · (0.5·direction + noise)
 
@@ -7,7 +7,7 @@ so do the elements of a block. So magnitudes have a heavy tail (kurtosis about 5
 and the same elements tend to be large in each step. *direction* stays, too: what a residual holds back adds up. *noise*
 is drawn for each step, half of its variance common to all ranks. *level* differs by a tenth from step to step.
 
-Noise is a random combination of a few prepared vectors: fresh normal numbers would take a second a step.
+Noise is a random combination of a few prepared vectors: fresh normal numbers would take a second per step.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path)
 
 
 def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
-    """One turn's line in ``results.jsonl``; a failure is one, too, and the group begins anew after it."""
+    """One turn's line in ``results.jsonl``; a failure is one, too, and the group begins again after it."""
     line: dict[str, Any] = dict(zip(("rate", "set", "contender", "round"), turn.key, strict=True))
     line["at"] = time.strftime("%Y-%m-%dT%H:%M:%S")
     try:

@@ -67,7 +67,7 @@ def _alone_here(wait: Callable[[], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(path.open("a"))
-        except OSError:  # another user's: this benchmark runs beside it
+        except OSError:  # another user's: this benchmark runs at the same time
             yield
             return
         while True:

@@ -106,7 +106,7 @@ def main() -> None:
         base = rows[0] if rows else Row(name, first, later, first, later)
         rows.append(Row(name, first, later, base.first, base.later))
         if hvd.rank() == 0:
-            print(f"{name}: {first:.2f} s, then {1e3 * later:.0f} ms a step", file=sys.stderr, flush=True)
+            print(f"{name}: {first:.2f} s, then {1e3 * later:.0f} ms per step", file=sys.stderr, flush=True)
         gc.collect()
     if hvd.rank() == 0:
         print(f"{len(weights)} tensors, {nets.total(shapes):,} elements, {hvd.size()} ranks\n")

@@ -1,4 +1,4 @@
-"""Emulated hosts: several on this machine, with links of a chosen speed (``hosts.sh``, beside this file, sets them up).
+"""Emulated hosts: several on this machine, with links of a chosen speed (``hosts.sh`` in this folder sets them up).
 
     with Hosts(4, "100mbit", slow={3: "10mbit"}) as hosts:
         before = hosts.traffic()

@@ -51,7 +51,7 @@ def horovodrun() -> str:
     here = shutil.which("horovodrun", path=str(Path(sys.executable).parent))
     if not here:
         raise LaunchError(
-            "Horovod is not installed beside this Python, so no ranks can be started. `hvdcompress doctor` says what "
+            "Horovod is not installed for this Python, so no ranks can be started. `hvdcompress doctor` says what "
             "is missing; launch/setup.sh of the project's sources builds Horovod and installs the rest."
         )
     return here

@@ -24,7 +24,7 @@ def link(controller: str, hosts: Hosts | None = None) -> str:
 
 
 def check_link(folder: Path, now: str) -> None:
-    """Refuse to resume over another link than before: figures of both would stand in one table.
+    """Refuse to resume over another link than before: figures of both would be in one table.
 
     Raises:
         LaunchError: the links differ; the message names both.

@@ -40,7 +40,7 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
     folder = out or parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not overwrite:
-            raise ValueError(f"{folder} is there already: give --resume to go on, or --overwrite to start anew")
+            raise ValueError(f"{folder} is there already: give --resume to go on, or --overwrite to start again")
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder} is not the folder of a run (no config.yaml): it is not deleted")
     return folder

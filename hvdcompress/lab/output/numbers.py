@@ -32,7 +32,7 @@ def seconds_of(value: float) -> str:
 
 
 def rate_of(value: float) -> str:
-    """A compression rate: ``1.00x``, ``49.7x``, ``105x``."""
+    """A compression ratio: ``1.00x``, ``49.7x``, ``105x``."""
     return "–" if math.isnan(value) else f"{number(value)}x"
 
 

@@ -13,7 +13,7 @@ A paper is a module with one :class:`~hvdcompress.lab.reproduce.claims.Paper`, a
    the paper's list. A new paper is also named in ``papers.py``.
 
 Results are kept by the function's name and settings and the package's version. Who changes a measuring function during
-development empties the folder ``cache`` beside the page.
+development empties the folder ``cache`` next to the page.
 
 ``gaussiank.py`` with ``gaussiank_measures.py`` is the worked example. Reports share ``rows`` and figures ``pictures``;
 ``run`` measures and writes, ``cache`` keeps results, ``page`` makes the page and the summary of all papers.

@@ -92,7 +92,7 @@ class Unit:
         measure: a function at the top of a module, so that another process can import it.
         settings: its keywords, plain data.
         seconds: about how long it takes on one core; only the ratios between units count, for the time left.
-        alone: nothing else may run beside it, as it measures time.
+        alone: nothing else may run at the same time, as it measures time.
     """
 
     name: str

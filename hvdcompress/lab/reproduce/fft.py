@@ -300,7 +300,7 @@ def training(results: Sequence[Result]) -> Report:
     columns = [
         text("net", "net", "left"),
         text("plan", "θ", "left"),
-        text("rate", "rate"),
+        text("rate", "ratio"),
         text("loss", "loss"),
         text("value", "held-out accuracy, %"),
         text("gap", "against dense, points"),

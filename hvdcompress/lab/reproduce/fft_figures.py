@@ -167,7 +167,7 @@ def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
         axes.set_yscale("log")
         _plain(axes.yaxis)
         axes.set_xticks(BITS)
-        axes.set_xlabel("bits a value")
+        axes.set_xlabel("bits per value")
         axes.set_ylabel("‖decoded − x‖/‖x‖ (logarithmic)")
         axes.legend(frameon=False, fontsize=8)
         steps = len({(row["net"], row["seed"], row["step"]) for row in rows})

@@ -410,7 +410,7 @@ def training(results: Sequence[Result]) -> Report:
         text("net", "net", "left"),
         text("method", "method", "left"),
         text("density", "k/n"),
-        text("rate", "rate"),
+        text("rate", "ratio"),
         text("value", "held-out accuracy, %"),
         text("gap", "against dense, points"),
     ]

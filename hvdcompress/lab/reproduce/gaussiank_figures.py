@@ -20,7 +20,7 @@ from hvdcompress.lab.reproduce.rows import Row
 
 
 def histograms(rows: Sequence[Row], net: str) -> Picture:
-    """The histogram of all tensors in each phase, mean over steps and seeds, beside Normal and Laplace curves."""
+    """The histogram of all tensors in each phase, mean over steps and seeds, with Normal and Laplace curves."""
     those = [row for row in rows if row["net"] == net and row["tensor"] == measures.WHOLE and row["histogram"]]
     centres = (measures.EDGES[1:] + measures.EDGES[:-1]) / 2
     with matplotlib.rc_context(plots.STYLE):

@@ -60,7 +60,7 @@ def windows(net: str, scale: Scale) -> Row:
 
 
 def watched(scale: Scale) -> list[Unit]:
-    """Dense trainings beside which GradiVeQ reduces the same gradients."""
+    """Dense trainings during which GradiVeQ reduces the same gradients."""
     units = []
     for net, layers in LAYERS.items():
         found = windows(net, scale)
@@ -184,11 +184,11 @@ def mixed(scale: Scale) -> list[Unit]:
 
 SETTING = (
     f"Fashion-MNIST, {RANKS} simulated ranks, SGD with momentum 0.9 and a peak learning rate of 0.05. LeNet-5 with 32 "
-    "examples a rank, of which all matrices are compressed (its convolutions are 4 % of it); ResNet-20 with 8 examples "
-    "(16 with --full), of which the convolutions are"
+    "examples per rank, of which all matrices are compressed (its convolutions are 4 % of it); ResNet-20 with 8 "
+    "examples (16 with --full), of which the convolutions are"
 )
 WINDOWS = (
-    "Trained dense; beside it methods see the same gradients in windows of Lt dense steps and Lc others. LeNet-5's "
+    "Trained dense; meanwhile methods see the same gradients in windows of Lt dense steps and Lc others. LeNet-5's "
     "begin at steps 0 and 400 of 900, with Lt = 100 and Lc = 400; ResNet-20's at steps 0 and 100 of 200, with Lt = 40 "
     "and Lc = 60. With --full: Lt = 100 and Lc = 400 for both, three windows of 4000 steps and two of 900."
 )

@@ -89,7 +89,7 @@ def over_time(rows: Sequence[Row], net: str) -> Picture:
         panels[0].legend(frameon=False, fontsize=8)
         layers = len({row["tensor"] for row in those})
         title = f"{net}: errors while a basis is used, median of {layers} layers and {seeds_of(those)}"
-        return picture(figure, f"carries-{net}", title, f"How long a basis lasts in {net}, beside the oracle's.")
+        return picture(figure, f"carries-{net}", title, f"How long a basis lasts in {net}, compared with the oracle's.")
 
 
 def accuracies(rows: Sequence[Row], net: str) -> Picture:

@@ -61,7 +61,7 @@ def watched(
     sizes: Sequence[int],
     entries: Mapping[str, Settings],
 ) -> dict[str, Any]:
-    """Train dense, and let methods reduce the same gradients beside it, without feedback, in windows of a training.
+    """Train dense, and let methods reduce the same gradients meanwhile, without feedback, in windows of a training.
 
     Args:
         task: the training.

@@ -159,7 +159,7 @@ def carries(results: Sequence[Result]) -> Report:
         [figures.over_time(rows, net) for net in dict.fromkeys(row["net"] for row in rows)],
         [
             "The oracle is the best basis of rank n/8 for the steps themselves that are looked at, in the same order "
-            "of weights. The paper's samples, one slice a step, are one fewer than there are dense steps at most: "
+            "of weights. The paper's samples, one slice per step, are one fewer than there are dense steps at most: "
             "where n/8 is more, its basis has fewer vectors than the oracle's.",
             "Dense from step 0 on, the first basis is made of gradients whose norm falls by the step: its samples are "
             "those of the first few.",
@@ -444,7 +444,7 @@ def together(results: Sequence[Result]) -> Report:
             lines.append(line)
     places = list(dict.fromkeys(f"{row['net']}, {row['link']}" for row in timed))
     columns = [
-        text("rate", "rate"),
+        text("rate", "ratio"),
         text("name", "what is sent", "left"),
         text("wire", "measured rate"),
         text("error", "error"),

@@ -1,4 +1,4 @@
-"""Time GradiVeQ around the pipelined ring, beside a dense one: on emulated hosts, or over shared memory.
+"""Time GradiVeQ around the pipelined ring, compared with a dense one: on emulated hosts, or over shared memory.
 
 :func:`timed` starts ranks under mpirun, which run this module; they time in turns, on the layers of a net,
 

@@ -1,4 +1,4 @@
-"""A paper's page, in Markdown with its pictures beside it, and the summary of all papers from their pages' data."""
+"""A paper's page, in Markdown with its pictures next to it, and the summary of all papers from their pages' data."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def markdown(paper: Paper, reports: Sequence[tuple[Claim, Report]], data: dict[s
 
 
 def verdicts(file: Path) -> Table[dict[str, Any]]:
-    """The claims of one page, from the data beside it."""
+    """The claims of one page, from the data next to it."""
     return Table(COLUMNS, json.loads(file.read_text(encoding="utf-8"))["claims"])
 
 
 def summary(folder: Path) -> Table[dict[str, Any]]:
-    """All papers' claims and verdicts, from the data beside the pages in the folder and those below it.
+    """All papers' claims and verdicts, from the data next to the pages in the folder and those below it.
 
     Raises:
         ValueError: there is no page.

@@ -308,7 +308,7 @@ def no_loss(results: Sequence[Result]) -> Report:
             line[task] = spread(one) if len(one) > 1 else number(one[0]) if one else MISSING
         lines.append(line)
     units = {task: "bits" if task == settings.TEXT else "points" for task in tasks}
-    columns = [text("rate", "rate", "left"), text("method", "method", "left")]
+    columns = [text("rate", "ratio", "left"), text("method", "method", "left")]
     columns += [text(task, f"{task}, {units[task]}") for task in tasks]
     measured = [
         f"{task} {rate_of(statistics.median(row['rate'] for row in some))} and "
@@ -435,7 +435,7 @@ PAPER = Paper(
             "S1",
             "The ranks' residuals are alike, so that one rank's selection serves all.",
             "Fig. 2 and assumption A1",
-            f"{WATCHED} 32 examples a rank (with --full 8, too). Mean cosine distance of all pairs of residuals; the "
+            f"{WATCHED} 32 examples per rank (with --full 8, too). Mean cosine distance of all pairs of residuals; the "
             "squares of the ranks' mean gradient + residual at the leader's positions, in those at the k best; "
             "quantiles of two ranks' residuals.",
             f"distance below {NEAR:g} and share above {ENERGY:g}, each in at least {percent(OFTEN)} of the steps.",

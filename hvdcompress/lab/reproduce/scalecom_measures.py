@@ -79,7 +79,7 @@ def distance(memories: Sequence[Vector]) -> float:
 
 
 def contraction(mean: Vector, reduced: Vector, density: float) -> dict[str, float] | None:
-    """What the leader's selection keeps of the ranks' mean, beside the best one and the bound of the paper's Lemma 1.
+    """What the leader's selection keeps of the ranks' mean, the best one, and the bound of the paper's Lemma 1.
 
     With d of the k best positions missed, and γ0 what the best selection leaves, the bound is d/k + (1 − d/k)·γ0.
 
@@ -116,7 +116,7 @@ def contraction(mean: Vector, reduced: Vector, density: float) -> dict[str, floa
 def convergence(method: Settings, world: int, seed: int, lengths: Sequence[int], rate: float) -> dict[str, Any]:
     """The mean of ‖∇f‖² over trainings of T steps at the constant learning rate ``rate``/√T, as the theorem has it.
 
-    A net of two layers on scikit-learn's digits, 8 examples a rank and step, no momentum; ∇f is of all examples, at
+    A net of two layers on scikit-learn's digits, 8 examples per rank and step, no momentum; ∇f is of all examples, at
     every tenth step.
 
     Returns:

@@ -23,7 +23,7 @@ RATES: dict[str, Row] = {
     "over 100x": {"density": 0.0085, "values": "fp16"},
 }  #: by the rate of a large tensor with exact selection; biases and the like stay dense
 NETS = ("fnn3", "lenet5")
-WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch a rank, and learning rate
+WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
 FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM = "exact, β 1, warm-up"
 

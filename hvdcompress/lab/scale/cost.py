@@ -36,7 +36,7 @@ from hvdcompress.plan import Bucket, Plan
 __all__ = ["Codec", "Constants", "Errors", "Exchange", "Point", "Work", "errors", "exchange_of", "fit", "stock", "work"]
 
 FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
-#: beside each tensor's collectives: a probe of 8 bytes, by which the PyTorch driver tells Average from Sum
+#: with each tensor's collectives: a probe of 8 bytes, by which the PyTorch driver tells Average from Sum
 PLACEHOLDER = Asked("AllReduce", "sum", "float32", 8)
 STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))  #: once a step
 

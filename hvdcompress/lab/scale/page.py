@@ -64,8 +64,8 @@ def curves(
 
 def _plots(number: int, rows: Sequence[Row]) -> list[tuple[str, str]]:
     times = curves(rows, lambda row: row.seconds, numbers.seconds_of, f"s{number}a", "Seconds against workers")
-    wire = curves(rows, lambda row: row.on_wire, numbers.num_bytes, f"s{number}b", "Bytes a rank against workers")
-    return [("Time of an exchange (×: no faster than dense)", times), ("Bytes a rank sends", wire)]
+    wire = curves(rows, lambda row: row.on_wire, numbers.num_bytes, f"s{number}b", "Bytes per rank against workers")
+    return [("Time of an exchange (×: no faster than dense)", times), ("Bytes per rank sends", wire)]
 
 
 def pictures(prediction: Prediction) -> dict[str, str]:

@@ -109,7 +109,7 @@ def byte_table(prediction: Prediction) -> Table[Row]:
     """Bytes that a rank transmits, by the number of workers."""
     rows = next(iter(prediction.by_rate().values()))
     columns = [METHOD, *(_bytes(p, y) for p, y in _yielding(prediction.workers))]
-    return Table(columns, rows, "Bytes on the wire, a rank and exchange")
+    return Table(columns, rows, "Bytes on the wire, per rank and exchange")
 
 
 def _yielding(workers: list[int]) -> list[tuple[int, int]]:

@@ -62,7 +62,7 @@ class RingSum(NamedTuple):
 
 
 class SegmentCodec(Protocol):
-    """How a ring writes the segment x[start:stop], which is never empty; one object a rank."""
+    """How a ring writes the segment x[start:stop], which is never empty; one object per rank."""
 
     @property
     def grain(self) -> int:

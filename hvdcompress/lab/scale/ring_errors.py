@@ -41,7 +41,7 @@ COLUMNS: tuple[Column[Growth], ...] = (
 
 
 def error_growth(codecs: Mapping[str, Codec], worlds: Iterable[int], n: int = 65536, seed: int = 0) -> list[Growth]:
-    """The errors of each codec in each world, on n values a rank from a normal distribution."""
+    """The errors of each codec in each world, on n values per rank from a normal distribution."""
     rows, worlds = [], list(worlds)
     for name, codec in codecs.items():
         for world in worlds:

@@ -112,7 +112,7 @@ def initial(seed: int) -> Weights:
 
 
 def train(settings: dict[str, Any], world: int, rate: float, seed: int, steps: int = STEPS) -> dict[str, float]:
-    """Training loss and held-out accuracy (percent) of the last weights; bytes a step on the busiest rank's wire."""
+    """Training loss and held-out accuracy (percent) of the last weights; bytes per step on the busiest rank's wire."""
     x, y, held_x, held_y = load()
     net, w = Loopback(plan_of(settings), world, min_elements=100), initial(seed)
     rng = np.random.default_rng(1000 + seed)

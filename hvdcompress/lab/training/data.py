@@ -23,7 +23,7 @@ class Images:
     shift: int = 0  # pictures are moved by up to so many pixels while training
     mirror: bool = False  # half of them are mirrored: right for photographs, wrong for digits
     label_noise: float = (
-        0.0  # share of the labels that are drawn at random, anew each time: none can be learned by heart
+        0.0  # share of the labels that are drawn at random, again each time: none can be learned by heart
     )
 
     def batches(self, rank: int, world: int, seed: int, size: int) -> Iterator[Batch]:

@@ -57,7 +57,7 @@ def _loss(row: Row) -> str:
 COLUMNS: tuple[Column[Row], ...] = (
     Column("method", "method", _method, align="left"),
     Column("density", "density", _density, lambda row: row.density, yields=3),
-    _figure("rate", "rate", numbers.rate_of, ""),
+    _figure("rate", "ratio", numbers.rate_of, ""),
     _figure("sent", "sent", numbers.num_bytes, "B"),
     _figure("on_wire", "on wire", numbers.num_bytes, "B", yields=4),
     _figure("total", "step", numbers.seconds_of, "s"),
@@ -69,7 +69,7 @@ COLUMNS: tuple[Column[Row], ...] = (
     _measured("difference", "vs none", "+"),
 )
 LEGEND = (
-    "rate = dense bytes ÷ bytes sent; sent, on wire = bytes per step and rank (handed to the collectives; transmitted "
+    "ratio = dense bytes ÷ bytes sent; sent, on wire = bytes per step and rank (handed to the collectives; transmitted "
     "if they run as rings); step = select (codec work) + communicate (waiting in synchronize) + rest (forward, "
     "backward, optimizer); loss = training loss over the last 5 % of the steps."
 )

@@ -5,7 +5,7 @@
 They are saved from three windows of consecutive steps: at the beginning, in the middle and at the end of the training;
 with ``--last``, from its last steps.
 
-``hvdcompress compare`` then shows what every method makes of them.
+``hvdcompress compare`` then shows how every method performs on them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     saved.add_argument("--window", type=int, default=15, help="steps of each of the three windows (default: 15)")
     saved.add_argument("--last", type=int, help="save the last steps instead, so many")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=32, help="examples a rank and step")
+    parser.add_argument("--batch-size", type=int, default=32, help="examples per rank and step")
     parser.add_argument("--learning-rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0, help="of the initial parameters and the batches")
     given = parser.parse_args()

@@ -148,7 +148,7 @@ def digits(**_: Any) -> Images:
 
 @task("noisy_digits", net="digits_net", metric=ACCURACY)
 def noisy_digits(**_: Any) -> Images:
-    """The same digits, moved by up to a pixel and with a fifth of the labels drawn anew each time.
+    """The same digits, moved by up to a pixel and with a fifth of the labels drawn again each time.
 
     A net learns the 1348 digits themselves by heart, and its gradients vanish; these it cannot. Held out are the same
     digits as in ``digits``, as they are.

@@ -99,7 +99,7 @@ class Door(ABC):
     shapes: Shapes = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
     error: type[Exception] = Exception  #: what all ranks raise when one has failed
     recovers = False  #: a Compressor can be used after an error
-    dear = False  #: making a Compressor takes most of a second
+    expensive = False  #: making a Compressor takes most of a second
     by_tensor = False  #: a step is undone tensor by tensor
     shared = False  #: ranks live in one object
     groups = False  #: small tensors travel together unasked

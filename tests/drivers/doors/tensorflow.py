@@ -68,7 +68,7 @@ class TensorFlowHandle(Handle):
         return dict(zip(self.shapes, [array.numpy() for array in plain], strict=True))
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe beside each gradient, plans once."""
+        """A probe with each gradient, plans once."""
         return {
             **{name: steps * TensorFlowDoor.probe for name in self.shapes},
             "plan": self.sent().get("plan", 0),
@@ -79,7 +79,7 @@ class TensorFlowDoor(Door):
     name = "tensorflow"
     # a convolution lies as height, width, in, out
     shapes = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,), "e": (5,)}
-    dear = by_tensor = True
+    expensive = by_tensor = True
     probe = 24
 
     def __init__(self, folder: Path):

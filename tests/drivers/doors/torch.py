@@ -55,7 +55,7 @@ class TorchHandle(Handle):
         return out
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe beside each gradient that Horovod does not reduce itself, and a status in each step."""
+        """A probe with each gradient that Horovod does not reduce itself, and a status in each step."""
         probes = {}
         for bucket in self.compressor.buckets.values():
             passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1

@@ -16,7 +16,7 @@ SUBJECT = "Accounts"
 @promise()
 def the_ledger_counts_what_is_given(door: Any) -> None:
     """The ledger's bytes are those of the arrays that the transport is given, by us or by the stock optimizer."""
-    for method, settings in METHODS.items() if door.dear else VARIANTS:
+    for method, settings in METHODS.items() if door.expensive else VARIANTS:
         with door.counting() as counter:
             handle = door.make(method, settings, door.shapes)
             for step in range(3):
@@ -76,7 +76,7 @@ def carries(got: list[bytes], want: list[bytes], probe: int) -> bool:
 def payloads_are_the_loopbacks(door: Any) -> None:
     """What an observer sees of each tensor is the loopback's payloads, in order: to the byte of two ranks, in number
     and length of more."""
-    for method, settings in METHODS.items() if door.dear else VARIANTS:
+    for method, settings in METHODS.items() if door.expensive else VARIANTS:
         handle, net = door.make(method, settings, door.shapes), door.yardstick(method, settings)
         watcher = Watcher(door.rank)
         handle.watch(watcher)

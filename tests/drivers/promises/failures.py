@@ -95,7 +95,7 @@ def _fail(door: Any, method: str, settings: Settings, rounds: int, ranks: tuple[
 def a_failure_in_the_first_round_is_every_ranks(door: Any) -> None:
     """A method that fails on some ranks before its first collective is an error on every rank, which names tensor and
     rank; the tensor's state is as before the step."""
-    for method, settings, _ in VARIETY[:3] if door.dear else VARIETY:
+    for method, settings, _ in VARIETY[:3] if door.expensive else VARIETY:
         for ranks in _some_ranks(door):
             _fail(door, method, settings, 0, ranks)
     _fail(door, "topk", {"density": 0.05}, 0, (door.world - 1,), good=0)  # in the very first step
@@ -152,7 +152,9 @@ def a_bad_loss_scale_at_a_later_step(door: Any) -> None:
         if door.rank == door.world - 1 or door.shared:
             now["scale"] = bad
         given = door.gradients(3, door.shapes)
-        door.must_raise(Exception, [] if door.dear else ["loss_scale"], lambda h=handle, g=given: h.reduce(g), False)
+        door.must_raise(
+            Exception, [] if door.expensive else ["loss_scale"], lambda h=handle, g=given: h.reduce(g), False
+        )
         for name, residual in kept.items():
             np.testing.assert_array_equal(handle.residual(name), residual)
 

@@ -26,7 +26,7 @@ def float16_and_float64_go_through(door: Any) -> None:
     """Gradients of float16 and float64 come back as such, with the loopback's numbers."""
     for dtype in ("float16", "float64"):
         for method in ("none", "topk", "scalecom", "fp16", "bf16", "gtopk", "qsgd"):
-            if door.dear and method in ("bf16", "gtopk", "qsgd"):
+            if door.expensive and method in ("bf16", "gtopk", "qsgd"):
                 continue
             assert_all(door, compare(door, method, {}, steps=2, dtype=dtype))
 
@@ -47,7 +47,7 @@ def bfloat16_goes_through(door: Any) -> None:
 @promise()
 def odd_shapes_go_through(door: Any) -> None:
     """No elements, one, no dimensions, a prime number of elements: nothing is too odd for any method."""
-    for method in ("none", "topk", "scalecom", "qsgd", "fft") if door.dear else METHODS:
+    for method in ("none", "topk", "scalecom", "qsgd", "fft") if door.expensive else METHODS:
         assert_all(door, compare(door, method, {"min_elements": 0}, steps=2, shapes=ODD_SHAPES))
 
 
@@ -98,7 +98,7 @@ def the_loss_scale_may_change(door: Any) -> None:
 @promise()
 def a_nan_on_one_rank_undoes_its_tensor(door: Any) -> None:
     """A NaN or an Inf on one rank: that tensor is NaN on every rank, and later steps are as if it had not been."""
-    for method in ("none", "topk", "scalecom", "dgc", "gradiveq") if door.dear else METHODS:
+    for method in ("none", "topk", "scalecom", "dgc", "gradiveq") if door.expensive else METHODS:
         _with_bad_steps(door, method, ["a"])
 
 

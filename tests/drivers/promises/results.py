@@ -19,7 +19,7 @@ SUBJECT = "Results"
 
 @dataclass
 class Expected:
-    """What the loopback makes of a few steps' gradients; small enough to be sent to other ranks."""
+    """What the loopback returns for a few steps' gradients; small enough to be sent to other ranks."""
 
     results: list[dict]  #: in each step, the same on every rank
     residuals: list[dict]  #: of each rank
@@ -80,7 +80,7 @@ def compare(
 
 
 def with_overhead(sent: dict[str, int], handle: Any, steps: int) -> dict[str, int]:
-    """The loopback's bytes of each tensor, and what the driver sends beside them."""
+    """The loopback's bytes of each tensor, and what the driver sends besides them."""
     total = Counter(sent) + Counter(handle.overhead(steps))
     return {name: num_bytes for name, num_bytes in total.items() if num_bytes}
 
@@ -164,7 +164,7 @@ def ranks_get_the_same_bits(door: Any) -> None:
 @promise()
 def sums_are_the_loopbacks(door: Any) -> None:
     """A sum over ranks, where an average is not wanted."""
-    for method in ("none", "topk", "scalecom", "fp16") if door.dear else METHODS:
+    for method in ("none", "topk", "scalecom", "fp16") if door.expensive else METHODS:
         assert_all(door, compare(door, method, METHODS[method], steps=3, op="sum"))
 
 
@@ -192,7 +192,7 @@ def buckets_join_small_tensors(door: Any) -> None:
 @promise()
 def joining_unasked_changes_nothing(door: Any) -> None:
     """Where a driver joins tensors unasked, each gets what it gets alone, and keeps what it keeps alone."""
-    for method, given in METHODS.items() if not door.dear else (("topk", {}), ("qsgd", {}), ("powersgd", {})):
+    for method, given in METHODS.items() if not door.expensive else (("topk", {}), ("qsgd", {}), ("powersgd", {})):
         settings = {**given, "min_elements": 1}
         tolerance = door.tolerance(method, settings)
         handle, alone = (
@@ -217,7 +217,7 @@ def one_threshold_for_all_tensors(door: Any) -> None:
 @promise()
 def many_tensors_in_any_order(door: Any) -> None:
     """Many gradients that come in another order on every rank meet their own."""
-    shapes = {f"w{number:02d}": (40, 41 + number) for number in range(12 if door.dear else 40)}
+    shapes = {f"w{number:02d}": (40, 41 + number) for number in range(12 if door.expensive else 40)}
     order = list(np.random.default_rng(door.rank).permutation(list(shapes)))
     assert_all(door, compare(door, "scalecom", {"density": 0.02}, 3, shapes=shapes, order=order))
 

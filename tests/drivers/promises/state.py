@@ -22,7 +22,7 @@ KINDS = ("none", "topk", "scalecom", "dgc", "gradiveq", "powersgd", "fft")  # a 
 def state_is_restored_to_the_bit(door: Any) -> None:
     """Training goes on from a saved state, to the bit of two ranks: from ``state_dict()`` or files, in a new Compressor
     or one that was used, for every kind of state."""
-    for method, settings in {m: METHODS[m] for m in KINDS}.items() if door.dear else METHODS.items():
+    for method, settings in {m: METHODS[m] for m in KINDS}.items() if door.expensive else METHODS.items():
         tolerance = door.again(method, settings)
         if tolerance is None:
             continue

@@ -73,7 +73,7 @@ _OWN_GRAPHS = "each gradient has a graph of its own"
 _ONE_OBJECT = "one object holds all ranks"
 _LIKE_PARAMETERS = "gradients are made by the framework, like what they are of"
 _AVERAGES = "DDP averages, and does nothing else"
-_PROBE = "ranks tell each other no more than fits into a probe beside each tensor"
+_PROBE = "ranks tell each other no more than fits into a probe with each tensor"
 
 EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     ("loopback", "bfloat16_goes_through"): Exempt("numpy has no bfloat16"),

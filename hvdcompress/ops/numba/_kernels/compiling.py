@@ -17,7 +17,7 @@ def compiled(function: Any, **options: Any) -> Any:
     """Compile ``function`` when it is first called; the result is kept on disk, for all ranks and later runs."""
     try:
         return njit(function, cache=True, nogil=True, **options)
-    except RuntimeError:  # neither beside the kernel's file nor in the user's cache can anything be written
+    except RuntimeError:  # neither next to the kernel's file nor in the user's cache can anything be written
         return njit(function, nogil=True, **options)
 
 

@@ -1,0 +1,55 @@
+"""Settings of the documentation site: Sphinx, furo, MyST. ``launch/docs.sh`` builds it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import nav  # noqa: E402
+
+import hvdcompress  # noqa: E402
+
+project = "hvdcompress"
+copyright = "the hvdcompress developers"
+version = release = hvdcompress.__version__
+extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = [f"{name}.md" for name in nav.PARTS]
+source_suffix = {".md": "markdown"}
+suppress_warnings = ["myst.header"]  # pages are one heading and its parts; generated ones may skip a level
+
+html_theme = "furo"
+html_title = "hvdcompress"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": False}
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# The reference is read from the docstrings; no framework is needed for that.
+FRAMEWORKS = "torch horovod tensorflow keras tf_keras mpi4py triton lightning accelerate transformers"
+autodoc_mock_imports = FRAMEWORKS.split()
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_default_options = {"members": True}
+napoleon_numpy_docstring = False
+default_role = "code"
+
+
+def setup(app):  # noqa: D103
+    app.connect("source-read", _navigation)
+
+
+def _navigation(app, page, source):
+    """Put the navigation of nav.py at the end of the pages that have some."""
+    source[0] += "\n\n" + nav.toctree(page) + "\n"

@@ -1,0 +1,91 @@
+"""The site's navigation: all pages in the order in which a person asks, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+NAV: dict[str, list[str]] = {
+    "Start": ["quickstart", "advise"],
+    "Guides": [
+        "guides/pytorch",
+        "ddp",
+        "tensorflow",
+        "guides/mpi",
+        "guides/checkpoints",
+        "reliability",
+        "guides/plans",
+    ],
+    "Methods": ["methods/README", "methods/*"],
+    "Evidence": [
+        "papers/README",
+        "papers/*",
+        "results",
+        "quickstart-table",
+        "one-exchange",
+        "formats",
+        "bench",
+        "bench/*",
+        "scale",
+        "codec-benchmark",
+        "ops-benchmark",
+    ],
+    "Run and extend": ["launch", "cli", "guides/new-method"],
+    "Reference": [
+        "reference",
+        "sharp-bits",
+        "promises",
+        "architecture",
+        "drivers",
+        "backends",
+        "decisions",
+        "changelog",
+    ],
+}
+#: pages that may be absent: the navigation leaves them out until they are there
+OPTIONAL = {"reliability"}
+#: files of docs/ that are parts of generated pages, and no pages
+PARTS = {"bench_notes", "scale_notes"}
+
+
+def pages() -> dict[str, dict[str, list[str]]]:
+    """The pages that there are: by caption, each with those below it, which the pattern after it finds.
+
+    Raises:
+        FileNotFoundError: a page that is not optional is absent.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    listed = {name for names in NAV.values() for name in names}
+    for caption, names in NAV.items():
+        here = found[caption] = {}
+        for name in names:
+            if name.endswith("/*"):
+                here[list(here)[-1]] = sorted(set(_folder(name[:-2])) - listed)
+            elif (DOCS / f"{name}.md").exists():
+                here[name] = []
+            elif name not in OPTIONAL:
+                raise FileNotFoundError(f"docs/nav.py lists {name}, and docs/{name}.md is not there")
+    return found
+
+
+def every() -> set[str]:
+    """All pages, the first one included."""
+    return {"index"} | {name for tree in pages().values() for page, below in tree.items() for name in (page, *below)}
+
+
+def _folder(name: str) -> Iterator[str]:
+    for file in (DOCS / name).glob("*.md"):
+        yield f"{name}/{file.stem}"
+
+
+def toctree(page: str) -> str:
+    """What goes to the end of a page, in MyST's Markdown: the captions' trees, or the pages below it."""
+    if page == "index":
+        return "\n\n".join(_tree(list(tree), caption) for caption, tree in pages().items())
+    below = next((tree[page] for tree in pages().values() if tree.get(page)), [])
+    return _tree([f"/{name}" for name in below]) if below else ""
+
+
+def _tree(names: list[str], caption: str = "") -> str:
+    return "\n".join(["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *names, "```"])

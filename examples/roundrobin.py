@@ -1,0 +1,43 @@
+"""A method of one's own: every rank sends the same piece of the gradient, and the next step sends the next piece.
+
+python examples/roundrobin.py    # runs the conformance suite on it
+"""
+
+import numpy as np
+
+from hvdcompress.method import AllReduce, Count, FeedbackName, Method, Reduced, Sparse, method
+from hvdcompress.testing import check_method
+
+
+@method
+class RoundRobin(Method):
+    """Sends one of ``pieces`` equal pieces in each step, in turn."""
+
+    paper = "an example"
+    sends = "n/pieces values, summed; no index"
+    sparse = True  # some elements are sent, exactly; the others are left out
+    needs_feedback = True  # without a residual most of each gradient would be lost
+
+    pieces: Count = 4
+    """Number of pieces that a gradient is cut into."""
+    feedback: FeedbackName = "plain"
+
+    def length(self, n: int) -> int:
+        """Return the number of elements of a piece."""
+        return -(-n // self.pieces)
+
+    def num_bytes(self, spec, world):
+        return 4 * self.length(spec.size)
+
+    def exchange(self, x, state, ctx, ops):
+        k = self.length(ctx.spec.size)
+        start = min(ctx.step % self.pieces * k, ctx.spec.size - k)  # the last piece ends where the gradient ends
+        index = ops.asarray(np.arange(start, start + k, dtype=np.int32), like=x)
+        kept = ops.take(x, index)
+        total = yield AllReduce(kept)  # the network's turn: the sum over ranks comes back
+        return Reduced(total=Sparse(index, total), own=Sparse(index, kept) if ctx.needs_own else None)
+
+
+if __name__ == "__main__":
+    check_method(RoundRobin(pieces=3))
+    print("every check passed")

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Usage: launch/docs.sh [--help]
+#
+# Builds the documentation site in build/site/: open build/site/index.html. The first time it makes build/docs-venv/ with
+# Sphinx and the numpy core (about a minute); no framework is needed. Nothing that the site shows comes from the net.
+# A dead link, a page that docs/nav.py lacks, or a docstring that cannot be read is an error.
+#
+# Environment:
+#   PYTHON    interpreter to build with, 3.11 to 3.13 (default: python3)
+
+set -euo pipefail
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
+case ${1:-} in
+    -h | --help) usage; exit ;;
+    "") ;;
+    *) die "docs.sh: unknown argument $1; see $0 --help" ;;
+esac
+
+cd "$ROOT"
+venv=build/docs-venv
+stamp=$venv/made-of
+digest=$(cat docs/requirements.txt setup.cfg | sha256sum)
+if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]]; then
+    say "Making $venv …"
+    "${PYTHON:-python3}" -m venv --clear "$venv"
+    "$venv/bin/pip" install -q --disable-pip-version-check -r docs/requirements.txt -e ".[report]"
+    echo "$digest" >"$stamp"
+fi
+"$venv/bin/python" -m sphinx -W --keep-going -q -b html docs build/site
+say "Built build/site/index.html"

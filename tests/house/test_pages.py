@@ -1,0 +1,154 @@
+"""The documentation: links lead somewhere, examples run, public names are described, pages are short."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
+
+import nav
+from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, words, wrong_names
+
+PUBLIC = (
+    "hvdcompress",
+    "hvdcompress.loopback",
+    "hvdcompress.torch",
+    "hvdcompress.ddp",
+    "hvdcompress.tensorflow",
+    "hvdcompress.keras",
+    "hvdcompress.mpi",
+    "hvdcompress.method",
+    "hvdcompress.testing",
+)
+# Pages whose examples need a launch of several ranks and a framework; the scripts in examples/ that they show are run.
+LAUNCHED = {"ddp.md", "tensorflow.md", "pytorch.md", "mpi.md", "advise.md", "reliability.md"}
+# Longer pages, each with the reason.
+LONG = {
+    "fft.md": "a report that `hvdcompress reproduce` writes: a verdict per claim, with its numbers in sentences",
+    "gradiveq.md": "likewise",
+    "CHANGELOG.md": "grows with every release",
+}
+PAGES = [str(page.relative_to(ROOT)) for page in pages()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert not list(dead_links(ROOT / page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page: str) -> None:
+    file = ROOT / page
+    long = file.name in LONG and (file.parent.name == "papers" or file.parent == ROOT)
+    assert words(file) <= MOST_WORDS or long
+
+
+def test_the_readme_is_two_screens() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130 and len(text.split()) <= 950
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    there = {str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").rglob("*.md")}
+    assert there - nav.every() - nav.PARTS == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run_examples(page, (ROOT / page).read_text())
+
+
+def run_examples(page: str, text: str) -> None:
+    """Run a page's blocks one after another, as a reader would paste them."""
+    names: dict[str, object] = {"__name__": "example"}
+    for code, fragment in blocks(text, "python"):
+        assert not list(wrong_names(code))
+        if fragment or Path(page).name in LAUNCHED or "@method" in code:  # a method must be in a file: examples/
+            compile(code, page, "exec")
+        else:
+            exec(compile(code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_plans_load(page: str) -> None:
+    import hvdcompress
+
+    for text, fragment in blocks((ROOT / page).read_text(), "yaml"):
+        if not fragment and "method" in (given := yaml.safe_load(text)):
+            hvdcompress.load(given)
+
+
+def test_the_method_of_ones_own_passes_the_suite() -> None:
+    """examples/roundrobin.py, the worked example of "Write your own method"."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from roundrobin import RoundRobin
+
+    from hvdcompress.testing import check_method
+
+    check_method(RoundRobin(pieces=3), worlds=(1, 2, 3), sizes=(1, 50))
+
+
+def test_public_names_are_documented() -> None:
+    assert not list(undocumented(PUBLIC, (ROOT / "docs" / "reference.md").read_text()))
+
+
+class TestTheChecksNotice:
+    """Each check on a page that is wrong."""
+
+    @pytest.fixture
+    def page(self, tmp_path: Path) -> Path:
+        file = tmp_path / "page.md"
+        file.write_text("# A page\n\n## Part one\n")
+        return file
+
+    @pytest.mark.parametrize("target", ["gone.md", "#part-two", "page.md#part-two"])
+    def test_a_dead_link(self, page: Path, target: str) -> None:
+        page.write_text(f"{page.read_text()}[x]({target})\n")
+        assert len(list(dead_links(page))) == 1
+        page.write_text(page.read_text().replace(target, "page.md#part-one"))
+        assert not list(dead_links(page))
+
+    def test_a_long_page(self, page: Path) -> None:
+        page.write_text("word " * (MOST_WORDS + 1))
+        assert words(page) > MOST_WORDS
+        page.write_text("<details>\n" + "word " * (MOST_WORDS + 1) + "\n</details>\n\n| " + "word " * 99 + "|\n")
+        assert words(page) == 0
+
+    @pytest.mark.parametrize("code", ["from hvdcompress.torch import Compresor", "from hvdcompress.pytorch import x"])
+    def test_a_wrong_import(self, code: str) -> None:
+        assert len(list(wrong_names(code))) == 1
+        assert not list(wrong_names("from hvdcompress.torch import Compressor\nfrom hvdcompress import ddp"))
+
+    def test_an_example_that_fails(self) -> None:
+        text = "```python\nx = 1\n```\n\nthen\n```python\nassert x == 2\n```\n"
+        with pytest.raises(AssertionError):
+            run_examples("page.md", text)
+        run_examples("page.md", text.replace("then", "<!-- a fragment: of a longer one -->"))
+        with pytest.raises(SyntaxError):
+            run_examples("page.md", text.replace("then", "<!-- a fragment: -->").replace("assert x", "assert x x"))
+
+    def test_a_plan_with_a_wrong_key(self) -> None:
+        import hvdcompress
+
+        ((text, _),) = blocks("```yaml\nmethod: topk\ndensitty: 0.1\n```\n", "yaml")
+        with pytest.raises(ValueError, match="densitty"):
+            hvdcompress.load(yaml.safe_load(text))
+
+    def test_an_undocumented_name(self) -> None:
+        reference = (ROOT / "docs" / "reference.md").read_text()
+        without = reference.replace(".. autoclass:: hvdcompress.method.Slot\n   :members:\n", "")
+        assert list(undocumented(PUBLIC, without)) == ["docs/reference.md lacks hvdcompress.method.Slot"]
+
+    def test_a_name_without_a_docstring(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "hvdcompress"
+        folder.mkdir()
+        (folder / "__init__.py").write_text('from hvdcompress.inner import bare\n__all__ = ["bare"]\n')
+        (folder / "inner.py").write_text("def bare():\n    return 1\n")
+        monkeypatch.setattr("pages.ROOT", tmp_path)
+        assert list(undocumented(["hvdcompress"], "hvdcompress.bare")) == ["hvdcompress.bare has no docstring"]
