@@ -45,8 +45,8 @@ def _train(case: Case, training: Training, injector: Injector, folder: Path) -> 
         with injector.in_step(step):
             try:
                 reduced = training.reduce(gradients)
-            except Exception:
-                if not case.catches:
+            except Exception as error:
+                if not case.catches or isinstance(error, training.lost):
                     raise
                 continue
             if not all(np.isfinite(array).all() for array in reduced.values()):

@@ -35,6 +35,7 @@ class Training(ABC):
     rank: int
     world: int
     compressor: Any
+    lost: tuple[type[Exception], ...] = ()  #: errors after which no step can succeed, as a peer is gone
 
     @abstractmethod
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
@@ -135,8 +136,11 @@ class Ddp(_Torch):
 
         import torch.distributed as dist
 
+        from hvdcompress import ddp
+
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.lost = (ddp.PeerLost,)
 
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
         """As :class:`Training` says."""
