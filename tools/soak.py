@@ -35,8 +35,8 @@ SHAPES = {"w": (48, 64), "conv": (16, 8, 3, 3), "b": (64,)}
 POOL = 16  #: steps after which the gradients come again
 SAMPLES = 200  #: of memory and residuals
 GROWTH = 1 << 20  #: bytes in a run from which memory counts as growing, beyond twice its error
-LARGEST = 200.0  #: gradients' norms in a residual: 1/density steps, and again as much
-SLOWER = 1.5  #: the last third against the first: other processes share the machine
+GROWN = 1.5  #: residuals in the last quarter against the second: they have come to where they stay
+SLOWER = 1.5  #: the last third's quickest tenth against the first's: other processes share the machine
 
 
 def soak(method: str, steps: int) -> dict[str, Any]:
@@ -48,21 +48,21 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     ]
     norm = statistics.mean(float(np.linalg.norm(one["w"])) for ranks in drawn for one in ranks)
     process, every = psutil.Process(), max(1, steps // SAMPLES)
-    samples, times, residuals, equal = [], np.zeros(steps), [], True
+    samples, times, equal = np.zeros((-(-steps // every), 3)), np.zeros(steps), True
     for step in range(steps):
         began = time.perf_counter()
         outs = net.allreduce_many(drawn[step % POOL])
         times[step] = time.perf_counter() - began
         equal &= all(outs[0][name].tobytes() == outs[1][name].tobytes() for name in SHAPES)
         if step % every == 0:
-            samples.append((step, process.memory_info().rss))
-            residuals.append(float(np.linalg.norm(net.residual("w", 0))) / norm)
-    late = np.array([sample for sample in samples if sample[0] >= steps / 4], float)
+            samples[step // every] = step, process.memory_info().rss, np.linalg.norm(net.residual("w", 0)) / norm
+    late, residuals, quarter = samples[len(samples) // 4 :], samples[:, 2], len(samples) // 4
     slope, error = line(late[:, 0], late[:, 1])
-    first, last = np.median(times[steps // 10 : steps // 3]), np.median(times[-steps // 3 :])
+    first, last = np.quantile(times[steps // 10 : steps // 3], 0.1), np.quantile(times[-steps // 3 :], 0.1)
     return {
-        "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error, "residual": max(residuals),
-        "residual_late": statistics.mean(residuals[-len(residuals) // 4 :]), "first": float(first), "last": float(last),
+        "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error, "residual": float(residuals.max()),
+        "residual_early": float(residuals[quarter : 2 * quarter].mean()),
+        "residual_late": float(residuals[-quarter:].mean()), "first": float(first), "last": float(last),
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def wrong(row: dict[str, Any]) -> str:
     found = {
         "ranks differ": not row["equal"],
         "memory grows": grown * row["steps"] > GROWTH,
-        "the residual is not bounded": not row["residual"] < LARGEST,
+        "the residual grows": not row["residual_late"] <= GROWN * row["residual_early"],
         "steps become slower": row["last"] > SLOWER * row["first"],
     }
     return ", ".join(what for what, true in found.items() if true)

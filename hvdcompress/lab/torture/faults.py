@@ -115,7 +115,7 @@ class Case:
     @property
     def can_end(self) -> bool:
         """Whether the training may end with an error."""
-        return bool(FAULTS[self.fault].ends) and not (self.catches and FAULTS[self.fault].recovers)
+        return bool(FAULTS[self.fault].ends) and not (self.catches and self.can_recover)
 
     @property
     def pause(self) -> float:
