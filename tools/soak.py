@@ -62,7 +62,8 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     return {
         "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error, "residual": float(residuals.max()),
         "residual_early": float(residuals[quarter : 2 * quarter].mean()),
-        "residual_late": float(residuals[-quarter:].mean()), "first": float(first), "last": float(last),
+        "residual_late": float(residuals[-quarter:].mean()),
+        "first": float(first), "last": float(last),
     }  # fmt: skip
 
 
