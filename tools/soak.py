@@ -60,7 +60,8 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     slope, error = line(late[:, 0], late[:, 1])
     first, last = np.quantile(times[steps // 10 : steps // 3], 0.1), np.quantile(times[-steps // 3 :], 0.1)
     return {
-        "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error, "residual": float(residuals.max()),
+        "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error,
+        "residual": float(residuals.max()),
         "residual_early": float(residuals[quarter : 2 * quarter].mean()),
         "residual_late": float(residuals[-quarter:].mean()),
         "first": float(first), "last": float(last),
