@@ -44,17 +44,15 @@ NAV: dict[str, list[str]] = {
         "changelog",
     ],
 }
-#: pages that may be absent: the navigation leaves them out until they are there
-OPTIONAL = {"reliability"}
 #: files of docs/ that are parts of generated pages, and no pages
-PARTS = {"bench_notes", "scale_notes"}
+PARTS = {"bench_notes", "reliability_notes", "scale_notes"}
 
 
 def pages() -> dict[str, dict[str, list[str]]]:
     """The pages that there are: by caption, each with those below it, which the pattern after it finds.
 
     Raises:
-        FileNotFoundError: a page that is not optional is absent.
+        FileNotFoundError: a page is absent.
     """
     found: dict[str, dict[str, list[str]]] = {}
     listed = {name for names in NAV.values() for name in names}
@@ -65,7 +63,7 @@ def pages() -> dict[str, dict[str, list[str]]]:
                 here[list(here)[-1]] = sorted(set(_folder(name[:-2])) - listed)
             elif (DOCS / f"{name}.md").exists():
                 here[name] = []
-            elif name not in OPTIONAL:
+            else:
                 raise FileNotFoundError(f"docs/nav.py lists {name}, and docs/{name}.md is not there")
     return found
 

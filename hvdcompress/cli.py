@@ -14,7 +14,7 @@ import typer
 from typer.completion import completion_init
 from typer.core import TyperGroup
 
-from hvdcompress.lab.commands import advise, bench, comparing, files, looking, papers, training
+from hvdcompress.lab.commands import advise, bench, chaos, comparing, files, looking, papers, training
 from hvdcompress.lab.commands.shared import fail
 
 DEBUG = "--debug"
@@ -159,6 +159,10 @@ app.command(
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress doctor", "hvdcompress doctor --format json"))(
     looking.doctor
 )
+app.command(
+    rich_help_panel=LOOK,
+    epilog=examples("hvdcompress torture --door mpi,ddp --faults 22", "hvdcompress torture --door ddp --only killed"),
+)(chaos.torture)
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress new-method my_topk --folder my_topk"))(files.new_method)
 app.command(
     rich_help_panel=LOOK,

@@ -22,7 +22,7 @@ with suppress(ImportError):  # before TensorFlow, after which it cannot be impor
     import triton  # noqa: F401
 
 # tests/mutations/ runs other tests again, with the library broken: it imports them by name
-for folder in ("methods", "parts", "engine", "ops", "lab"):
+for folder in ("methods", "parts", "engine", "ops", "lab", "fuzz"):
     sys.path.insert(0, str(Path(__file__).resolve().parent / folder))
 
 # No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.

@@ -46,6 +46,7 @@ from hvdcompress.ops.vectors import FP32_MAX, Fields
 from hvdcompress.parts import seed
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
+from hvdcompress.parts.wire import WireError
 
 WHOLE = 1 << 62  # bucket size: one bucket for any tensor
 BITS = 2  # bits per ternary: its sign, and whether it is 0
@@ -84,6 +85,8 @@ class TernaryCodec(StochasticCodec):
     def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
         found, edge = ops.look(x, SPREAD), self._edge(len(x))
+        if not found.finite:  # gradients are finite, so these are sums of shards that came
+            raise WireError("the sum of the shards received has an Inf or a NaN: one is damaged, or it is too large")
         scaler = scaler_of(x, found, limit_of(found, self.clip_factor), ops)
         out[:edge] = ops.to_bytes(scaler)
         ops.quantize(x, scaler, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # |x| > scaler counts as it

@@ -119,6 +119,9 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
 
     Returns:
         The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False; neither is decoded yet.
+
+    Raises:
+        WireError: a shard that came has not the bytes of one.
     """
     n, shard = len(x), -(-len(x) // ctx.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
@@ -132,6 +135,8 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
             ops.fill(out[edge:], 0)
 
     def read(piece: Array, count: int) -> Any:
+        if len(piece) != width:  # they have no header; networks that gather unequal lengths bring what peers sent
+            raise wire.WireError(f"received a shard of {len(piece)} bytes, expected {width}")
         return codec.coded(piece[: codec.num_bytes(count)], count, ops)
 
     payload = ctx.buffer(f"shards.{stream}", width * ctx.world, "uint8", ops, x)

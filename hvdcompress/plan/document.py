@@ -55,13 +55,13 @@ class Document:
         try:
             text = Path(source).read_text(encoding="utf-8")
             _refuse_unwritten(text, file)
-            root, value = yaml.compose(text), yaml.safe_load(text)
+            keys, value = list(_walk(yaml.compose(text), ())), yaml.safe_load(text)
         except PlanError:
             raise
         except (yaml.YAMLError, ValueError) as error:  # such as a date that there is not
             raise PlanError(f"{file}: is not valid YAML: {error}") from None
         lines: dict[Path_, int] = {}
-        for path, line in _walk(root, ()):
+        for path, line in keys:
             if path in lines:
                 raise PlanError(f"{file}, line {line}: {path[-1]} is given a second time (first in line {lines[path]})")
             lines[path] = line

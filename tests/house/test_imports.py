@@ -31,7 +31,7 @@ FLOORS: list[set[str]] = [
     {"keras", "integrations"},
     {"testing", "lab", "lab/nets", "lab/configfile", "lab/cluster"},
     {"lab/output"},
-    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/skeleton", "lab/training"},
+    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/skeleton", "lab/training", "lab/torture"},
     {"lab/bench"},
     {"lab/scale"},
     {"lab/advise"},

@@ -1,0 +1,1 @@
+"""Chaos: short trainings, each with one fault on purpose, and what came of them."""

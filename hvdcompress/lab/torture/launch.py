@@ -1,0 +1,93 @@
+"""Launch a case as a user would, and watch its processes until they have ended, or should have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdcompress.lab.cluster import launcher
+from hvdcompress.lab.torture.faults import Case
+
+__all__ = ["PATIENCE", "Launched", "launch"]
+
+PATIENCE = 15.0  #: seconds from the fault in which a launch must have ended
+STARTING = 120.0  #: seconds that ranks may take to come to the fault
+LEAVING = 5.0  #: seconds that processes may outlive their launcher
+MODULE = "hvdcompress.lab.torture.rank"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What was seen of a launch from outside.
+
+    Attributes:
+        status: the launcher's exit status; None if it had to be ended.
+        fired: whether the fault came.
+        seconds: from the fault to the launcher's end.
+        left: processes that outlived the launcher, as text.
+    """
+
+    status: int | None
+    fired: bool
+    seconds: float
+    left: tuple[str, ...]
+
+
+def line(case: Case, folder: Path) -> list[str]:
+    """The command line of a case's launcher.
+
+    Raises:
+        LaunchError: the launcher is not installed.
+    """
+    ranks, program = str(case.ranks), ("-m", MODULE, str(folder))
+    if case.door == "mpi":
+        mpirun = shutil.which("mpirun")
+        if mpirun is None:
+            raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --door")
+        # mpi4py's runner ends all ranks when one ends by an exception
+        return [mpirun, "--oversubscribe", "-bind-to", "none", "-np", ranks, sys.executable, "-m", "mpi4py", *program]
+    if case.door == "ddp":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *program]
+    return launcher.command(case.ranks, "mpi", *program)
+
+
+def launch(case: Case, folder: Path) -> Launched:
+    """Run a case in an empty folder.
+
+    Raises:
+        LaunchError: its launcher is not installed.
+    """
+    case.write(folder)
+    fault: dict[str, float] = {}
+    with launcher.Ranks(line(case, folder.resolve()), case.ranks, folder / "log.txt") as running:
+        deadline, stopped = time.monotonic() + STARTING, case.fault == "paused"
+        while (status := running.process.poll()) is None and time.monotonic() < deadline:
+            if not fault and (fault := _read(folder / "fault.json")):
+                deadline = fault["time"] + case.pause + PATIENCE
+            if fault and stopped and time.monotonic() > fault["time"] + case.seconds:
+                stopped = False
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(fault["pid"]), signal.SIGCONT)
+            time.sleep(0.05)
+        ended, fault = time.monotonic(), fault or _read(folder / "fault.json")
+        left = () if status is None else _left(running)
+    return Launched(status, bool(fault), ended - fault.get("time", ended), left)
+
+
+def _read(file: Path) -> dict[str, float]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _left(running: launcher.Ranks) -> tuple[str, ...]:
+    """What outlives the launcher for longer than it takes to leave."""
+    deadline = time.monotonic() + LEAVING
+    while (alive := running.alive()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return tuple(str(process) for process in alive)

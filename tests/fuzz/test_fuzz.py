@@ -1,0 +1,88 @@
+"""Bytes from elsewhere: everything that reads them takes them, or refuses them by name, whatever they are.
+
+The corpus is what ``fuzz.py`` and ``guided.py`` kept: inputs with outcomes of their own, and those that once showed a
+fault.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from decoders import ELEMENTS, decoders
+from fuzz import CORPUS, Run, kept
+from mutate import mutation
+
+HERE = Path(__file__).parent
+MUTATIONS = 40  #: of each decoder, beside the corpus
+BYTES = 64 * 4 * ELEMENTS  #: what a decoder may allocate: some copies of the tensor, of files' and of texts of errors
+
+
+def test_valid_inputs_are_taken() -> None:
+    for decoder in decoders().values():
+        assert {decoder.outcome(data) for data in decoder.valid} == {"taken"}, decoder.name
+
+
+def test_the_corpus_is_of_decoders_that_there_are() -> None:
+    names = {folder.name for folder in CORPUS.iterdir()}
+    assert names and names <= decoders().keys(), names - decoders().keys()
+
+
+def test_the_corpus_is_taken_or_refused() -> None:
+    for decoder in decoders().values():
+        for data in kept(decoder.name):
+            decoder.outcome(data)
+
+
+def test_mutations_are_taken_or_refused() -> None:
+    seen = set()
+    for decoder in decoders().values():
+        run = Run(decoder, seed=1)
+        for _ in range(MUTATIONS):
+            run.next()
+        seen |= run.outcomes
+    assert {outcome.partition(":")[0] for outcome in seen} >= {"taken", "WireError", "PlanError", "ValueError"}
+
+
+def test_a_mutation_is_its_numbers() -> None:
+    inputs = [b"HC" + bytes(60), b"name: x\n"]
+    again = [mutation("one", 3, number, inputs) for number in range(200)]
+    assert again == [mutation("one", 3, number, inputs) for number in range(200)]
+    assert len(set(again)) > 100 and again != [mutation("one", 4, number, inputs) for number in range(200)]
+
+
+@pytest.mark.parametrize("name", ["wire-split", "checkpoint-bytes", "checkpoint-folder"])
+def test_memory_does_not_follow_what_headers_say(name: str) -> None:
+    run = Run(decoders()[name], seed=2)
+    for _ in range(300):
+        tracemalloc.start()
+        try:
+            run.next()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < BYTES + 8 * len(run.data), f"{peak} bytes for {run.data!r:.200}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_kernels_stay_in_bounds(tmp_path: Path) -> None:
+    """The same with bounds checking compiled in, which makes an IndexError of every access outside of an array."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from decoders import decoders\n"
+        "from fuzz import Run, kept\n"
+        "for name, decoder in decoders().items():\n"
+        "    run = Run(decoder, seed=3)\n"
+        "    for _ in range(20 * name.startswith('method-')):\n"
+        "        run.next()\n"
+        "print('done', len(decoders()))\n"
+    )
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    line = [sys.executable, "-c", code, str(HERE)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=850, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith("done "), done.stderr[-4000:]
