@@ -21,7 +21,7 @@ from hvdcompress.registry import suggest
 
 __all__ = ["BESIDE", "Bench", "Contender", "Turn", "read_turns"]
 
-Over = Literal["ring", "mpi", "gloo", "mpi4py"]
+Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
 BESIDE = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
 BESIDE += ("powersgd ddp",)
@@ -75,7 +75,8 @@ class Entry(MethodEntry):
     """A method, as experiments have it, and how it is measured."""
 
     over: Over = "ring"
-    """Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo; or the MPI driver, with MPI's ring."""
+    """Horovod over MPI's ring, over MPI as Open MPI likes it, or over gloo; PyTorch's DDP over gloo, where tensors are
+    called all.0, all.1, …; or the MPI driver, with MPI's ring."""
     warm_up: int = Field(3, ge=1)
     """Steps before the first that is measured."""
     alone: int = Field(0, ge=0)
@@ -164,6 +165,8 @@ class Bench(ConfigFile):
         for at, entry in enumerate(self.methods):
             if "train" in entry.settings:
                 raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
+            if entry.over == "ddp" and entry.alone:
+                raise self.error(("methods", at, "alone"), "not over ddp: remove the key")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             try:

@@ -1,7 +1,7 @@
 """The contenders of a benchmark: ways to reduce the gradients of a set.
 
-A method behind the stock ``hvd.DistributedOptimizer``, that optimizer alone, PyTorch's DDP, or the MPI driver on numpy
-arrays. The first three get their gradients from a backward pass that does nothing but hand out prepared ones.
+A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
+numpy arrays. All but the last get their gradients from a backward pass that does nothing but hand out prepared ones.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Contender(ABC):
         self.rank, self.world = rank, world
         self.ledger = Ledger(world, rank)
         self.splits = True  #: whether its time can be split into codec and waiting
+        self.counts = True  #: whether its ledger has bytes
 
     @abstractmethod
     def prepare(self, gradients: Gradients) -> Callable[[], None]:
@@ -117,20 +118,25 @@ class Timed:
 
 
 class OverDDP(OverTorch):
-    """PyTorch's DistributedDataParallel over gloo, dense or with one of its communication hooks."""
+    """PyTorch's DistributedDataParallel over gloo, dense, with one of its communication hooks, or with a method."""
 
     def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         super().__init__(key, tensors, dist.get_rank(), dist.get_world_size())
-        self.splits = False
+        self.splits, self.counts = False, what["kind"] == "method"
         one_bucket = {"bucket_cap_mb": 1 << 16} if what["kind"] == "powersgd" else {}  # it aborts on gloo with two
         module = Net(self.parameters)
         self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
         self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
-        self.state = None
-        if what["kind"] == "fp16":
+        self.state, self.compressor = None, None
+        if what["kind"] == "method":
+            from hvdcompress import ddp
+
+            self.compressor = ddp.attach(self.module, what["settings"])
+            self.ledger = self.compressor.ledger
+        elif what["kind"] == "fp16":
             self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif what["kind"] == "powersgd":
             self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
@@ -143,11 +149,14 @@ class OverDDP(OverTorch):
             for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
                 kept.clear()
         self.steps += 1
-        self.ledger.begun(self.rank, "all", self.dense)
+        if not self.compressor:
+            self.ledger.begun(self.rank, "all", self.dense)
         return self.module(gradients).backward  # DDP's backward ends when all is reduced
 
     def forget(self) -> None:
-        del self.module, self.state  # buckets and PowerSGD's residuals
+        if self.compressor:
+            self.compressor.close()
+        del self.module, self.state, self.compressor  # buckets and residuals
 
 
 class Net(torch.nn.Module):

@@ -90,7 +90,7 @@ class Exchanges:
             "end": end,
             "dense": ledger.dense_bytes(),
             **(self.clock.spent if contender.splits else {}),
-            **(counted if contender.splits else {}),
+            **(counted if contender.counts else {}),
         }
 
     def check(self, command: dict[str, Any]) -> dict[str, Any]:
