@@ -15,7 +15,7 @@ def save(compressor: Compressor, folder: Path) -> None:
     """Write this rank's state; call it on every rank. Files of another number of ranks, from an earlier run, go."""
     own = compressor.save(folder)
     world = own.stem.rsplit("-", 1)[1]
-    for path in folder.glob("rank-*-of-*.safetensors"):
+    for path in folder.glob("*rank-*-of-*.safetensors"):
         if path.stem.rsplit("-", 1)[1] != world:
             path.unlink(missing_ok=True)  # another rank may be faster
 

@@ -150,7 +150,9 @@ def _quartile(which: str) -> Column[Outcome]:
     def value(row: Outcome) -> float | None:
         return getattr(row.one_exchange, which, None)
 
-    return Column(which, {"low": "quartile 1", "high": "quartile 3"}[which], lambda row: _percent(value(row)), value)
+    return Column(
+        which, {"low": "quartile 1", "high": "quartile 3"}[which], lambda row: _percent(value(row)), value, yields=3
+    )
 
 
 COLUMNS: tuple[Column[Outcome], ...] = (
@@ -168,7 +170,7 @@ COLUMNS: tuple[Column[Outcome], ...] = (
     Column("whole_run", "whole run", lambda row: _percent(row.whole_run), lambda row: row.whole_run),
     Column("num_bytes", "bytes per step", lambda row: numbers.num_bytes(row.num_bytes), lambda row: row.num_bytes, "B"),
     Column("rate", "ratio", lambda row: numbers.rate_of(row.rate), lambda row: row.rate),
-    Column("formula", "bytes by the formula", lambda row: row.formula, align="left", wrap=True),
+    Column("formula", "bytes by the formula", lambda row: row.formula, align="left", wrap=True, yields=4),
 )
 
 

@@ -251,7 +251,8 @@ def test_load_state_dict_takes_all_or_nothing() -> None:
         (lambda s: {**s, "rank": 1}, "rank 1"),
         (lambda s: {**s, "format": 2}, "format 2"),
         (lambda s: {**s, "steps": {**s["steps"], "c": 1}}, "not here: c"),
-        (lambda s: {**s, "state": {"a": s["state"]["a"]}}, "lacks 'residual' of b"),
+        (lambda s: {**s, "state": {"a": s["state"]["a"]}}, "'merge' and 'state' are of different arrays"),
+        (lambda s: {**s, "merge": {"a": s["merge"]["a"]}, "state": {"a": s["state"]["a"]}}, "lacks 'residual' of b"),
         (lambda s: {**s, "state": {**s["state"], "b": {"residual": np.zeros(5, np.float32)}}}, "5"),
     ]:
         with pytest.raises(ValueError, match=words):

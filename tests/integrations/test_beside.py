@@ -30,9 +30,10 @@ def test_files_of_another_number_of_ranks_go(compressor: ddp.Compressor, tmp_pat
     folder = tmp_path / "a" / beside.NAME
     folder.mkdir(parents=True)
     (folder / "rank-1-of-2.safetensors").touch()
+    (folder / "step-3-rank-1-of-2.safetensors").touch()
     (folder / "notes.txt").touch()
     beside.save(compressor, folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "rank-0-of-1.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "step-1-rank-0-of-1.safetensors"]
     kept = compressor.residual("weight")
     compressor.release()
     with warnings.catch_warnings():

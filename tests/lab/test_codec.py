@@ -343,7 +343,7 @@ def test_the_command_measures_in_processes_of_their_own(tmp_path):
     words = ["--method", "topk", "-m", "fp16", "--elements", 5000, "--runs", 1, "--world", 3, "--no-peers"]
     result = invoke("codec", *words, "--format", "json", "--write", page)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.output)
+    (found,) = json.loads(result.output)
     assert [row["method"] for row in found["rows"]] == ["topk", "fp16"]
     assert "One tensor of 70 × 71: 4,970 elements; 3 ranks, cpu" in found["title"]
     assert "| topk |" in page.read_text() and "What a rank computes" in page.read_text()

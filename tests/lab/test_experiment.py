@@ -130,7 +130,7 @@ def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
     torch, train_torch = pytest.importorskip("torch"), pytest.importorskip("hvdcompress.lab.training.train_torch")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 1))
-    trainer, x = SimpleNamespace(model=model, clip="before", clip_norm=bound), torch.randn(16, 20)
+    trainer, x = SimpleNamespace(model=model, task=SimpleNamespace(clip="before", clip_norm=bound)), torch.randn(16, 20)
 
     def loss():
         return model(x).square().mean()
@@ -146,7 +146,7 @@ def test_the_loss_is_scaled_so_that_the_ranks_own_gradient_is_clipped(bound):
     (now * factor).backward()
     for p, wanted in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, wanted, rtol=1e-5, atol=1e-8)
-    trainer.clip = "after"
+    trainer.task.clip = "after"
     assert train_torch.Trainer.clipping(trainer, now) == 1.0
 
 
