@@ -162,6 +162,6 @@ def bad_arguments_are_refused() -> None:
     comp = compressor("topk")
     Model(comp)(everyone(0)[hvd.rank()])
     other = {name: (*shape, 2) for name, shape in SHAPES.items()}
-    refused(ValueError, ["'a'", "(37, 41)", "(37, 41, 2)"], lambda: Model(comp, other)(everyone(0, other)[0]))
+    refused(ValueError, ["serves another model"], lambda: Model(comp, other)(everyone(0, other)[0]))
     model = Model(compressor("topk", loss_scale=0.0))
     refused(IN_A_GRAPH, ["loss_scale"], lambda: model(everyone(0)[hvd.rank()]))

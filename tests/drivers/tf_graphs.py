@@ -26,8 +26,8 @@ def retraces_and_other_functions_share_one_state() -> None:
     for method, settings in (("scalecom", {"density": 0.02}), ("topk", {"density": 0.02, "warmup": {"steps": 2}})):
         comp = compressor(method, **settings)
         model, net = Model(comp), reference(method, **settings)
-        weights = [tf.Variable(tf.zeros(shape)) for shape in SHAPES.values()]
-        traces = []
+        weights = model.variables
+        traces: list[tf.TensorShape] = []
 
         def step(batch, model=model, weights=weights):  # a function of its own
             traces.append(batch.shape)  # noqa: B023

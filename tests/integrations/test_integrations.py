@@ -39,7 +39,8 @@ def train(framework: str, *arguments: Path) -> str:
 
 def residuals(framework: str, checkpoint: Path) -> list[dict[str, np.ndarray]]:
     folder = Path(FRAMEWORKS[framework][3].format(str(checkpoint).removesuffix(".ckpt")))
-    return [load_file(folder / f"rank-{rank}-of-2.safetensors") for rank in range(2)]
+    (step,) = {path.name.split("-")[1] for path in folder.glob("step-*")}
+    return [load_file(folder / f"step-{step}-rank-{rank}-of-2.safetensors") for rank in range(2)]
 
 
 def weights(framework: str, checkpoint: Path) -> dict[str, np.ndarray]:
