@@ -112,7 +112,7 @@ if MPI.COMM_WORLD.rank == 0:
 
 def mpirun(timeout: float) -> Finding:
     """The mpirun that horovodrun will find."""
-    found = shutil.which("mpirun", path=launcher.environment(2)["PATH"])
+    found = launcher.mpirun()
     if not found:
         return Finding("absent", "not found", "pip install 'hvdcompress[mpi]' brings Open MPI; --gloo works without")
     done = subprocess.run(

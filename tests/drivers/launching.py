@@ -14,13 +14,15 @@ SECONDS = 240
 MORE = 60  #: what a test may take beyond its launch
 
 
+def untraced() -> dict[str, str]:
+    """Our environment, without traces of an MPI that we may have been started by, or that runs in this process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}
+
+
 def environment(kind: str, **more: str) -> dict[str, str]:
     """Ranks share two cores: one thread each, and MPI yields while it waits."""
-    ours = dict(os.environ)
-    if kind.startswith(("alone", "mpirun")):  # no traces of an MPI that we may have been started by
-        ours = {name: value for name, value in ours.items() if not name.startswith(("OMPI_", "PMIX_"))}
     return {
-        **ours,
+        **(untraced() if kind.startswith(("alone", "mpirun")) else os.environ),
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
         "OMP_NUM_THREADS": "1",
         "HVDCOMPRESS_THREADS": "1",

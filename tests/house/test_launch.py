@@ -76,7 +76,6 @@ class MPIJobSpec(Strict):
     """https://github.com/kubeflow/mpi-operator, API v2beta1"""
 
     slotsPerWorker: int = Field(ge=1)
-    sshAuthMountPath: str
     mpiImplementation: Literal["OpenMPI", "Intel", "MPICH"]
     runPolicy: dict[str, str]
     mpiReplicaSpecs: dict[Literal["Launcher", "Worker"], Replicas]

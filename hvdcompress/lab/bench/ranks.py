@@ -82,9 +82,8 @@ class Group:
     def _launch_line(self, words: list[str]) -> list[str]:
         if self.hosts is None or self.name == "gloo":
             return launcher.command(self.ranks, "gloo" if self.name == "gloo" else "mpi", *words, hosts=self.hosts)
-        mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         # what horovodrun would call, after some 7 seconds
-        line = [mpirun or "mpirun", "-np", str(self.ranks), "-H", self.hosts.slots, "-bind-to", "none"]
+        line = [launcher.mpirun() or "mpirun", "-np", str(self.ranks), "-H", self.hosts.slots, "-bind-to", "none"]
         return self.hosts.command(self.hosts.names[0], *line, "-mca", "pml", "ob1", sys.executable, *words)
 
     def _ddp_line(self, rank: int, words: list[str]) -> list[str]:

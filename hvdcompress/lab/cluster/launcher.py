@@ -63,6 +63,16 @@ def horovodrun() -> str:
     return here
 
 
+def search_path() -> str:
+    """Where commands are looked for: in this interpreter's environment first, even if it is not active."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+
+
+def mpirun() -> str | None:
+    """The mpirun that ranks are started with, by horovodrun too; None if there is none."""
+    return shutil.which("mpirun", path=search_path())
+
+
 def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = None) -> list[str]:
     """The command line that runs a Python program on every rank.
 
@@ -89,7 +99,7 @@ def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = No
 def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     """The variables that ranks need in their environment beyond ours."""
     added = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PATH": search_path(),
         "OMP_NUM_THREADS": "1",
         "HVDCOMPRESS_THREADS": os.environ.get("HVDCOMPRESS_THREADS", "1"),
         "TF_CPP_MIN_LOG_LEVEL": "3",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,8 +192,7 @@ def timed(
 
 
 def _run(ranks: int, settings: str, hosts: Hosts | None) -> dict[str, Any]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    words = [shutil.which("mpirun", path=path) or "mpirun", "-np", str(ranks), "-bind-to", "none"]
+    words = [launcher.mpirun() or "mpirun", "-np", str(ranks), "-bind-to", "none"]
     words += ["-H", hosts.slots, "-mca", "pml", "ob1"] if hosts else ["-oversubscribe"]
     words += [sys.executable, "-m", MODULE, settings]
     line = hosts.command(hosts.names[0], *words) if hosts else words

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -78,9 +77,9 @@ def rank_main(rate: float, seconds: float, processors: int) -> None:
 
 def measure(count: int, rate: str, seconds: float) -> list[str]:
     """Measure among so many emulated hosts; lines of JSON, a collective each."""
-    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     with Hosts(count, rate) as hosts:
-        words = [mpirun or "mpirun", "-np", str(count), "-H", hosts.slots, "-bind-to", "none", "-mca", "pml", "ob1"]
+        words = [launcher.mpirun() or "mpirun", "-np", str(count), "-H", hosts.slots]
+        words += ["-bind-to", "none", "-mca", "pml", "ob1"]
         words += [sys.executable, "-m", MODULE, "--rank", str(Rate.parse(rate).slower), "--seconds", str(seconds)]
         words += ["--processors", str(len(os.sched_getaffinity(0)))]  # a host sees but its share of them
         line = hosts.command(hosts.names[0], *words)

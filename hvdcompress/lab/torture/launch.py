@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -46,16 +45,15 @@ def line(case: Case, folder: Path) -> list[str]:
     Raises:
         LaunchError: the launcher is not installed.
     """
-    ranks, program = str(case.ranks), ("-m", MODULE, str(folder))
+    program = ("-m", MODULE, str(folder))
     if case.door == "mpi":
-        mpirun = shutil.which("mpirun")
+        mpirun = launcher.mpirun()
         if mpirun is None:
             raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --door")
         # mpi4py's runner ends all ranks when one ends by an exception
-        return [mpirun, "--oversubscribe", "-bind-to", "none", "-np", ranks, sys.executable, "-m", "mpi4py", *program]
-    if case.door == "ddp":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *program]
-    return launcher.command(case.ranks, "mpi", *program)
+        start = [mpirun, "--oversubscribe", "-bind-to", "none", "-np", str(case.ranks)]
+        return [*start, sys.executable, "-m", "mpi4py", *program]
+    return launcher.command(case.ranks, "ddp" if case.door == "ddp" else "mpi", *program)
 
 
 def launch(case: Case, folder: Path) -> Launched:
