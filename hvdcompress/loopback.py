@@ -229,7 +229,7 @@ class _Medium:
 class _Transport:
     """One rank's end of the medium; a handle is the collective's name."""
 
-    ordered, fuses, broadcasts, unequal = False, False, True, True
+    ordered, broadcasts, unequal = False, True, True
 
     def __init__(self, rank: int, medium: _Medium):
         self.rank, self.world, self.medium = rank, medium.world, medium

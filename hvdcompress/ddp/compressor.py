@@ -24,7 +24,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method
-from hvdcompress.plan import Plan, plan_of
+from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Compressor(TensorCompressor):
             under Horovod has one of the parameters.
     """
 
-    driver = "DistributedDataParallel"
+    driver, grouping = "DistributedDataParallel", IN_ORDER
 
     def __init__(
         self,

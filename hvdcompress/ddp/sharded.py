@@ -30,7 +30,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method
-from hvdcompress.plan import Plan, plan_of
+from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
 ROOT = "(root)"  #: the name of the outermost module's own vector: of what is in no module inside of it
 
@@ -55,7 +55,7 @@ class ShardedCompressor(TensorCompressor):
         ValueError: the plan is wrong, joins tensors, or has ``verify_every``.
     """
 
-    driver = "FSDP"
+    driver, grouping = "FSDP", IN_ORDER
 
     def __init__(
         self,

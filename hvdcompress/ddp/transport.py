@@ -60,7 +60,6 @@ class ProcessGroupTransport:
     """
 
     ordered, broadcasts, unequal = True, False, False
-    fuses = False  # what goes together would depend on DDP's buckets, and on that the order in which ranks are added
 
     def __init__(self, parent: Any, device: torch.device):
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_backend(parent)}"

@@ -3,7 +3,7 @@
 ===========  ===========================================================================
 verb         what is sent
 ===========  ===========================================================================
-all-reduce   as it is; over transports that ask for it, small ones that follow each other as one
+all-reduce   as it is
 all-gather   as it is; over transports that must know lengths, 8 bytes of lengths before it
 all-to-all   as it is
 broadcast    as it is, or as an int32 sum to which the other ranks give zeros
@@ -26,8 +26,6 @@ from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast,
 from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
-
-FUSED = 1 << 15  #: bytes from which an all-reduce goes by itself where transports do not fuse
 
 
 def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
@@ -110,7 +108,7 @@ def by_rank(lengths: Sequence[int], world: int) -> list[int]:
 
 @dataclass(eq=False)
 class Running:
-    """A collective under way, and its result once it is there; several fused verbs share one."""
+    """A collective under way, and its result once it is there."""
 
     handle: Handle
     out: Array | None = None
@@ -121,8 +119,7 @@ class Pending:
     """A verb under way.
 
     Attributes:
-        running: its collective; None while it waits to be fused with others.
-        start: where its part of a fused all-reduce begins.
+        running: its collective.
         lengths: of an all-gather or all-to-all, the bytes from each rank, once they are known.
     """
 
@@ -130,8 +127,7 @@ class Pending:
     verb: Verb
     request: Request
     ops: Ops
-    running: Running | None = None
-    start: int = 0
+    running: Running
     lengths: Sequence[int] | None = None
 
 
@@ -146,7 +142,6 @@ class Collectives:
     def __init__(self, transport: Transport, observers: Sequence[Observer]):
         self.transport, self.observers = transport, observers
         self.rank, self.world, self.ordered = transport.rank, transport.world, transport.ordered
-        self._open: list[Pending] = []  # small all-reduces of one kind, to be sent as one
 
     # -- one verb -----------------------------------------------------------------------------------------
 
@@ -161,37 +156,28 @@ class Collectives:
             like: an array on the payloads' device.
         """
         request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
-        pending = Pending(name, verb, request, ops, lengths=request.gets)
         full = f"{name}.round{round}"
         if isinstance(verb, AllGather):
             if not self.transport.unequal:
-                self.flush()
                 length = np.array([len(verb.x)], np.int64).view(np.uint8)
                 self._sent("lengths", "AllGather", length, 8, [8] * self.world)
-                equal = (8,) * self.world
-                pending.running = self._start(f"{full}.lengths", Request("all_gather", length, gets=equal))
-                return pending
+                lengths = Request("all_gather", length, gets=(8,) * self.world)
+                return Pending(name, verb, request, ops, self._start(f"{full}.lengths", lengths))
         else:
             root = isinstance(verb, Broadcast) and self.rank == int(verb.root)
             payload = verb.x if not isinstance(verb, Broadcast) else request.payload if root else None
             num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
             splits = verb.splits if isinstance(verb, AllToAll) else None
             self._sent(name, type(verb).__name__, payload, num_bytes, splits=splits)
-        if self.transport.fuses and request.kind == "all_reduce":
-            self._fuse(pending)
-        else:
-            self.flush()
-            pending.running = self._start(full, request)
-        return pending
+        return Pending(name, verb, request, ops, self._start(full, request), request.gets)
 
     def ready(self, pending: Pending) -> bool:
         """Whether :meth:`advance` would return at once."""
-        running = self._running(pending)
-        return running.out is not None or self.transport.ready(running.handle)
+        return pending.running.out is not None or self.transport.ready(pending.running.handle)
 
     def advance(self, pending: Pending) -> bool:
         """Wait for what is under way; whether the verb is done. If not, it has gone on to its next collective."""
-        out = self._wait(self._running(pending))
+        out = self._wait(pending.running)
         if not isinstance(pending.verb, AllGather):
             return True
         own = pending.verb.x
@@ -210,27 +196,23 @@ class Collectives:
 
     def result(self, pending: Pending) -> Any:
         """What a verb that is done has brought, as the method expects it."""
-        assert pending.running is not None and pending.running.out is not None
-        out, verb = pending.running.out, pending.verb
-        if pending.request.kind == "all_reduce" and len(out) != len(pending.request.payload):
-            out = out[pending.start : pending.start + len(pending.request.payload)]
-        return lift(verb, out, pending.lengths or (), pending.ops)
+        assert pending.running.out is not None
+        return lift(pending.verb, pending.running.out, pending.lengths or (), pending.ops)
 
     def progress(self, under_way: Sequence[Any]) -> None:
         """Let a transport that has no thread of its own work on the oldest of these exchanges' collectives."""
-        if under_way and under_way[0].pending.running:
+        if under_way:
             self.transport.ready(under_way[0].pending.running.handle)
 
     def idle(self, pending: Pending) -> None:
         """Nothing is there: let the transport go on until ``pending`` may be, or for a moment."""
-        self._timed(self.transport.idle, self._running(pending).handle)
+        self._timed(self.transport.idle, pending.running.handle)
 
     # -- sums of texts, for errors and comparisons ---------------------------------------------------------
 
     def run(self, name: str, verb: Verb, round: int = 0) -> Any:
         """The result of a verb on numpy arrays; waits."""
         pending = self.start(name, round, verb)
-        self.flush()
         while not self.advance(pending):
             pass
         return self.result(pending)
@@ -245,48 +227,13 @@ class Collectives:
         return [piece.tobytes().decode() for piece in cut(joined, lengths)]
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
-        self.flush()
         gets = tuple(lengths or [len(data)] * self.world)
         return self._wait(self._start(name, Request("all_gather", data, gets=gets)))
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Start the all-reduces that wait for more of their kind, as one."""
-        if not self._open:
-            return
-        together, self._open = self._open, []
-        first = together[0]
-        payload = first.ops.concat([each.request.payload for each in together])
-        running, start = self._start(first.name, Request("all_reduce", payload, first.request.op)), 0
-        for each in together:
-            each.running, each.start = running, start
-            start += len(each.request.payload)
-
-    def forget(self) -> None:
-        """Drop what waits to be fused: the step has failed."""
-        self._open.clear()
-
-    def _fuse(self, pending: Pending) -> None:
-        """Put an all-reduce to those that wait, if it is small and of their kind: a call then costs them all once.
-
-        Everything here follows from the verbs, so ranks do the same.
-        """
-        size = int(pending.request.payload.nbytes)
-        if self._open and (_kind(pending) != _kind(self._open[0]) or size >= FUSED):
-            self.flush()
-        self._open.append(pending)
-        if sum(int(each.request.payload.nbytes) for each in self._open) >= FUSED:
-            self.flush()
-
     def _start(self, name: str, request: Request) -> Running:
         return Running(self.transport.start(name, request))
-
-    def _running(self, pending: Pending) -> Running:
-        if pending.running is None:
-            self.flush()
-        assert pending.running is not None
-        return pending.running
 
     def _wait(self, running: Running) -> Array:
         if running.out is None:
@@ -312,8 +259,3 @@ class Collectives:
     ) -> None:
         for observer in self.observers:
             observer.sent(self.rank, name, verb, payload, num_bytes, lengths, splits)
-
-
-def _kind(pending: Pending) -> tuple[str, str]:
-    """What all-reduces must have alike to be one: dtype and operation."""
-    return str(pending.request.payload.dtype), pending.request.op

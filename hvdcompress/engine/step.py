@@ -218,9 +218,7 @@ class Step:
         self._first = self._tell(0, self.status().numbers())
 
     def _tell(self, round: int, numbers: list[float]) -> Pending:
-        pending = self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
-        self.collectives.flush()
-        return pending
+        return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
 
     def hear(self) -> None:
         """Wait for the ranks' status and obey it, once after each :meth:`say`.
@@ -285,7 +283,6 @@ class Step:
 
         To wait for one tensor in particular would be a deadlock there: other ranks may wait for another one.
         """
-        self.collectives.flush()
         while self._under_way:
             if self.collectives.ordered:
                 self.advance(len(self._under_way))
@@ -300,7 +297,6 @@ class Step:
         """
         for _ in range(count):
             self._advance(self._under_way.popleft())
-        self.collectives.flush()
 
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
@@ -322,7 +318,6 @@ class Step:
 
     def abandon(self) -> None:
         """The step has failed: leave everything as it was before."""
-        self.collectives.forget()
         for exchange in self.exchanges.values():
             self.rank.abandon(exchange, fill=False)
             exchange.state.clear_scratch()  # a collective that was left alone may still write there

@@ -18,7 +18,7 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
-from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan import Bucket, Grouping, Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -60,6 +60,7 @@ class TensorCompressor(compressor.Compressor):
     """
 
     driver: str  #: what a user calls the driver
+    grouping: Grouping  #: which tensors travel together
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class TensorCompressor(compressor.Compressor):
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
         specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, known=True)}
+        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout

@@ -97,8 +97,7 @@ class Together:
             num_bytes = sum(verb.num_bytes for verb in verbs)
             return Broadcast(lambda: self._join([verb.make() for verb in verbs]), first.root, num_bytes)
         if isinstance(first, AllReduce):
-            spent = all(verb.spent for verb in verbs)
-            return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent)
+            return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent=True)
         if isinstance(first, AllGather):
             return AllGather(self._join([verb.x for verb in verbs]), tuple(len(verb.x) for verb in verbs))
         # what goes to one rank, of all tensors, lies together

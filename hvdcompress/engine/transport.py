@@ -45,8 +45,6 @@ class Transport(Protocol):
     ordered: bool
     """Collectives have no names: every rank must start them in the same order (MPI, torch.distributed). Otherwise
     they are matched by name, and ranks may start them in any order (Horovod)."""
-    fuses: bool
-    """Whether small all-reduces that follow each other go as one. Of those that go by order alone."""
     broadcasts: bool
     """Whether a broadcast is as fast as a sum. If not, the engine sends a sum to which the others give zeros."""
     unequal: bool

@@ -33,7 +33,7 @@ from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.ops import fast  # noqa: E402
-from hvdcompress.plan import Bucket, Plan, plan_of  # noqa: E402
+from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 Op = Literal["average", "sum"]
@@ -193,7 +193,7 @@ class Compressor(compressor.Compressor):
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = Terms({**self.plan.to_dict(), "op": op}, tensors)
             # largest first: the link is busy with it while the others are encoded
-            found = self.plan.buckets(specs, known=True, ages=self.local.ages())
+            found = self.plan.buckets(specs, IN_ORDER, ages=self.local.ages())
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
             self.local.regroup(buckets)
             self._tensors = _Tensors(given, tuple(buckets), terms)

@@ -42,7 +42,7 @@ class MPITransport:
         comm: an intracommunicator; it is duplicated.
     """
 
-    ordered, fuses, broadcasts, unequal = True, True, False, False
+    ordered, broadcasts, unequal = True, False, False
 
     def __init__(self, comm: MPI.Comm):
         self.comm, self.side = comm.Dup(), comm.Dup()

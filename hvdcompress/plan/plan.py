@@ -106,8 +106,27 @@ class Bucket:
 
 
 DENSE = Program(((0, get("none")),))
-JOINED = 1_000_000  #: elements below which tensors are joined, where a plan does not say
-APART = 150_000  #: and if the method runs on each: of larger ones, payloads are copied for longer than a message takes
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which tensors travel together where the plan does not say ``bucket_elements``.
+
+    Attributes:
+        joined: elements below which tensors are joined, and of a group that is full.
+        apart: the same where the method runs on each tensor, so that payloads are copied.
+        dense: whether tensors that are sent uncompressed are joined, too.
+    """
+
+    joined: int
+    apart: int
+    dense: bool
+
+
+#: Collectives go by name, and the network joins small ones. Copying larger ones takes longer than a message.
+BY_NAME = Grouping(joined=1_000_000, apart=150_000, dense=False)
+#: One collective after another: each costs a round through all ranks, whatever its size.
+IN_ORDER = Grouping(joined=6_500_000, apart=6_500_000, dense=True)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -153,7 +172,10 @@ class Plan:
         return alone and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
 
     def buckets(
-        self, specs: Iterable[TensorSpec], known: bool = False, ages: Mapping[str, object] | None = None
+        self,
+        specs: Iterable[TensorSpec],
+        grouping: Grouping | None = None,
+        ages: Mapping[str, object] | None = None,
     ) -> list[Bucket]:
         """Group tensors into buckets that are exchanged together.
 
@@ -162,13 +184,12 @@ class Plan:
         are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket. Buckets of
         fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
 
-        Where the plan does not say ``bucket_elements`` and all tensors are known, those of fewer than :data:`JOINED`
-        elements (:data:`APART` if a method lacks ``joins``) travel together, and each gets what it would get alone.
-        Those that are sent dense stay alone.
+        Where the plan does not say ``bucket_elements``, tensors travel together by ``grouping``, and each gets what it
+        would get alone.
 
         Args:
             specs: the tensors, in any order.
-            known: these come together in every step.
+            grouping: the network's, if these tensors come together in every step. None: they stay alone.
             ages: where tensors are in their programs, if not all have come as often; only equal ones are joined.
 
         Returns:
@@ -181,16 +202,18 @@ class Plan:
         def close(key: tuple[Program, str, object]) -> None:
             buckets.append(self._bucket(open_buckets.pop(key), key[0]))
 
-        unasked = self.bucket_elements is None
-        most = (JOINED if known else 0) if self.bucket_elements is None else self.bucket_elements
+        by = (grouping or Grouping(0, 0, False)) if self.bucket_elements is None else None
+        most = by.joined if by else self.bucket_elements or 0
         for spec in sorted(specs, key=lambda s: natural(s.name)):
             key = (self.program_of(spec), spec.dtype, ages.get(spec.name))
             main = key[0].main
             everything = getattr(main, "scope", "tensor") == "global"
             joins = main.id != "none"
-            if joins and unasked:
-                itself = all(method.joins for _, method in key[0].stages)
-                joins = (itself or spec.size < APART) and not self._goes_dense(spec, main)
+            if by and (not joins or self._goes_dense(spec, main)) and not everything:
+                joins = by.dense
+                key = (DENSE if joins and self._goes_dense(spec, main) else key[0], *key[1:])
+            elif by:
+                joins = spec.size < by.apart or all(method.joins for _, method in key[0].stages)
             elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
                 joins = self._goes_dense(spec, main)
                 key = (DENSE if joins else key[0], *key[1:])

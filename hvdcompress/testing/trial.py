@@ -20,7 +20,7 @@ from hvdcompress.method import Density, Method, Sparse, TensorSpec, Values
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Coded
 from hvdcompress.parts import seed
-from hvdcompress.plan import Bucket, Plan, Program, plan_of
+from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, Program, plan_of
 
 Array = np.ndarray[Any, Any]
 
@@ -107,10 +107,10 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 
 
 @dataclass(frozen=True)
-class Grouping(Plan):
+class Grouped(Plan):
     """A plan that knows that tensors come together in every step, and so lets small ones travel together.
 
-    ``Grouping.of(plan)`` makes one of a plan.
+    ``Grouped.of(plan)`` makes one of a plan.
     """
 
     @classmethod
@@ -118,9 +118,9 @@ class Grouping(Plan):
         """The plan, with that knowledge."""
         return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)})
 
-    def buckets(self, specs: Any, known: bool = True, ages: Any = None) -> list[Bucket]:
-        """As :meth:`Plan.buckets`."""
-        return super().buckets(specs, True, ages)
+    def buckets(self, specs: Any, grouping: Grouping | None = None, ages: Any = None) -> list[Bucket]:
+        """As :meth:`Plan.buckets`, for all tensors of a step."""
+        return super().buckets(specs, grouping or BY_NAME, ages)
 
 
 class Trial(Loopback):

@@ -30,7 +30,7 @@ from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method
 from hvdcompress.ops import fast
 from hvdcompress.ops.torch.tensors import uploaded
-from hvdcompress.plan import Bucket, Plan, plan_of
+from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
@@ -98,7 +98,7 @@ class Compressor(TensorCompressor):
             DistributedDataParallel has one of them.
     """
 
-    driver = "Horovod"
+    driver, grouping = "Horovod", BY_NAME
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class HorovodTransport:
         process_set: the Horovod process set.
     """
 
-    ordered, fuses, broadcasts, unequal = False, False, False, True
+    ordered, broadcasts, unequal = False, False, True
 
     def __init__(self, prefix: str, process_set: Any):
         self.prefix, self.set = prefix, process_set

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from threads import ThreadTransport, run
 
-from hvdcompress.engine.collectives import FUSED, Collectives, cut, gathered_lengths, lower
+from hvdcompress.engine.collectives import Collectives, cut, gathered_lengths, lower
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
 from hvdcompress.ops import fast
@@ -65,26 +65,6 @@ def test_unequal_payloads_are_cut_by_their_headers() -> None:
         assert all([len(piece) for piece in pieces] == [24, 28, 32] for pieces, _ in found)
     with pytest.raises(wire.WireError):
         gathered_lengths(np.zeros(50, np.uint8), AllGather(np.zeros(24, np.uint8)), 2, fast)
-
-
-def test_small_sums_that_follow_each_other_are_one_where_order_counts() -> None:
-    """Only of one dtype and operation; larger ones go by themselves."""
-
-    def program(transport: ThreadTransport) -> list[Any]:
-        collectives = Collectives(transport, [])
-        arrays = [np.full(n, transport.rank + 1, np.float32) for n in (3, 4, FUSED // 4, 5)] + [np.ones(2, np.int32)]
-        pending = [collectives.start(f"t{number}", 0, AllReduce(x)) for number, x in enumerate(arrays)]
-        collectives.flush()
-        for one in pending:
-            assert collectives.advance(one)
-        return [collectives.result(one) for one in pending]
-
-    found, medium = run(2, True, program)
-    assert [len(requests[0].payload) for requests in medium.requests.values()] == [7, FUSED // 4, 5, 2]
-    for arrays in found:
-        assert [len(x) for x in arrays] == [3, 4, FUSED // 4, 5, 2] and all((x == 3).all() for x in arrays[:4])
-    _, medium = run(2, False, program)
-    assert len(medium.requests) == 5, "by name, Horovod fuses by itself"
 
 
 def test_the_zeros_of_a_broadcast_are_made_where_the_gradient_is() -> None:

@@ -16,8 +16,7 @@ from hvdcompress.engine.together import Together
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
-from hvdcompress.plan import plan_of
-from hvdcompress.plan.plan import APART
+from hvdcompress.plan import BY_NAME, IN_ORDER, Grouping, plan_of
 from hvdcompress.testing import numbers
 
 WORLD = 3
@@ -114,14 +113,14 @@ def test_unlike_collectives_are_an_error_that_names_tensors() -> None:
         together.send(None)
 
 
-def steps(ranks: list[Rank], known: bool, numbers_of: range) -> list[dict[str, np.ndarray]]:
+def steps(ranks: list[Rank], grouping: Grouping | None, numbers_of: range) -> list[dict[str, np.ndarray]]:
     """Steps of ranks in lockstep; the results of rank 0."""
     outs = []
     for step in numbers_of:
         given = [
             {s.name: numbers((s.size,), len(s.name) + i, r, step) for i, s in enumerate(SPECS)} for r in range(WORLD)
         ]
-        for bucket in ranks[0].plan.buckets(SPECS, known=known):
+        for bucket in ranks[0].plan.buckets(SPECS, grouping):
             exchanges = [
                 rank.start(bucket, [own[m.name] for m in bucket.members], [own[m.name] for m in bucket.members], fast)
                 for rank, own in zip(ranks, given, strict=True)
@@ -138,12 +137,16 @@ def steps(ranks: list[Rank], known: bool, numbers_of: range) -> list[dict[str, n
 
 
 @pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16"])
-@pytest.mark.parametrize("first", [True, False])
-def test_state_saved_together_goes_on_alone_and_back(method: str, first: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "then"), [(BY_NAME, None), (None, BY_NAME), (IN_ORDER, None), (None, IN_ORDER), (BY_NAME, IN_ORDER)]
+)
+def test_state_saved_together_goes_on_alone_and_back(
+    method: str, first: Grouping | None, then: Grouping | None
+) -> None:
     """State is kept by tensor, so it survives another grouping."""
     more = {"gradiveq": {"dense_steps": 3, "slice_elements": 20, "matrix_rank": 2, "tensors": "all"}}.get(method, {})
     plan = plan_of(method, min_elements=1, **more)
-    assert len(plan.buckets(SPECS, known=True)) < len(SPECS) and max(spec.size for spec in SPECS) < APART
+    assert len(plan.buckets(SPECS, BY_NAME)) < len(SPECS) and max(spec.size for spec in SPECS) < BY_NAME.apart
     through = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
     expected = steps(through, first, range(8))[4:]
     before = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
@@ -151,7 +154,7 @@ def test_state_saved_together_goes_on_alone_and_back(method: str, first: bool) -
     after = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
     for new, old in zip(after, before, strict=True):
         new.load_state_dict(old.state_dict(), np.concatenate)
-    for got, want in zip(steps(after, not first, range(4, 8)), expected, strict=True):
+    for got, want in zip(steps(after, then, range(4, 8)), expected, strict=True):
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
     assert after[0].state_dict()["state"].keys() == through[0].state_dict()["state"].keys()
@@ -168,4 +171,4 @@ def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(method, "encode", encode)
     with pytest.raises(ExchangeError, match=r"tensor 'b' \(method qsgd, round 0, rank 0\): RuntimeError: spoiled"):
-        steps([Rank(plan, rank, WORLD) for rank in range(WORLD)], True, range(1))
+        steps([Rank(plan, rank, WORLD) for rank in range(WORLD)], BY_NAME, range(1))

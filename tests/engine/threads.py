@@ -41,7 +41,7 @@ class ThreadTransport:
 
     def __init__(self, rank: int, medium: Medium):
         self.rank, self.world, self.medium = rank, medium.world, medium
-        self.ordered, self.unequal, self.fuses = medium.ordered, not medium.ordered, medium.ordered
+        self.ordered, self.unequal = medium.ordered, not medium.ordered
         self.names: list[str] = []
 
     def start(self, name: str, request: Request) -> Any:

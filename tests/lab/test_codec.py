@@ -21,6 +21,7 @@ from hvdcompress.lab.bench.peers import MAKERS
 from hvdcompress.lab.bench.side import Side, Spent
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
+from hvdcompress.plan import BY_NAME
 
 SPECS = [TensorSpec(name, shape) for name, shape in nets.get("resnet32").items()][:12]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
@@ -79,7 +80,7 @@ def test_a_step_on_tensors_is_the_same(id):
 
 def test_small_tensors_are_joined_as_under_pytorch():
     plan = load({"method": "topk", "min_elements": 100})
-    assert len(Side(plan, SPECS, 2, Cpu()).buckets) == len(plan.buckets(SPECS, known=True)) < len(SPECS)
+    assert len(Side(plan, SPECS, 2, Cpu()).buckets) == len(plan.buckets(SPECS, BY_NAME)) < len(SPECS)
 
 
 def test_a_mean_rank_is_told():
@@ -169,7 +170,7 @@ def test_every_method_does_its_real_work():
     for label, settings in asked.methods.items():
         plan = load(settings)
         codec.check(plan, spec, label)
-        [bucket] = plan.buckets([spec], known=True)
+        [bucket] = plan.buckets([spec], BY_NAME)
         method = bucket.program.at(codec.warm_steps(plan))
         assert method.id == label and method.phase_of(codec.warm_steps(plan)) == len(method.phases) - 1
     assert codec.warm_steps(load(asked.methods["topk"])) == codec.WARM >= 4

@@ -25,7 +25,7 @@ from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
 from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
-from hvdcompress.testing.trial import Grouping, plan_for
+from hvdcompress.testing.trial import Grouped, plan_for
 
 BACKENDS = backends()
 METHODS = hvdcompress.available()
@@ -167,7 +167,7 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
     )
     plan = plan_for(method, seed=5)
-    together, alone = Trial(Grouping.of(plan), world), Trial(plan, world)
+    together, alone = Trial(Grouped.of(plan), world), Trial(plan, world)
     for step in range(2):
         gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world)]
         outs = together.allreduce_many(gradients)

@@ -10,7 +10,7 @@ from hvdcompress.lab.scale import cost
 from hvdcompress.lab.scale.cost import Codec
 from hvdcompress.lab.scale.imagined import Asked
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan import BY_NAME, Bucket, Plan
 
 __all__ = ["Codecs", "buckets_of", "call_of", "status", "unit_of", "units_of"]
 
@@ -31,7 +31,7 @@ def status(plan: Plan, world: int) -> list[Call]:
 
 def buckets_of(plan: Plan, tensors: Mapping[str, tuple[int, ...]]) -> list[Bucket]:
     """What travels together, as the PyTorch drivers group it."""
-    return plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=True)
+    return plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), BY_NAME)
 
 
 @cache

@@ -24,7 +24,7 @@ from hvdcompress.lab.bench.draws import Draws
 from hvdcompress.lab.bench.peers import peers_of
 from hvdcompress.lab.bench.side import PARTS, Side, Spent
 from hvdcompress.method import Array, TensorSpec
-from hvdcompress.plan import Plan, PlanError, load, settings_of
+from hvdcompress.plan import BY_NAME, Plan, PlanError, load, settings_of
 
 __all__ = ["Asked", "Figures", "Measured", "asked_for", "measure", "net_of", "ratio", "run", "specs_of"]
 
@@ -326,7 +326,7 @@ def check(plan: Plan, spec: TensorSpec, label: str) -> None:
     Raises:
         ValueError: it does.
     """
-    [bucket] = plan.buckets([spec], known=True)
+    [bucket] = plan.buckets([spec], BY_NAME)
     if bucket.program.main != plan.program.main:
         raise ValueError(
             f"{label} sends a tensor of shape {list(spec.shape)} dense, so its figures would not be the method's: "

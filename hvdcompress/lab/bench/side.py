@@ -15,7 +15,7 @@ from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.bench.devices import Cost, Device, Gauge
 from hvdcompress.method import Array, Broadcast, TensorSpec
-from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan import BY_NAME, Bucket, Plan
 
 __all__ = ["PARTS", "Side", "Spent"]
 
@@ -55,7 +55,7 @@ class Side:
 
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world: int, device: Device):
         self.plan, self.world, self.device = plan, world, device
-        self.buckets = plan.buckets(specs, known=True)
+        self.buckets = plan.buckets(specs, BY_NAME)
         self.ranks = [Rank(plan, rank, world) for rank in range(world)]
         places = {
             member.name: (bucket, place) for bucket in self.buckets for place, member in enumerate(bucket.members)

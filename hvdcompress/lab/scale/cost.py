@@ -31,7 +31,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.lab.scale import imagined
 from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.plan import Bucket, Plan
+from hvdcompress.plan import BY_NAME, Bucket, Plan
 
 __all__ = ["Codec", "Constants", "Errors", "Exchange", "Point", "Work", "errors", "exchange_of", "fit", "stock", "work"]
 
@@ -138,7 +138,9 @@ def work(
         passing += line(each, world)
         together.setdefault((number, kind(each)), []).append(max(one.num_bytes for one in each))
 
-    for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), known=driver):
+    for bucket in plan.buckets(
+        (TensorSpec(name, shape) for name, shape in tensors.items()), BY_NAME if driver else None
+    ):
         exchange = exchange_of(bucket, world)
         for number, each in enumerate(exchange.rounds):
             add(number, each)
