@@ -17,7 +17,7 @@ import hvdcompress
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.testing import Trial
-from hvdcompress.testing.trial import Grouping
+from hvdcompress.testing.trial import Grouped
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -168,7 +168,7 @@ class Door(ABC):
         """The loopback with the same plan; all its collectives are noted."""
         plan = plan_of(method, **settings)
         if self.groups:
-            plan = Grouping.of(plan)
+            plan = Grouped.of(plan)
         return Trial(plan, world or self.world)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
