@@ -72,7 +72,7 @@ class Case:
         step: the step of the fault; ranks that go on would not have ended by then.
         method: a method's id.
         apart: whether each tensor is exchanged by itself.
-        catches: whether the script catches errors of a step or a save, and goes on.
+        catches: whether the script catches errors of a save or a step, and goes on until two steps in a row fail.
         moment: where in the step, 0 to 1.
         seconds: how long a rank is stopped or late.
     """

@@ -14,14 +14,14 @@ import numpy as np
 
 from hvdcompress.engine import checkpoint
 from hvdcompress.lab.cluster import launcher
-from hvdcompress.lab.torture.faults import FAULTS, Case
+from hvdcompress.lab.torture.faults import FAULTS, STEPS, Case
 from hvdcompress.lab.torture.launch import PATIENCE, Launched
 from hvdcompress.lab.torture.trainings import SHAPES
 
 __all__ = ["BUGS", "OUTCOMES", "Verdict", "judge"]
 
 BUGS = {
-    "hang": f"the launch went on for more than {PATIENCE:.0f} s after the fault",
+    "hang": f"the launch went on for more than {PATIENCE:.0f} s after the fault, and had processors",
     "difference": "ranks ended with different parameters, or some went on while others had failed",
     "loss": "what ranks gave is not what they received and kept",
     "leftover": "processes outlived their launcher",
@@ -78,6 +78,8 @@ def _recovered(case: Case, launched: Launched, ranks: Sequence[Mapping[str, Any]
         return "unclear", f"all ranks ended well, and the launch with {launched.status}"
     if len({(one["digest"], one["done"]) for one in ranks}) > 1:
         return "difference", f"parameters or steps differ: {[one['done'] for one in ranks]} steps"
+    if ranks[0]["done"] < STEPS - 1:
+        return "unclear", f"it went on without an error, and took {ranks[0]['done']} of {STEPS} steps"
     sums = [dict(np.load(folder / f"rank-{rank}.npz")) for rank in range(case.ranks)]
     if lost := _lost(sums) or _lost_on_disk(case, folder):
         return "loss", lost

@@ -16,7 +16,8 @@ from hvdcompress.lab.torture.faults import Case
 
 __all__ = ["PATIENCE", "Launched", "launch"]
 
-PATIENCE = 15.0  #: seconds from the fault in which a launch must have ended
+PATIENCE = 15.0  #: seconds from the fault in which a launch must have ended, on processors of its own
+STARVED = 45.0  #: seconds, at most, that are granted beyond for such in which processes waited for a processor
 STARTING = 120.0  #: seconds that ranks may take to come to the fault
 LEAVING = 5.0  #: seconds that processes may outlive their launcher
 MODULE = "hvdcompress.lab.torture.rank"
@@ -46,14 +47,15 @@ def line(case: Case, folder: Path) -> list[str]:
         LaunchError: the launcher is not installed.
     """
     program = ("-m", MODULE, str(folder))
-    if case.door == "mpi":
-        mpirun = launcher.mpirun()
-        if mpirun is None:
-            raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --door")
-        # mpi4py's runner ends all ranks when one ends by an exception
-        start = [mpirun, "--oversubscribe", "-bind-to", "none", "-np", str(case.ranks)]
-        return [*start, sys.executable, "-m", "mpi4py", *program]
-    return launcher.command(case.ranks, "ddp" if case.door == "ddp" else "mpi", *program)
+    if case.door == "ddp":
+        return launcher.command(case.ranks, "ddp", *program)
+    mpirun = launcher.mpirun()
+    if mpirun is None:
+        raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --door")
+    # what horovodrun starts, too, once it has imported every framework to ask what Horovod was built for
+    start = [mpirun, "--oversubscribe", "-bind-to", "none", "-np", str(case.ranks), sys.executable]
+    # mpi4py's runner ends all ranks when one ends by an exception
+    return [*start, *(("-m", "mpi4py") if case.door == "mpi" else ()), *program]
 
 
 def launch(case: Case, folder: Path) -> Launched:
@@ -66,9 +68,13 @@ def launch(case: Case, folder: Path) -> Launched:
     fault: dict[str, float] = {}
     with launcher.Ranks(line(case, folder.resolve()), case.ranks, folder / "log.txt") as running:
         deadline, stopped = time.monotonic() + STARTING, case.fault == "paused"
-        while (status := running.process.poll()) is None and time.monotonic() < deadline:
+        before = starved()
+        while (status := running.process.poll()) is None:
+            if time.monotonic() > deadline + min(starved() - before, STARVED):
+                _stacks(folder)
+                break
             if not fault and (fault := _read(folder / "fault.json")):
-                deadline = fault["time"] + case.pause + PATIENCE
+                deadline, before = fault["time"] + case.pause + PATIENCE, starved()
             if fault and stopped and time.monotonic() > fault["time"] + case.seconds:
                 stopped = False
                 with contextlib.suppress(ProcessLookupError):
@@ -77,6 +83,26 @@ def launch(case: Case, folder: Path) -> Launched:
         ended, fault = time.monotonic(), fault or _read(folder / "fault.json")
         left = () if status is None else _left(running)
     return Launched(status, bool(fault), ended - fault.get("time", ended), left)
+
+
+def starved() -> float:
+    """Seconds, since the system started, in which some process waited for a processor; 0 where the system cannot say.
+
+    Linux's pressure stall information: Documentation/accounting/psi.rst in its sources.
+    """
+    with contextlib.suppress(OSError):
+        some = Path("/proc/pressure/cpu").read_text(encoding="ascii").splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    return 0.0
+
+
+def _stacks(folder: Path) -> None:
+    """Have every rank that has not ended write the stacks of its threads to the log."""
+    for file in sorted(folder.glob("rank-*.json")):
+        if (pid := _read(file).get("pid")) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGUSR1)
+                time.sleep(0.2)  # one after another
 
 
 def _read(file: Path) -> dict[str, float]:

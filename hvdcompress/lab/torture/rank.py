@@ -1,13 +1,15 @@
 """Run by every rank of a launch: ``python -m hvdcompress.lab.torture.rank FOLDER``, with the case in FOLDER.
 
-Each rank writes how it ended (``rank-0.json``), what it has given and received (``rank-0.npz``), and the same at every
-save (``sums/``): so what is lost can be computed.
+Each rank writes its process's number and in the end how it went (``rank-0.json``), what it has given and received
+(``rank-0.npz``), and the same at every save (``sums/``): so what is lost can be computed.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -24,8 +26,10 @@ from hvdcompress.lab.torture.trainings import SHAPES, Arrays, Training
 def main(folder: Path) -> None:
     """Train, with the case's fault if it is this rank's."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that cannot grow is an error, as on a full disk
+    faulthandler.register(signal.SIGUSR1)  # asked for where a launch hangs
     case = Case.read(folder)
     training = trainings.of(case.door)
+    _write(folder, training.rank, pid=os.getpid())
     injector = Injector(case, training.rank, folder)
     try:
         _train(case, training, injector, folder)
@@ -39,15 +43,16 @@ def _train(case: Case, training: Training, injector: Injector, folder: Path) -> 
     training.begin(injector.shapes(), case.method, injector.settings())
     injector.prepare(training)
     given, received = _zeros(), _zeros()
-    done = 0
+    done, failed = 0, -2
     for step in range(STEPS):
         gradients = injector.gradients(step, trainings.gradients(case.seed, training.rank, step, training.parameters()))
         with injector.in_step(step):
             try:
                 reduced = training.reduce(gradients)
             except Exception as error:
-                if not case.catches or isinstance(error, training.lost):
-                    raise
+                if not case.catches or isinstance(error, training.lost) or failed == step - 1:
+                    raise  # a second one in a row would be followed by others
+                failed = step
                 continue
             if not all(np.isfinite(array).all() for array in reduced.values()):
                 continue  # as with a loss scaler: the step is left out
