@@ -3,9 +3,10 @@
 python tools/soak.py --steps 10000 --out runs/soak.jsonl
 
 Each method has a process of its own. Printed are the slope of its memory with its standard error (ordinary least
-squares over the last three quarters of the run), its residuals' norm in gradients' norms, whether the ranks' results
-were equal in every step, and how much slower the last third was than the first. Exit status 1 if something is not as it
-should be. What is in --out is not run again; --steps 0 prints it alone.
+squares), its residual's norm in gradients' norms with the slope of that, whether the ranks' results were equal in every
+step, and how much slower the last third was than the first. Slopes are those of the last two thirds: before, state and
+residuals fill. Exit status 1 if something is not as it should be. What is in --out is not run again; --steps 0 prints
+it alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rich.console import Console
 import hvdcompress
 from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.output.numbers import num_bytes, number, seconds_of
-from hvdcompress.lab.output.table import Column, Table
+from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 
@@ -35,7 +36,7 @@ SHAPES = {"w": (48, 64), "conv": (16, 8, 3, 3), "b": (64,)}
 POOL = 16  #: steps after which the gradients come again
 SAMPLES = 200  #: of memory and residuals
 GROWTH = 1 << 20  #: bytes in a run from which memory counts as growing, beyond twice its error
-GROWN = 1.5  #: residuals in the last quarter against the second: they have come to where they stay
+GROWN = 0.1  #: of its mean, by which a residual may grow in the last two thirds, beyond twice its slope's error
 SLOWER = 1.5  #: the last third's quickest tenth against the first's: other processes share the machine
 
 
@@ -56,14 +57,14 @@ def soak(method: str, steps: int) -> dict[str, Any]:
         equal &= all(outs[0][name].tobytes() == outs[1][name].tobytes() for name in SHAPES)
         if step % every == 0:
             samples[step // every] = step, process.memory_info().rss, np.linalg.norm(net.residual("w", 0)) / norm
-    late, residuals, quarter = samples[len(samples) // 4 :], samples[:, 2], len(samples) // 4
+    late = samples[len(samples) // 3 :]
     slope, error = line(late[:, 0], late[:, 1])
+    residual_slope, residual_error = line(late[:, 0], late[:, 2])
     first, last = np.quantile(times[steps // 10 : steps // 3], 0.1), np.quantile(times[-steps // 3 :], 0.1)
     return {
         "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error,
-        "residual": float(residuals.max()),
-        "residual_early": float(residuals[quarter : 2 * quarter].mean()),
-        "residual_late": float(residuals[-quarter:].mean()),
+        "residual": float(samples[:, 2].max()), "residual_late": float(late[:, 2].mean()),
+        "residual_slope": residual_slope, "residual_error": residual_error,
         "first": float(first), "last": float(last),
     }  # fmt: skip
 
@@ -79,10 +80,11 @@ def line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 def wrong(row: dict[str, Any]) -> str:
     """What is not as it should be; empty if all is."""
     grown = row["slope"] - 2 * row["error"]
+    more = (row["residual_slope"] - 2 * row["residual_error"]) * row["steps"] * 2 / 3
     found = {
         "ranks differ": not row["equal"],
         "memory grows": grown * row["steps"] > GROWTH,
-        "the residual grows": not row["residual_late"] <= GROWN * row["residual_early"],
+        "the residual grows": not more <= GROWN * row["residual_late"],
         "steps become slower": row["last"] > SLOWER * row["first"],
     }
     return ", ".join(what for what, true in found.items() if true)
@@ -94,13 +96,22 @@ def table(rows: list[dict[str, Any]]) -> Table[dict[str, Any]]:
     def slope(row: dict[str, Any]) -> str:
         return f"{row['slope']:.2f} ± {row['error']:.2f} B"
 
+    def drift(row: dict[str, Any]) -> str:
+        if not row["residual_late"]:
+            return MISSING
+        shares = (
+            100 * row[f"residual_{key}"] * row["steps"] * 2 / 3 / row["residual_late"] for key in ("slope", "error")
+        )
+        return "{:+.2f} ± {:.2f} %".format(*shares)
+
     columns: list[Column[dict[str, Any]]] = [
         Column("method", "method", lambda row: row["method"], align="left"),
         Column("steps", "steps", lambda row: str(row["steps"])),
         Column("slope", "memory a step", slope, value=lambda row: row["slope"], unit="B"),
         Column("grown", "in the run", lambda row: num_bytes(row["slope"] * row["steps"])),
         Column("residual", "largest residual", lambda row: number(row["residual"])),
-        Column("late", "residual at the end", lambda row: number(row["residual_late"])),
+        Column("late", "residual, last two thirds", lambda row: number(row["residual_late"])),
+        Column("drift", "and its growth in them", drift),
         Column("first", "a step, first third", lambda row: seconds_of(row["first"])),
         Column("last", "last third", lambda row: seconds_of(row["last"])),
         Column("equal", "ranks", lambda row: "equal" if row["equal"] else "differ"),
