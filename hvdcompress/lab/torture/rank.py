@@ -54,13 +54,14 @@ def _train(case: Case, training: Training, injector: Injector, folder: Path) -> 
                     raise  # a second one in a row would be followed by others
                 failed = step
                 continue
-            if not all(np.isfinite(array).all() for array in reduced.values()):
+            good = {name: array for name, array in reduced.items() if np.isfinite(array).all()}
+            if len(good) < len(reduced) and not training.by_tensor:
                 continue  # as with a loss scaler: the step is left out
-            training.update(reduced)
+            training.update(good)
         done += 1
-        for name in SHAPES:
+        for name, array in good.items():
             given[name] += gradients[name]
-            received[name] += reduced[name]
+            received[name] += array
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             _save(case, training, injector, folder, step, done, given, received)
     residuals = {name: np.asarray(training.compressor.residual(name)) for name in SHAPES}

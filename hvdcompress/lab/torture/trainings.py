@@ -36,6 +36,7 @@ class Training(ABC):
     world: int
     compressor: Any
     lost: tuple[type[Exception], ...] = ()  #: errors after which no step can succeed, as a peer is gone
+    by_tensor = False  #: a NaN undoes its tensor's exchange alone, and the others' results are to be used
 
     @abstractmethod
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
@@ -47,7 +48,7 @@ class Training(ABC):
 
     @abstractmethod
     def update(self, reduced: Arrays) -> None:
-        """Let the optimizer take a step; ``reduced`` is what :meth:`reduce` has just returned."""
+        """Let the optimizer take a step; ``reduced``: what :meth:`reduce` returned, less what is not finite."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -202,6 +203,8 @@ class Torch(_Torch):
 class TensorFlow(Training):
     """Horovod's tape for TensorFlow, in a graph."""
 
+    by_tensor = True
+
     def __init__(self) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         import horovod.tensorflow as hvd
@@ -241,8 +244,8 @@ class TensorFlow(Training):
 
     def step(self, reduced: Arrays) -> None:
         """The optimizer."""
-        for name, variable in self.variables.items():
-            variable.assign_sub(RATE * reduced[name])
+        for name, array in reduced.items():
+            self.variables[name].assign_sub(RATE * array)
 
     def parameters(self) -> Arrays:
         """As :class:`Training` says."""
