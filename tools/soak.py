@@ -3,10 +3,11 @@
 python tools/soak.py --steps 10000 --out runs/soak.jsonl
 
 Each method has a process of its own. Printed are the slope of its memory with its standard error (ordinary least
-squares), its residual's norm in gradients' norms with the slope of that, whether the ranks' results were equal in every
-step, and how much slower the last third was than the first. Slopes are those of the last two thirds: before, state and
-residuals fill. Exit status 1 if something is not as it should be. What is in --out is not run again; --steps 0 prints
-it alone.
+squares), what is still to come, which is the norm of the ranks' mean residual in gradients' norms, with the slope of
+that, by how much rank 0's own residual grew in a step, whether the ranks' results were equal in every step, and how
+much slower the last third was than the first. Slopes are those of the last two thirds: before, state and residuals
+fill. Exit status 1 if something is not as it should be; a rank's own residual may grow, as PowerSGD's does by Alg. 2
+where ranks' gradients differ for good. What is in --out is not run again; --steps 0 prints it alone.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ def soak(method: str, steps: int) -> dict[str, Any]:
     ]
     norm = statistics.mean(float(np.linalg.norm(one["w"])) for ranks in drawn for one in ranks)
     process, every = psutil.Process(), max(1, steps // SAMPLES)
-    samples, times, equal = np.zeros((-(-steps // every), 3)), np.zeros(steps), True
+    samples, times, equal = np.zeros((-(-steps // every), 4)), np.zeros(steps), True
     for step in range(steps):
         began = time.perf_counter()
         outs = net.allreduce_many(drawn[step % POOL])
         times[step] = time.perf_counter() - began
         equal &= all(outs[0][name].tobytes() == outs[1][name].tobytes() for name in SHAPES)
         if step % every == 0:
-            samples[step // every] = step, process.memory_info().rss, np.linalg.norm(net.residual("w", 0)) / norm
+            residuals = [net.residual("w", rank) for rank in range(2)]
+            kept = [np.linalg.norm(one) / norm for one in (sum(residuals) / 2, residuals[0])]
+            samples[step // every] = step, process.memory_info().rss, *kept
     late = samples[len(samples) // 3 :]
     slope, error = line(late[:, 0], late[:, 1])
     residual_slope, residual_error = line(late[:, 0], late[:, 2])
@@ -65,6 +68,7 @@ def soak(method: str, steps: int) -> dict[str, Any]:
         "method": method, "steps": steps, "equal": equal, "slope": slope, "error": error,
         "residual": float(samples[:, 2].max()), "residual_late": float(late[:, 2].mean()),
         "residual_slope": residual_slope, "residual_error": residual_error,
+        "own_slope": line(late[:, 0], late[:, 3])[0],
         "first": float(first), "last": float(last),
     }  # fmt: skip
 
@@ -112,6 +116,7 @@ def table(rows: list[dict[str, Any]]) -> Table[dict[str, Any]]:
         Column("residual", "largest residual", lambda row: number(row["residual"])),
         Column("late", "residual, last two thirds", lambda row: number(row["residual_late"])),
         Column("drift", "and its growth in them", drift),
+        Column("own", "rank 0's own, a step", lambda row: f"{row['own_slope']:+.5f}"),
         Column("first", "a step, first third", lambda row: seconds_of(row["first"])),
         Column("last", "last third", lambda row: seconds_of(row["last"])),
         Column("equal", "ranks", lambda row: "equal" if row["equal"] else "differ"),

@@ -60,7 +60,7 @@ def main() -> None:
         "## Hostile bytes\n",
         fuzzed(mutated).markdown(),
         "## Soak\n",
-        f"```\n{rows[0]['command']}\n```\n",
+        "```\n" + "".join(f"{command}\n" for command in dict.fromkeys(row["command"] for row in rows)) + "```\n",
         soak.table(rows).markdown(),
     ]
     (DOCS / "reliability.md").write_text("\n".join(parts), encoding="utf-8")

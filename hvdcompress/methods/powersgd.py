@@ -22,6 +22,9 @@ Q are sent multiplied by a power of two, 2^-k, so that no sum overflows unless t
 vanishes, as all do when a gradient is zero, is replaced by a random one; otherwise it would stay zero. The orthonormal
 basis and M̂ are equal to the bit on all ranks, whatever their processors, because no matrix library computes them.
 
+As M̂ is one for all ranks, a rank's residual also has the difference between its gradients and the mean of all. In the
+sum over ranks it cancels, but where ranks' gradients differ for good, each residual grows by it in every step.
+
 Feedback "none" is possible, but M̂ differs much from M in the first steps, and training would be biased.
 
 >>> import numpy as np
