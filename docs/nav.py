@@ -37,6 +37,7 @@ NAV: dict[str, list[str]] = {
         "sharp-bits",
         "stability",
         "promises",
+        "interactions",
         "architecture",
         "drivers",
         "backends",

@@ -8,8 +8,9 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from doors.ddp import Net, reduced
-from harness import EXACT, Skip, assert_close, case, heavy_tailed, must_raise, summed
+from doors.ddp import DdpDoor, DdpHandle, Net, reduced
+from harness import EXACT, OUT, Skip, assert_close, case, heavy_tailed, must_raise, summed
+from promises.interactions import all_features_at_once
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
@@ -389,3 +390,31 @@ def a_backward_pass_that_ends_in_the_middle() -> None:
         assert isinstance(error, ddp.PeerError) and "rank 1: a backward pass ended before" in str(error)
     assert time.monotonic() - began < 10
     assert compressor.ledger.steps == 2
+
+
+class Part(DdpDoor):
+    """Some ranks, whose gradients are those of two backward passes, the first of them without exchanges."""
+
+    def __init__(self, group, folder: str):
+        self.group, self.folder = group, OUT / folder
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> DdpHandle:
+        return DdpHandle(method, settings, shapes, dtype, op, loss_scale, self.group, passes=2)
+
+    def meet(self) -> None:
+        dist.barrier(self.group)
+
+
+@case
+def no_sync_with_all_other_features() -> None:
+    all_features_at_once(Part(dist.group.WORLD, "no_sync"))
+
+
+@case
+def a_process_group_with_all_other_features() -> None:
+    if dist.get_world_size() < 3:
+        raise Skip("needs 3 ranks")
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() in (0, 2):
+        all_features_at_once(Part(pair, "group"))

@@ -8,8 +8,9 @@ from typing import Any
 
 import harness
 import numpy as np
-from doors.mpi import MPI
+from doors.mpi import MPI, MpiDoor
 from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
+from promises.interactions import all_features_at_once
 from promises.numbers import assert_same_state
 
 from hvdcompress.loopback import Loopback
@@ -116,6 +117,22 @@ def communicators_of_some_ranks() -> None:
         whole.allreduce_many(gradients(step, RANK))
         assert_close(comp.allreduce_many(given[half.rank]), net.allreduce_many(given)[half.rank], REORDERED, f"{step}")
     comp.close()
+
+
+class Part(MpiDoor):
+    """The ranks of a communicator."""
+
+    def __init__(self, comm: Any, folder: str):
+        self.comm, self.rank, self.world, self.folder = comm, comm.rank, comm.size, OUT / folder
+
+    def meet(self) -> None:
+        self.comm.Barrier()
+
+
+@case
+def a_communicator_of_some_ranks_with_all_other_features() -> None:
+    needs(2)
+    all_features_at_once(Part(COMM.Split(RANK % 2, -RANK), f"half{RANK % 2}"))
 
 
 @case

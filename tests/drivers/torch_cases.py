@@ -8,8 +8,9 @@ from __future__ import annotations
 import horovod.torch as hvd
 import numpy as np
 import torch
-from doors.torch import PAIR, backward
-from harness import EXACT, Skip, assert_close, case, summed
+from doors.torch import PAIR, TorchDoor, TorchHandle, backward
+from harness import EXACT, OUT, Skip, assert_close, case, summed
+from promises.interactions import all_features_at_once
 from promises.variants import VARIANTS
 from torch_model import (
     against_loopback,
@@ -199,3 +200,30 @@ def a_process_set() -> None:
         everyone = [gradients(params, step, r) for r in range(2)]
         got = reduce_once(opt, params, everyone[members.rank()])
         assert_close(got, net.allreduce_many(everyone)[0], EXACT, f"step {step}")
+
+
+class Part(TorchDoor):
+    """Some ranks, whose gradients are those of two backward passes."""
+
+    def __init__(self, process_set: hvd.ProcessSet, folder: str):
+        self.process_set, self.folder = process_set, OUT / folder
+        self.rank, self.world = process_set.rank(), process_set.size()
+
+    def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
+        return TorchHandle(method, settings, shapes, dtype, op, loss_scale, self.process_set, passes=2)
+
+    def meet(self) -> None:
+        hvd.barrier(self.process_set)
+
+
+@case
+def several_backward_passes_with_all_other_features() -> None:
+    all_features_at_once(Part(hvd.global_process_set, "passes"))
+
+
+@case
+def a_process_set_with_all_other_features() -> None:
+    if hvd.size() < 3:
+        raise Skip("needs 3 ranks")
+    if PAIR.included():
+        all_features_at_once(Part(PAIR, "set"))

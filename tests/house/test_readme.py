@@ -13,7 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-TOOLS = ["update_readme", "write_evidence", "write_house", "write_methods", "write_papers", "write_promises"]
+TOOLS = [
+    "update_readme",
+    "write_evidence",
+    "write_house",
+    "write_interactions",
+    "write_methods",
+    "write_papers",
+    "write_promises",
+]
 
 
 @pytest.mark.parametrize("tool", TOOLS)

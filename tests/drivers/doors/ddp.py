@@ -32,9 +32,14 @@ class Net(torch.nn.Module):
         return loss
 
 
-def reduced(model: torch.nn.Module, gradients: Arrays) -> Arrays:
-    """What a step's gradients come to."""
+def reduced(model: torch.nn.Module, gradients: Arrays, passes: int = 1) -> Arrays:
+    """What a step's gradients come to; ``passes``: backward passes, each of which gives an equal part of them."""
     model.zero_grad()
+    if passes > 1:
+        gradients = {name: array / passes for name, array in gradients.items()}
+    with model.no_sync():
+        for _ in range(passes - 1):
+            model(gradients).backward()
     model(gradients).backward()
     out = {}
     for name, parameter in model.module.named_parameters():
@@ -45,14 +50,25 @@ def reduced(model: torch.nn.Module, gradients: Arrays) -> Arrays:
 
 
 class DdpHandle(Handle):
-    def __init__(self, method: Any, settings: dict, shapes: Shapes, dtype: str, op: str, loss_scale: Any):
+    def __init__(
+        self,
+        method: Any,
+        settings: dict,
+        shapes: Shapes,
+        dtype: str,
+        op: str,
+        loss_scale: Any,
+        group: Any = None,
+        passes: int = 1,
+    ):
         assert op == "average"
-        self.shapes = shapes
-        self.model = DistributedDataParallel(Net(shapes, dtype), bucket_cap_mb=0.004)  # several buckets
+        self.shapes, self.passes = shapes, passes
+        several = {"bucket_cap_mb": 0.004, "process_group": group}  # buckets
+        self.model = DistributedDataParallel(Net(shapes, dtype), **several)
         self.compressor = ddp.attach(self.model, method, loss_scale=loss_scale, **settings)
 
     def reduce(self, gradients: Arrays) -> Arrays:
-        return reduced(self.model, gradients)
+        return reduced(self.model, gradients, self.passes)
 
     def change(self, name: str) -> None:
         dict(self.model.module.named_parameters())[name].data.view(-1)[-1] = 1e-45

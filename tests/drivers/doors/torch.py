@@ -29,23 +29,40 @@ def backward(params: dict, grads: Arrays, names: list[str] | None = None) -> Non
 
 
 class TorchHandle(Handle):
-    def __init__(self, method: Any, settings: dict, shapes: Shapes, dtype: str, op: str, loss_scale: Any):
-        self.shapes = shapes
+    """``passes``: backward passes in a step, each of which gives an equal part of the gradients."""
+
+    def __init__(
+        self,
+        method: Any,
+        settings: dict,
+        shapes: Shapes,
+        dtype: str,
+        op: str,
+        loss_scale: Any,
+        process_set: hvd.ProcessSet = hvd.global_process_set,
+        passes: int = 1,
+    ):
+        self.shapes, self.passes = shapes, passes
         kind = getattr(torch, dtype)
         self.params = {name: torch.nn.Parameter(torch.zeros(shape, dtype=kind)) for name, shape in shapes.items()}
-        self.compressor = Compressor(method, self.params.items(), loss_scale=loss_scale, **settings)
+        given = {"loss_scale": loss_scale, "process_set": process_set, **settings}
+        self.compressor = Compressor(method, self.params.items(), **given)
         number = next(_numbers)  # a step that fails leaves stock all-reduces of its names behind
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.params.values(), lr=1.0),
             named_parameters=[(f"{number}.{name}", parameter) for name, parameter in self.params.items()],
             compression=self.compressor,
             op=hvd.Sum if op == "sum" else hvd.Average,
+            process_set=process_set,
+            backward_passes_per_step=passes,
         )
 
     def reduce(self, gradients: Arrays) -> Arrays:
         for parameter in self.params.values():
             parameter.grad = None
-        backward(self.params, gradients, list(gradients))
+        for _ in range(self.passes):
+            part = {name: array / self.passes for name, array in gradients.items()} if self.passes > 1 else gradients
+            backward(self.params, part, list(gradients))
         self.optimizer.synchronize()
         out = {}
         for name, parameter in self.params.items():
