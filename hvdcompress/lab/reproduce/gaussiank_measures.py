@@ -152,12 +152,12 @@ def left(magnitudes: Vector, k: int) -> float:
 
 def counts(x: Vector, density: float) -> dict[str, float]:
     """What each rule's threshold chooses, in units of k: the first threshold, the paper's three changes, bisection."""
-    k, capacity = select.num_kept(density, len(x)), select.capacity(density, len(x))
-    start = np.float32(select.gaussian_threshold(*fast.moments(x), density))
+    wanted = select.about(density, len(x))
+    k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
     for rule, refine in (("paper", select.refine_paper), ("bisect", select.refine_bisect)):
         elements = select.candidates.Elements(x, None, None, fast)
-        threshold, ties = refine(elements, start, k, capacity)
+        threshold, ties = refine(elements, start, wanted)
         chosen = fast.count_above(x, threshold)
         if ties is not None and chosen < k:  # elements of equal magnitude fill up
             chosen += min(k - chosen, int((np.abs(x) == ties).sum()))
@@ -235,7 +235,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     def sampled(x: Vector) -> Any:
         context = fresh()
         start = dgc.threshold(x, context, fast)
-        return select.above_threshold(x, start, density, select.refine_bisect, 0, context, fast)
+        return select.above_threshold(x, start, select.about(density, n), select.refine_bisect, 0, context, fast)[0]
 
     return {
         "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
