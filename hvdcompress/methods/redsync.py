@@ -37,8 +37,11 @@ State: the threshold, on each rank.
 
 Departures from the paper, besides those that ``select: paper`` takes back: the paper quantizes what it sends to one
 mean, of the largest in one step and of the smallest in the next; here ``values`` has number formats. It sends small
-layers dense, trims those of middle size and searches in the large ones: a plan's ``rules`` do that. A threshold is
-always X
+layers dense, trims those of middle size and searches in the large ones: a plan's ``rules`` do that. It sends all that
+exceed the threshold; here payloads have 2k slots. A threshold is always below the maximum, so that elements of one
+magnitude, and tensors of one element, are sent. We know of no code by the paper's authors that would confirm the
+interval of 5 and the tolerance of 0.001.
+
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
 >>> net = Loopback("redsync", world=2, density=0.01)
