@@ -132,7 +132,9 @@ class RedSync(Method):
         padded = select.pad(chosen, self.wanted(n).most, ops)
         pieces = yield AllGather(pack.encode(padded, n, self.values, self.id, ctx, ops, distinct=distinct))
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        new = {} if distinct else {"threshold": ops.asarray(np.array([threshold]), like=x)}
+        new = {} if distinct else {"threshold": ops.zeros(1, "float32", like=x)}
+        for slot in new.values():
+            ops.fill(slot, float(threshold))
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=new)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
@@ -144,7 +146,7 @@ class RedSync(Method):
         """Return the threshold that is to be used again, or 0 in a step that searches."""
         if self.select == "trimmed" or ctx.step % self.interval == 0:
             return NONE
-        return np.frombuffer(ops.head_bytes(ops.to_bytes(state["threshold"]), 4), np.float32)[0]
+        return np.float32(ops.max_abs(state["threshold"]))
 
     def choose(self, x: Array, known: np.float32, ctx: Context, ops: Ops) -> tuple[Sparse, np.float32]:
         """Select the elements to send.
