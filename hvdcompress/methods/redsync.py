@@ -130,11 +130,9 @@ class RedSync(Method):
         chosen, threshold = self.choose(x, self.known(state, ctx, ops), ctx, ops)
         ctx.counters["kept"] = len(chosen.index)
         padded = select.pad(chosen, self.wanted(n).most, ops)
-        pieces = yield AllGather(pack.encode(padded, n, self.values, self.id, ctx, ops, distinct=distinct))
+        pieces = yield AllGather(pack.encode(padded, n, self.values, self.id, ctx, ops, distinct=distinct), fixed=True)
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        new = {} if distinct else {"threshold": ops.zeros(1, "float32", like=x)}
-        for slot in new.values():
-            ops.fill(slot, float(threshold))
+        new = self.remembered(threshold, x, ops)
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=new)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
@@ -147,6 +145,14 @@ class RedSync(Method):
         if self.select == "trimmed" or ctx.step % self.interval == 0:
             return NONE
         return np.float32(ops.max_abs(state["threshold"]))
+
+    def remembered(self, threshold: np.float32, like: Array, ops: Ops) -> dict[str, Array]:
+        """Return the new state, on the device of ``like``."""
+        if self.select == "trimmed":
+            return {}
+        slot = ops.zeros(1, "float32", like)
+        ops.fill(slot, float(threshold))
+        return {"threshold": slot}
 
     def choose(self, x: Array, known: np.float32, ctx: Context, ops: Ops) -> tuple[Sparse, np.float32]:
         """Select the elements to send.
