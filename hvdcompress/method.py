@@ -136,6 +136,8 @@ class Context:
     """Whether ``Reduced.own`` is used. It is False without feedback."""
     scratch: dict[str, Array] = field(default_factory=dict)
     """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
+    group: tuple[Context, int] | None = None
+    """Of a tensor that travels with others: the circumstances of all of them, and its first element in their vector."""
     state: Mapping[str, Array] = field(default_factory=dict)
     """The method's state, for :meth:`Method.scan`; read only."""
     scanned: list[Found] | None = None
@@ -158,7 +160,12 @@ class Context:
         """
         found = self.scratch.get(name)
         if found is None or len(found) != n:
-            found = self.scratch[name] = ops.zeros(n, dtype, like)
+            if self.group and n == self.spec.size:  # next to its neighbours', so that they need not be joined
+                whole, start = self.group
+                found = whole.buffer(name, whole.spec.size, dtype, ops, like)[start : start + n]
+            else:
+                found = ops.zeros(n, dtype, like)
+            self.scratch[name] = found
         return found
 
 
@@ -190,6 +197,9 @@ class AllGather:
     x: Array
     """This rank's payload, uint8. Lengths may differ between ranks only if every payload starts with a wire header,
     which contains its length (``parts/wire.py``)."""
+    fixed: bool = False
+    """Whether the payload has this length on all ranks and in every step of the phase. Networks that must know lengths
+    then ask for them in the phase's first step only."""
     lengths: tuple[int, ...] = ()
     """The engine's: bytes of the payloads of several tensors that ``x`` consists of, as many on all ranks. The list
     then has one array per rank and tensor, one rank's after another's."""
@@ -462,7 +472,7 @@ class Method:
         Returns:
             The sum, this rank's share of it, and the new state.
         """
-        pieces = yield AllGather(self.encode(x, state, ctx, ops))
+        pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=not self.uneven)
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
 

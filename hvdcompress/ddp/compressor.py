@@ -65,7 +65,7 @@ class Compressor(TensorCompressor):
     Attributes:
         plan: what each tensor gets.
         ledger: bytes and seconds so far, on this rank. Besides the tensors it has "status", 64 bytes per step, and
-            "lengths", 8 bytes per all-gather.
+            "lengths", 8 bytes per all-gather whose lengths are not known from before.
         parameters: the parameters by name.
         used: names of the parameters that had a gradient in this backward pass; None where DDP does not look for
             unused ones.

@@ -4,7 +4,8 @@
 verb         what is sent
 ===========  ===========================================================================
 all-reduce   as it is
-all-gather   as it is; over transports that must know lengths, 8 bytes of lengths before it
+all-gather   as it is; before it, where a transport must know lengths that are not
+             fixed or not known yet, 8 bytes
 all-to-all   as it is
 broadcast    as it is, or as an int32 sum to which the other ranks give zeros
 ===========  ===========================================================================
@@ -145,7 +146,9 @@ class Collectives:
 
     # -- one verb -----------------------------------------------------------------------------------------
 
-    def start(self, name: str, round: int, verb: Verb, ops: Ops = fast, like: Array | None = None) -> Pending:
+    def start(
+        self, name: str, round: int, verb: Verb, ops: Ops = fast, like: Array | None = None, equal: bool = False
+    ) -> Pending:
         """Start the collective of a verb; returns at once.
 
         Args:
@@ -154,15 +157,21 @@ class Collectives:
             verb: what the method asks for.
             ops: the array verbs of its payload's library.
             like: an array on the payloads' device.
+            equal: of an all-gather, whether all ranks' payloads are known to be as long as this one's.
         """
         request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
         full = f"{name}.round{round}"
         if isinstance(verb, AllGather):
-            if not self.transport.unequal:
-                length = np.array([len(verb.x)], np.int64).view(np.uint8)
+            own = verb.x
+            if equal:
+                lengths = (len(own),) * self.world
+                self._sent(name, "AllGather", own, len(own), lengths)
+                request = Request("all_gather", own, gets=lengths)
+            elif not self.transport.unequal:
+                length = np.array([len(own)], np.int64).view(np.uint8)
                 self._sent("lengths", "AllGather", length, 8, [8] * self.world)
-                lengths = Request("all_gather", length, gets=(8,) * self.world)
-                return Pending(name, verb, request, ops, self._start(f"{full}.lengths", lengths))
+                asked = Request("all_gather", length, gets=(8,) * self.world)
+                return Pending(name, verb, request, ops, self._start(f"{full}.lengths", asked))
         else:
             root = isinstance(verb, Broadcast) and self.rank == int(verb.root)
             payload = verb.x if not isinstance(verb, Broadcast) else request.payload if root else None

@@ -6,14 +6,14 @@ Whoever carries verbs out calls :meth:`Exchange.advance` with each result until 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdcompress.engine.collectives import Pending
+from hvdcompress.engine.collectives import Pending, by_rank
 from hvdcompress.engine.state import State
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Communication, Context, Method, Reduced, Verb
+from hvdcompress.method import AllGather, Array, Communication, Context, Method, Reduced, Verb
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
@@ -46,6 +46,8 @@ class Exchange:
         verb: what the method waits for; None when it has returned.
         reduced: what it returned; of several tensors in their order.
         round: the number of the collective that it waits for.
+        known: of all-gathers of earlier steps, by :attr:`call`, the length that all ranks' payloads have.
+        lengths: the same of this step's.
         pending: that collective under way.
         asked_at: when it was asked for, by ``time.perf_counter``.
     """
@@ -69,6 +71,8 @@ class Exchange:
     verb: Verb | None = None
     reduced: list[Reduced] | None = None
     round: int = -1
+    known: dict[Hashable, int] = field(default_factory=dict)
+    lengths: dict[Hashable, int] = field(default_factory=dict)
     pending: Pending | None = None
     asked_at: float = 0.0
 
@@ -103,6 +107,37 @@ class Exchange:
             self.asked_at = time.perf_counter()
             self.worked(self.name, self.asked_at - began, self.reduced is not None)
         return self.verb
+
+    @property
+    def call(self) -> Hashable:
+        """What an all-gather's length must depend on alone, if it is fixed."""
+        return self.bucket.spec, self.method, self.ctx.phase, self.ctx.triggers, self.round
+
+    def knows_lengths(self) -> bool:
+        """Whether the all-gather that is asked for is known to bring payloads of this rank's length from all.
+
+        Raises:
+            ExchangeError: it is said to have one length, and had another one before.
+        """
+        if not (isinstance(self.verb, AllGather) and self.verb.fixed):
+            return False
+        before, now = self.known.get(self.call), len(self.verb.x)
+        if before not in (None, now):
+            raise self.failed(ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}"))
+        return before is not None
+
+    def note_lengths(self, lengths: Sequence[int]) -> None:
+        """Note these lengths of payloads, in rank order, if they are to be one.
+
+        Raises:
+            ExchangeError: they are not.
+        """
+        if not (isinstance(self.verb, AllGather) and self.verb.fixed):
+            return
+        each = by_rank(lengths, self.ctx.world)
+        if len(set(each)) > 1:
+            raise self.failed(ValueError(f"an all-gather of fixed length has {each} bytes, by rank"))
+        self.lengths[self.call] = each[0]
 
     def where(self, count: int = 1) -> str:
         """What this rank waits for, in words, as the first of ``count`` exchanges."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -44,6 +44,7 @@ class Rank:
         self.ledger = ledger or Ledger(world, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: dict[str, State] = {}
+        self.lengths: dict[Hashable, int] = {}  # of all-gathers of fixed length; see Exchange.call
         self.asks_for_trigger = False
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
         self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
@@ -183,12 +184,20 @@ class Rank:
         contexts = []
         if bucket.apart(method):
             contexts = [
-                replace(ctx, spec=member, scratch=own.scratch, state=own.slots, scanned=[Found(True)], counters={})
-                for member, own in zip(bucket.members, state.members, strict=True)
+                replace(
+                    ctx,
+                    spec=member,
+                    scratch=own.scratch,
+                    group=(ctx, start),
+                    state=own.slots,
+                    scanned=[Found(True)],
+                    counters={},
+                )
+                for member, own, (start, _) in zip(bucket.members, state.members, bucket.spans, strict=True)
             ]
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self.worked, self.answered, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
-        exchange.outs, exchange.cleared = [None] * count, [False] * count
+        exchange.outs, exchange.cleared, exchange.known = [None] * count, [False] * count, self.lengths
         if contexts:
             buffer = functools.partial(ctx.buffer, ops=ops, like=like)
             names = [member.name for member in bucket.members]
@@ -322,6 +331,7 @@ class Rank:
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1
         state.restart = exchange.restart
+        self.lengths |= exchange.lengths
         self.asks_for_trigger |= any(reduced.trigger for reduced in exchange.reduced)
         for observer in self.observers:
             observer.committed(self.rank, exchange.name, counters)

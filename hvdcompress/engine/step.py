@@ -337,8 +337,8 @@ class Step:
 
     def _submit(self, exchange: Exchange) -> None:
         assert exchange.verb is not None
-        name, like = exchange.name, exchange.x
-        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, like)
+        name, like, equal = exchange.name, exchange.x, exchange.knows_lengths()
+        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, like, equal)
         self._under_way.append(exchange)
 
     def _advance(self, exchange: Exchange) -> None:
@@ -347,6 +347,7 @@ class Step:
         if not self.collectives.advance(exchange.pending):
             self._under_way.append(exchange)
             return
+        exchange.note_lengths(exchange.pending.lengths or ())
         result, exchange.pending = self.collectives.result(exchange.pending), None
         if exchange.advance(result) is None:
             self._done.append(exchange)

@@ -6,8 +6,13 @@ is the same as alone, to the bit.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from hvdcompress.engine.collectives import cut
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
@@ -39,6 +44,7 @@ class Together:
         self._verbs: list[Verb | None] = [None] * len(names)
         self._reduced: list[Reduced | None] = [None] * len(names)
         self._round = 0
+        self._joins: list[tuple[int, int]] = []  # where payloads were joined, in memory
 
     def begin(self, place: int, communication: Communication) -> None:
         """Run a tensor's communication to its first verb."""
@@ -78,12 +84,23 @@ class Together:
         try:
             self._verbs[place] = communication.send(result)
         except StopIteration as stop:
-            self._verbs[place], self._reduced[place] = None, stop.value
+            self._verbs[place], self._reduced[place] = None, self._kept(stop.value)
 
     def _join(self, arrays: list[Array]) -> Array:
-        dtype = str(arrays[0].dtype).removeprefix("torch.")
-        out = self.buffer(f"together.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
+        out = self.buffer(f"together.{self._round}.{dtype_of(arrays[0])}", sum(map(len, arrays)), dtype_of(arrays[0]))
+        self._joins.append(span(out))
         return self.ops.concat(arrays, out)
+
+    def _kept(self, reduced: Reduced) -> Reduced:
+        """The same, without state in memory that the next step's collectives are written to."""
+
+        def kept(array: Array) -> Array:
+            start, stop = span(array)
+            if not any(a < stop and start < b for a, b in self._joins):
+                return array
+            return self.ops.concat([array], self.ops.zeros(len(array), dtype_of(array), array))
+
+        return replace(reduced, state={slot: kept(array) for slot, array in reduced.state.items()})
 
     def _joined(self) -> Verb:
         """One verb for all."""
@@ -97,9 +114,13 @@ class Together:
             num_bytes = sum(verb.num_bytes for verb in verbs)
             return Broadcast(lambda: self._join([verb.make() for verb in verbs]), first.root, num_bytes)
         if isinstance(first, AllReduce):
+            x = end_to_end([verb.x for verb in verbs])
+            if x is not None:
+                return AllReduce(x, first.op, spent=all(verb.spent for verb in verbs))
             return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent=True)
         if isinstance(first, AllGather):
-            return AllGather(self._join([verb.x for verb in verbs]), tuple(len(verb.x) for verb in verbs))
+            lengths, fixed = tuple(len(verb.x) for verb in verbs), all(verb.fixed for verb in verbs)
+            return AllGather(self._join([verb.x for verb in verbs]), fixed=fixed, lengths=lengths)
         # what goes to one rank, of all tensors, lies together
         pieces = [cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
         x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
@@ -143,6 +164,28 @@ class Together:
             f"tensors that are exchanged together ask for different collectives in round {self._round}: {words}; "
             "bucket_elements: 0 keeps them apart"
         )
+
+
+def end_to_end(arrays: Sequence[Any]) -> Array | None:
+    """The arrays as one, if each lies in memory where the one before it ends; otherwise None."""
+    first, spans = arrays[0], [span(array) for array in arrays]
+    is_numpy = isinstance(first, np.ndarray)
+    owners = {id(array.base) if is_numpy else array.untyped_storage().data_ptr() for array in arrays}
+    if len(owners) > 1 or any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
+        return None
+    size = sum(map(len, arrays))
+    return as_strided(first, (size,)) if is_numpy else first.as_strided((size,), (1,))
+
+
+def span(array: Any) -> tuple[int, int]:
+    """Where a vector begins and ends in memory."""
+    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+    return start, start + array.nbytes
+
+
+def dtype_of(array: Any) -> str:
+    """Numpy's name of an array's dtype."""
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _kind(verb: Any) -> tuple[Any, ...]:

@@ -149,7 +149,7 @@ class FFT(Method):
         return pack.decode(payload, k, self.places(ctx.spec), self.values, self.id, ops, per=2)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        pieces = yield AllGather(self.encode(x, state, ctx, ops))
+        pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=True)
         shares = [self.decode(piece, ctx, ops) for piece in pieces]
         total = self.invert(shares, FLOAT_MAX, ctx, ops)
         # a quarter of the range, so that the residual is finite too

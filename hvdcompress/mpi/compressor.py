@@ -52,7 +52,7 @@ class Compressor(compressor.Compressor):
     Attributes:
         plan: what each tensor gets.
         ledger: bytes and seconds so far, on this rank. Besides the tensors it has "plan", once; "status", 64 bytes per
-            step; and "lengths", 8 bytes per all-gather.
+            step; and "lengths", 8 bytes per all-gather whose lengths are not known from before.
 
     Raises:
         ValueError: the plan is wrong; ``comm`` is not an intracommunicator.

@@ -148,7 +148,7 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
     ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
     again = ctx.buffer(f"again.{stream}", width, "uint8", ops, x)
     written(summed, ctx.world, again)
-    shards = yield AllGather(again)
+    shards = yield AllGather(again, fixed=True)
     total = Joined([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
     if not ctx.needs_own:
         return total, None
@@ -202,7 +202,7 @@ class Quantizer(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
         if self.route == "gather":
-            pieces = yield AllGather(self.encode(x, state, ctx, ops))
+            pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=True)
             return self.summed(pieces, x, ctx, ops)
         total, own = yield from scatter(x, self.codec, ctx, ops)
         return Reduced(total=total, own=own)

@@ -108,19 +108,22 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Grouped(Plan):
-    """A plan that knows that tensors come together in every step, and so lets small ones travel together.
+    """A plan whose tensors come together in every step, and so travel together as a network lets them.
 
     ``Grouped.of(plan)`` makes one of a plan.
     """
 
+    network: Grouping = BY_NAME
+
     @classmethod
-    def of(cls, plan: Plan) -> Plan:
-        """The plan, with that knowledge."""
-        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)})
+    def of(cls, plan: Plan, network: Grouping = BY_NAME) -> Plan:
+        """The plan, for that network."""
+        given = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        return cls(**{**given, "network": network})
 
     def buckets(self, specs: Any, grouping: Grouping | None = None, ages: Any = None) -> list[Bucket]:
         """As :meth:`Plan.buckets`, for all tensors of a step."""
-        return super().buckets(specs, grouping or BY_NAME, ages)
+        return super().buckets(specs, grouping or self.network, ages)
 
 
 class Trial(Loopback):

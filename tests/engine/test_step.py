@@ -10,10 +10,13 @@ from threads import ThreadTransport, run
 
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
+from hvdcompress.methods.qsgd import QSGD
+from hvdcompress.methods.topk import TopK
 from hvdcompress.ops import fast
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import numbers
@@ -77,6 +80,55 @@ def test_any_transport_gives_loopbacks_results_and_bytes(method: str, ordered: b
                 np.testing.assert_array_equal(outs[step][name], want[step][rank][name], err_msg=f"{name}, {step}")
         for name, entry in net.ledger.tensors(rank).items():
             assert local.ledger.tensors()[name] == entry
+
+
+def lengths_asked(method: str, **settings: Any) -> list[int]:
+    """How often, in each of four steps, ranks tell each other how long their payloads are."""
+
+    def program(transport: ThreadTransport) -> Any:
+        door, asked = Door(transport, method, min_elements=100, **settings), [0]
+        for step in range(4):
+            door.reduce(gradients(step, transport.rank))
+            entry = door.local.ledger.tensors().get("lengths")
+            asked.append(entry.collectives if entry else 0)
+        return np.diff(asked).tolist()
+
+    found, _ = run(WORLD, True, program)
+    assert found == [found[0]] * WORLD
+    return found[0]
+
+
+@pytest.mark.parametrize("method", ["qsgd", "signsgd", "dgc", "fft"])
+def test_lengths_that_are_fixed_are_told_once(method: str) -> None:
+    first, *later = lengths_asked(method)
+    assert first and not any(later)
+
+
+def test_lengths_that_may_differ_are_told_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopK, "uneven", True)
+    first, *later = lengths_asked("topk")
+    assert first and later == [first] * 3
+
+
+@pytest.mark.parametrize("differs", ["rank", "step"])
+def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = QSGD.encode
+
+    def longer(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        extra = ctx.rank if differs == "rank" else ctx.step
+        return np.concatenate([encode(self, x, state, ctx, ops), np.zeros(4 * extra, np.uint8)])
+
+    monkeypatch.setattr(QSGD, "encode", longer)
+
+    def program(transport: ThreadTransport) -> Any:
+        door = Door(transport, "qsgd", route="gather")
+        for step in range(2):
+            door.reduce(gradients(step, transport.rank))
+
+    found, _ = run(WORLD, True, program)
+    for error in found:
+        assert isinstance(error, PeerError | ExchangeError), error
+        assert "all-gather of fixed length" in str(error) and "method qsgd" in str(error)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -12,7 +12,7 @@ from hvdcompress.engine.collectives import gathered_lengths
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import carry_out
-from hvdcompress.engine.together import Together
+from hvdcompress.engine.together import Together, end_to_end
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
@@ -95,9 +95,42 @@ def test_lengths_that_differ_are_read_from_every_tensors_header() -> None:
     extras = [(0, 8), (8, 0), (4, 4)]
     ranks = [np.concatenate([payload(extra) for extra in each]) for each in extras]
     for mine, each in zip(ranks, extras, strict=True):
-        verb = AllGather(mine, tuple(wire.NUM_BYTES + extra for extra in each))
+        verb = AllGather(mine, lengths=tuple(wire.NUM_BYTES + extra for extra in each))
         found = gathered_lengths(np.concatenate(ranks), verb, WORLD, fast)
         assert found == [wire.NUM_BYTES + extra for pair in extras for extra in pair]
+
+
+def test_what_lies_end_to_end_is_sent_as_it_lies() -> None:
+    whole = np.arange(9, dtype=np.float32)
+    pieces = [whole[:4], whole[4:6], whole[6:]]
+    found = end_to_end(pieces)
+    assert found is not None and np.shares_memory(found, whole)
+    np.testing.assert_array_equal(found, whole)
+    assert end_to_end(pieces[::2]) is None and end_to_end(pieces[::-1]) is None
+    assert end_to_end([*pieces, np.zeros(2, np.float32)]) is None
+
+
+def test_state_is_not_left_where_the_next_step_writes() -> None:
+    """A sum that becomes state lies in the memory in which payloads were joined."""
+    kept: dict[str, np.ndarray] = {}
+
+    def keep(name: str, n: int, dtype: str) -> np.ndarray:
+        return kept.setdefault(name, np.zeros(n, dtype))
+
+    def method(place: int) -> Generator[Any, Any, Any]:
+        total = yield AllReduce(np.full(3 + place, place, np.float32))
+        return Reduced(total=total, state={"sum": total, "own": np.ones(2, np.float32)})
+
+    together = Together(["a", "b"], 0, 1, fast, keep)
+    for place in range(2):
+        together.begin(place, method(place))
+    verb: Any = together.send(None)
+    with pytest.raises(StopIteration) as stopped:
+        together.send(verb.x)  # as a transport does that reduces in place
+    for buffer in kept.values():
+        buffer[:] = -1
+    for place, reduced in enumerate(stopped.value.value):
+        assert reduced.state["sum"].tolist() == [place] * (3 + place) and reduced.total[0] == -1
 
 
 def test_unlike_collectives_are_an_error_that_names_tensors() -> None:

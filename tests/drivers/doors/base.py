@@ -15,7 +15,7 @@ from promises.variants import VARIANTS, Settings, has_half_sums
 
 import hvdcompress
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import Plan, plan_of
+from hvdcompress.plan import Grouping, Plan, plan_of
 from hvdcompress.testing import Trial
 from hvdcompress.testing.trial import Grouped
 
@@ -115,7 +115,7 @@ class Door(ABC):
     expensive = False  #: making a Compressor takes most of a second
     by_tensor = False  #: a step is undone tensor by tensor
     shared = False  #: ranks live in one object
-    groups = False  #: small tensors travel together unasked
+    grouping: Grouping | None = None  #: which tensors travel together unasked
     sums_in_order = False  #: float16 sums do not depend on what else is sent
     probe = 0  #: bytes that travel with each tensor
     passes_on: tuple[str, ...] = ()  #: methods under which a NaN stays where it is, as with the stock optimizer
@@ -167,8 +167,8 @@ class Door(ABC):
     def yardstick(self, method: str | Plan, settings: Settings, world: int | None = None) -> Trial:
         """The loopback with the same plan; all its collectives are noted."""
         plan = plan_of(method, **settings)
-        if self.groups:
-            plan = Grouped.of(plan)
+        if self.grouping:
+            plan = Grouped.of(plan, self.grouping)
         return Trial(plan, world or self.world)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress import ddp
 from hvdcompress.ddp import transport
+from hvdcompress.plan import IN_ORDER
 
 
 class Net(torch.nn.Module):
@@ -70,7 +71,8 @@ class DdpHandle(Handle):
 class DdpDoor(Door):
     name = "ddp"
     error = ddp.PeerError
-    recovers = sums_in_order = groups = True
+    recovers = sums_in_order = True
+    grouping = IN_ORDER
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)

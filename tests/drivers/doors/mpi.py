@@ -13,6 +13,7 @@ import hvdcompress
 from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress import registry
 from hvdcompress.mpi import Compressor, PeerError  # before mpi4py, whose environment it sets
+from hvdcompress.plan import IN_ORDER
 from hvdcompress.testing import variants
 
 from mpi4py import MPI  # isort: skip
@@ -62,7 +63,8 @@ class MpiHandle(Handle):
 class MpiDoor(Door):
     name = "mpi"
     error = PeerError
-    recovers = sums_in_order = groups = True
+    recovers = sums_in_order = True
+    grouping = IN_ORDER
 
     def __init__(self, folder: Path):
         self.comm: Any = MPI.COMM_WORLD

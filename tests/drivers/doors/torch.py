@@ -14,6 +14,7 @@ import torch
 from horovod.torch import optimizer as stock
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
+from hvdcompress.plan import BY_NAME
 from hvdcompress.torch import Compressor, PeerError
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
@@ -70,7 +71,7 @@ class TorchHandle(Handle):
 
 class TorchDoor(Door):
     name = "torch"
-    groups = True
+    grouping = BY_NAME
     error = PeerError
     probe = 8
     passes_on = ("none",)
