@@ -21,7 +21,8 @@ from hvdcompress.engine.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 
-PAUSE = 1e-4  #: seconds between two looks at what has come
+PAUSE, LONGEST_PAUSE = 1e-4, 2e-3  #: seconds between two looks at what has come, at first and at most
+LATER = 0.05  #: of the time waited so far, by which a look may be late: each takes time that others compute in
 LISTEN = 0.02  #: seconds between two looks for an alarm, each of which asks the store's server
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -105,13 +106,14 @@ class ProcessGroupTransport:
             Alarm: a rank has failed in this step.
             PeerLost: the group has failed.
         """
-        listened = time.monotonic()
+        began = listened = time.monotonic()
         while not self.ready(handle):
-            if time.monotonic() - listened > LISTEN:
+            now = time.monotonic()
+            if now - listened > LISTEN:
                 if self._store.check([f"alarm.{self.step}"]):
                     raise Alarm
-                listened = time.monotonic()
-            time.sleep(PAUSE)
+                listened = now
+            time.sleep(min(max(LATER * (now - began), PAUSE), LONGEST_PAUSE))
         self._end(handle)
         return handle.out.numpy() if handle.numpy else handle.out
 

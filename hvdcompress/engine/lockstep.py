@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.transport import Request
+from hvdcompress.ops import fast
 
 Results = list[Any]
 
@@ -36,9 +37,7 @@ def _all_reduce(requests: Sequence[Request]) -> Results:
     kinds = {f"{request.op} {request.payload.dtype}" for request in requests}
     if len(kinds) != 1:
         raise RuntimeError(f"an all-reduce of different kinds: {sorted(kinds)}")
-    total = arrays[0].copy()
-    for x in arrays[1:]:
-        total = total + x if requests[0].op == "sum" else np.maximum(total, x)
+    total = fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
     return [total] * len(requests)
 
 

@@ -293,10 +293,12 @@ class Step:
     def advance(self, count: int) -> None:
         """Wait for the collectives of the ``count`` oldest exchanges under way, in their order, and start what follows.
 
-        For transports that go by order: every rank calls it at the same places.
+        What has come to its end is written, while that is under way. For transports that go by order: every rank calls
+        it at the same places.
         """
         for _ in range(count):
             self._advance(self._under_way.popleft())
+        self._deliver_done()
 
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""

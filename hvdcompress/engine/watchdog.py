@@ -124,7 +124,7 @@ class Watchdog:
         absent, waiting = [], []
         for rank, place in enumerate(places):
             if place is None:
-                absent.append(f"rank {rank} does not answer: it is stopped, gone, or cut off")
+                absent.append(f"rank {rank} does not answer: it is stopped, starved, gone, or cut off")
             elif place.waits_for is None:
                 absent.append(f"rank {rank} is outside of a step, after {place.steps}")
             elif place.steps < most:

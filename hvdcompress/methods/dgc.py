@@ -119,8 +119,8 @@ class DGC(Method):
         if exact:
             chosen = select.largest(x, [self.capacity(n)], ctx, ops)
         else:
-            start = self.threshold(x, ctx, ops)
-            chosen = select.above_threshold(x, start, self.density, select.refine_bisect, 0, ctx, ops)
+            start, wanted = self.threshold(x, ctx, ops), select.about(self.density, n)
+            chosen, _ = select.above_threshold(x, start, wanted, select.refine_bisect, 0, ctx, ops)
         ctx.counters["kept"] = len(chosen.index)
         return pack.encode(select.pad(chosen, self.capacity(n), ops), n, self.values, self.id, ctx, ops, distinct=exact)
 

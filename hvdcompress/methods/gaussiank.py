@@ -122,4 +122,4 @@ class GaussianK(Method):
         moments = ctx.scanned[place].moments if ctx.scanned else None
         start = np.float32(select.gaussian_threshold(*(moments or ops.moments(x)), self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        return select.above_threshold(x, start, self.density, refine, place, ctx, ops)
+        return select.above_threshold(x, start, select.about(self.density, len(x)), refine, place, ctx, ops)[0]

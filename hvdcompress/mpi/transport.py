@@ -19,6 +19,7 @@ from mpi4py import MPI
 from hvdcompress.engine.agreement import failure
 from hvdcompress.engine.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
+from hvdcompress.ops import fast
 
 Array = np.ndarray[Any, Any]
 
@@ -76,7 +77,7 @@ class MPITransport:
         """Begin a collective; returns at once."""
         payload = np.ascontiguousarray(request.payload)
         call = Call(request.kind, str(payload.dtype), len(payload), request.op, request.gives, request.gets)
-        return self._begin(call, payload)
+        return self._begin(call, payload, request.spent)
 
     def ready(self, handle: Handle) -> bool:
         """Whether :meth:`wait` would return at once. MPI works on what is under way only when it is called."""
@@ -101,14 +102,15 @@ class MPITransport:
         """Wait for the result."""
         self.wait(handle)
 
-    def _begin(self, call: Call, payload: Array) -> Handle:
+    def _begin(self, call: Call, payload: Array, spent: bool = False) -> Handle:
         """Call MPI, and note what was called."""
         out: Array
         buffers: list[Any]
         if call.kind == "all_reduce":
-            out = np.empty_like(payload)
+            out = payload if spent else np.empty_like(payload)
             half = call.dtype == "float16"  # MPI has no such type: it carries 16 bits, and we add them
-            buffers = [payload.view(np.uint16), out.view(np.uint16)] if half else [payload, out]
+            sent, received = (each.view(np.uint16) if half else each for each in (payload, out))
+            buffers = [MPI.IN_PLACE if spent else sent, received]
             request = self.comm.Iallreduce(buffers[0], buffers[1], _half(call.op) if half else OPS[call.op])
         else:
             gets = call.gets or ()
@@ -171,11 +173,13 @@ OPS = {"sum": MPI.SUM, "max": MPI.MAX}
 @cache
 def _half(op: str) -> MPI.Op:
     """MPI's operation on float16, of which it knows nothing: rounded to float16 after each addition."""
-    ufunc = {"sum": np.add, "max": np.maximum}[op]
 
     def combine(given: Any, total: Any, datatype: MPI.Datatype) -> None:
         a, b = np.frombuffer(given, np.float16), np.frombuffer(total, np.float16)
-        ufunc(a, b, out=b)
+        if op == "sum":
+            fast.add_all([b, a], into_first=True)
+        else:
+            np.maximum(a, b, out=b)
 
     return MPI.Op.Create(combine, commute=True)
 

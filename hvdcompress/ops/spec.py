@@ -156,8 +156,13 @@ class Ops(Protocol):
             A sparse vector, or its shares, a piece. Entries of equal indices stay in their order.
         """
 
-    def add_all(self, arrays: list[Array]) -> Array:
-        """Return the sum of arrays of one shape, added in their order. The list is not empty."""
+    def add_all(self, arrays: list[Array], into_first: bool = False) -> Array:
+        """Return the sum of arrays of one shape and dtype, added in their order and rounded after each addition.
+
+        Args:
+            arrays: The arrays, one at least.
+            into_first: Whether the sum is written over the first of them.
+        """
 
     def merge(self, a: Sparse, b: Sparse, n: int) -> Sparse:
         """Add two sparse vectors.

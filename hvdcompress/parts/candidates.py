@@ -105,6 +105,10 @@ class Elements:
         """Return the largest |x|, or 0 for no elements."""
         return self.ops.max_abs(self.x if self.near is None or not len(self.near.index) else self.near.values)
 
+    def mean(self) -> float:
+        """Return the mean |x|, or 0 for no elements."""
+        return float(self.ops.bucket_norms(self.x, len(self.x), "mean")[0]) if len(self.x) else 0.0
+
     def count_above(self, threshold: np.float32, enough: int) -> int:
         """Return the number of elements with |x| > threshold; if they are more than ``enough``, perhaps less than that.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,23 @@ from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates
 from hvdcompress.parts.candidates import Elements
 
-#: Refines a threshold: (elements, start, k, capacity) -> (threshold, magnitude of elements that may fill up, or None).
-Refine = Callable[[Elements, np.float32, int, int], tuple[np.float32, np.float32 | None]]
+
+class Wanted(NamedTuple):
+    """How many elements a threshold shall leave above it.
+
+    Attributes:
+        k: The number that is aimed at.
+        least: Fewer are too few.
+        most: More are too many; the entries of the payload.
+    """
+
+    k: int
+    least: int
+    most: int
+
+
+#: Refines a threshold: (elements, start, wanted) -> (threshold, magnitude of elements that may fill up, or None).
+Refine = Callable[[Elements, np.float32, Wanted], tuple[np.float32, np.float32 | None]]
 
 
 def num_kept(density: float, n: int) -> int:
@@ -88,7 +104,7 @@ def just_below(magnitude: float) -> np.float32:
     return np.nextafter(np.float32(magnitude), np.float32(0))
 
 
-def refine_paper(elements: Elements, start: np.float32, k: int, capacity: int) -> tuple[np.float32, None]:
+def refine_paper(elements: Elements, start: np.float32, wanted: Wanted) -> tuple[np.float32, None]:
     """Correct a threshold up to twice, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1, and their code).
 
     Their loop makes a mask and then changes the threshold, three times. It sends the last mask, which was made before
@@ -97,26 +113,25 @@ def refine_paper(elements: Elements, start: np.float32, k: int, capacity: int) -
     Args:
         elements: the elements of x.
         start: the first threshold.
-        k: the number of elements wanted above it.
-        capacity: ⌊4k/3⌋.
+        wanted: as of :func:`about`.
 
     Returns:
         The threshold, and None.
     """
     threshold = start
     for _ in range(2):
-        count = elements.count_above(threshold, capacity)
-        if 3 * count < 2 * k:
+        count = elements.count_above(threshold, wanted.most)
+        if count < wanted.least:
             threshold *= np.float32(0.5)
-        elif 3 * count > 4 * k:
+        elif count > wanted.most:
             threshold *= np.float32(1.5)
         else:
             break
     return threshold, None
 
 
-def refine_bisect(elements: Elements, start: np.float32, k: int, capacity: int) -> tuple[np.float32, np.float32 | None]:
-    """Find a threshold t with 2k/3 ≤ #{|x| > t} ≤ capacity by bisecting its bit pattern, in at most 31 steps.
+def refine_bisect(elements: Elements, start: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
+    """Find a threshold t with least ≤ #{|x| > t} ≤ most by bisecting its bit pattern, in at most 31 steps.
 
     The bit patterns of non-negative floats ascend with their values, so each step halves the number of *floats* that
     are left, and the search ends for any distribution. If many elements have the same magnitude there may be no such
@@ -125,8 +140,7 @@ def refine_bisect(elements: Elements, start: np.float32, k: int, capacity: int) 
     Args:
         elements: the elements of x.
         start: the first threshold; a good estimate saves steps.
-        k: the number of elements wanted above it.
-        capacity: the largest number of elements allowed above it.
+        wanted: the numbers of elements that are allowed above it.
 
     Returns:
         The threshold t, and the magnitude of the elements that may fill up: None if enough are above t.
@@ -137,11 +151,11 @@ def refine_bisect(elements: Elements, start: np.float32, k: int, capacity: int) 
         if not low < middle < high:
             middle = (low + high) // 2
         threshold = np.int32(middle).view(np.float32)
-        count = elements.count_above(threshold, capacity)
-        if count > capacity:
+        count = elements.count_above(threshold, wanted.most)
+        if count > wanted.most:
             low = middle
             elements.narrow(threshold, count)
-        elif 3 * count < 2 * k:
+        elif count < wanted.least:
             high = middle
         else:
             return threshold, None
@@ -156,36 +170,43 @@ def capacity(density: float, n: int) -> int:
     return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
+def about(density: float, n: int) -> Wanted:
+    """Return 2k/3 to 4k/3, as Gaussian-k has it."""
+    k = num_kept(density, n)
+    return Wanted(k, -(-2 * k // 3), capacity(density, n))
+
+
 def above_threshold(
-    x: Array, start: np.float32, density: float, refine: Refine, place: int, ctx: Context, ops: Ops
-) -> Sparse:
+    x: Array, start: np.float32, wanted: Wanted, refine: Refine, place: int, ctx: Context, ops: Ops
+) -> tuple[Sparse, np.float32]:
     """Select the elements above a threshold.
 
     Args:
         x: float32 [n].
         start: the first threshold.
-        density: target fraction of the elements, k / n.
-        refine: :func:`refine_bisect` or :func:`refine_paper`.
+        wanted: how many elements.
+        refine: such as :func:`refine_bisect` or :func:`refine_paper`.
         place: which part of the vector x is, from 0.
         ctx: ``ctx.scanned`` may have candidates, by :func:`candidates.scan`.
         ops: the array backend.
 
     Returns:
-        The elements [c], their indices ascending, with c ≤ ⌊4k/3⌋. With bisection c ≥ 2k/3, unless fewer elements are
-        non-zero.
+        The elements [c], their indices ascending, with c ≤ most, and the threshold. With bisection c ≥ least, unless
+        fewer elements are non-zero.
     """
-    k, room, near = num_kept(density, len(x)), capacity(density, len(x)), candidates.of(place, ctx)
-    elements = candidates.Elements(x, near, candidates.scan(room + 1, place, ctx).above, ops)
-    threshold, below = refine(elements, start, k, room)
-    chosen = elements.above(threshold, room)
+    near = candidates.of(place, ctx)
+    elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, place, ctx).above, ops)
+    threshold, below = refine(elements, start, wanted)
+    chosen = elements.above(threshold, wanted.most)
     if isinstance(x, np.ndarray):  # on a device, candidates cost more than they save
         noted = None if near is None else len(near.index)
-        candidates.remember(float(threshold), len(chosen.index), noted, room + 1, place, ctx)
-    if below is not None and len(chosen.index) < k:  # elements of equal magnitude: fill up with the first of them
-        ties = elements.equal(below, k - len(chosen.index))
+        candidates.remember(float(threshold), len(chosen.index), noted, wanted.most + 1, place, ctx)
+    if below is not None and len(chosen.index) < wanted.k:
+        # elements of equal magnitude: the first of them fill up
+        ties = elements.equal(below, wanted.k - len(chosen.index))
         index = ops.sort(ops.concat([chosen.index, ties.index]))
-        return Sparse(index, ops.take(x, index))
-    return chosen
+        chosen = Sparse(index, ops.take(x, index))
+    return chosen, threshold
 
 
 def pad(chosen: Sparse, capacity: int, ops: Ops) -> Sparse:

@@ -1,4 +1,4 @@
-"""Run by every rank, under horovodrun: the stock optimizer of Keras 2, which is ``tf_keras``."""
+"""Run by every rank of a launch: the stock optimizer of Keras 2, which is ``tf_keras``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by every rank, under horovodrun: each case checks one promise of the Keras 3 optimizer and callbacks."""
+"""Run by every rank of a launch: each case checks one promise of the Keras 3 optimizer and callbacks."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def untraced() -> dict[str, str]:
 def environment(kind: str, **more: str) -> dict[str, str]:
     """Ranks share two cores: one thread each, and MPI yields while it waits."""
     return {
-        **(untraced() if kind.startswith(("alone", "mpirun")) else os.environ),
+        **(untraced() if kind.startswith(("alone", "mpi")) else os.environ),
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
         "OMP_NUM_THREADS": "1",
         "HVDCOMPRESS_THREADS": "1",
@@ -35,7 +35,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
 
 
 def world_of(kind: str) -> int:
-    """The ranks of "alone", "mpirun-3", "mpi-2" (horovodrun over MPI), "gloo-2" or "torchrun-2"."""
+    """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2" or "torchrun-2"."""
     return 1 if kind == "alone" else int(kind.split("-")[1])
 
 
@@ -43,12 +43,16 @@ def launch(
     kind: str, script: Path, *arguments: str, seconds: float = SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
-    controller, world = kind.split("-")[0], str(world_of(kind))
+    world = str(world_of(kind))
+    mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world]
     start = {
         "alone": [],
-        "mpirun": ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world],
+        "mpirun": mpirun,
+        "mpi": [*mpirun, "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"],  # horovodrun's own line
+        "horovodrun": ["horovodrun", "-np", world, "--mpi"],  # it imports every framework: five seconds
+        "gloo": ["horovodrun", "-np", world, "--gloo"],
         "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world],
-    }.get(controller, ["horovodrun", "-np", world, f"--{controller}"])
+    }[kind.split("-")[0]]
     line = [*start, sys.executable, str(script), *arguments]
     with subprocess.Popen(
         line,

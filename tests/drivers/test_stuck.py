@@ -15,7 +15,7 @@ import pytest
 from door_launches import MODULES
 from launching import environment, launch, world_of
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.alone]  # a step that takes six seconds is stuck
 HERE = Path(__file__).parent
 LAUNCHES = [
     ("mpi", "mpirun-3"),

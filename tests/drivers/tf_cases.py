@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
@@ -17,6 +19,7 @@ from tf_model import (
     reference,
     refused,
 )
+from timeline import check_names
 
 from hvdcompress.tensorflow import Compressor
 
@@ -165,3 +168,16 @@ def bad_arguments_are_refused() -> None:
     refused(ValueError, ["serves another model"], lambda: Model(comp, other)(everyone(0, other)[0]))
     model = Model(compressor("topk", loss_scale=0.0))
     refused(IN_A_GRAPH, ["loss_scale"], lambda: model(everyone(0)[hvd.rank()]))
+
+
+@case
+def names_in_horovods_timeline() -> None:
+    comp = compressor("scalecom", density=0.05)
+    model = Model(comp)
+    assert re.fullmatch(r"hvdcompress\.tf\.set0\.compressor\d+", comp.prefix)
+
+    def steps() -> None:
+        for step in range(3):
+            model(everyone(step)[hvd.rank()])
+
+    check_names(hvd, steps, {f"{comp.prefix}.a.{name}" for name in ("round0.Broadcast", "round1.AllReduce")})

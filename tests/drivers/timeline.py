@@ -1,16 +1,27 @@
-"""Three steps of a door under Horovod's timeline, which the test that launched this reads."""
+"""What Horovod's timeline shows of a few steps, in a launch with ``HOROVOD_TIMELINE=DYNAMIC`` in its environment."""
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
+import re
+import time
+from collections.abc import Callable
+from typing import Any
 
-from run_door import door_of
+from harness import OUT
 
-door = door_of(os.environ["DOOR"], Path(sys.argv[1]))
-shapes = {"layer1.weight": (37, 41), "layer1.bias": (37,)}
-handle = door.make("scalecom", {"density": 0.05}, shapes)
-for step in range(3):
-    handle.reduce(door.gradients(step, shapes))
-door.meet()
+SECONDS = 20  #: that the timeline's thread has, to write what was done
+
+
+def check_names(hvd: Any, run: Callable[[], object], names: set[str]) -> None:
+    """The timeline of ``run`` shows these names; Horovod writes it on rank 0 alone."""
+    file = OUT / "timeline.json"
+    hvd.start_timeline(str(file))
+    run()
+    hvd.stop_timeline()
+    shown: set[str] = set()
+    deadline = time.monotonic() + SECONDS
+    while hvd.rank() == 0 and not shown >= names:
+        assert time.monotonic() < deadline, sorted(shown)
+        time.sleep(0.1)
+        text = file.read_text() if file.exists() else ""
+        shown = set(re.findall(r'"process_name".*?"name": "([^"]*)"', text))

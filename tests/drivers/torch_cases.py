@@ -5,6 +5,8 @@ Cases must not share parameter names, as a case that makes ranks fail leaves col
 
 from __future__ import annotations
 
+import re
+
 import horovod.torch as hvd
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from doors.torch import PAIR, TorchDoor, TorchHandle, backward
 from harness import EXACT, OUT, Skip, assert_close, case, summed
 from promises.interactions import all_features_at_once
 from promises.variants import VARIANTS
+from timeline import check_names
 from torch_model import (
     against_loopback,
     assert_same_on_all_ranks,
@@ -227,3 +230,22 @@ def a_process_set_with_all_other_features() -> None:
         raise Skip("needs 3 ranks")
     if PAIR.included():
         all_features_at_once(Part(PAIR, "set"))
+
+
+@case
+def names_in_horovods_timeline() -> None:
+    params = parameters("timeline", shapes={"weight": (37, 41), "bias": (37,)})
+    comp = Compressor("scalecom", params.items(), density=0.05)
+    opt = optimizer(params, comp)
+    assert re.fullmatch(r"hvdcompress\.set0\.compressor\d+", comp.prefix)
+    shown = {
+        "timeline.weight.round0",
+        "timeline.weight.round1",
+        "status.round0",
+    }  # the first is a broadcast, sent as a sum
+
+    def steps() -> None:
+        for step in range(3):
+            reduce_once(opt, params, gradients(params, step, hvd.rank()))
+
+    check_names(hvd, steps, {f"allreduce.{comp.prefix}.{name}" for name in shown})

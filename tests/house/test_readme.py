@@ -46,18 +46,26 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parallel
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind,kind_of_launch", [("torch", "mpi-2"), ("ddp", "torchrun-2")])
-def test_the_torch_examples_train(kind: str, kind_of_launch: str) -> None:
+@pytest.mark.parametrize(
+    "kind,kind_of_launch,names",
+    [
+        ("torch", "horovodrun-2", ["plain", "compressed"]),
+        ("ddp", "torchrun-2", ["compressed"]),
+        pytest.param("ddp", "torchrun-2", ["plain", "compressed"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_torch_examples_train(kind: str, kind_of_launch: str, names: list[str]) -> None:
     pytest.importorskip("horovod" if kind == "torch" else "torch")
     sys.path.insert(0, str(ROOT / "tests" / "drivers"))
     from launching import launch
 
     found = {}
-    for name in ("plain", "compressed"):
+    for name in names:
         done = launch(kind_of_launch, ROOT / "examples" / f"{kind}_{name}.py", seconds=90)
         assert done.returncode == 0, done.stdout[-2000:]
         found[name] = float(re.search(r"accuracy ([\d.]+)%", done.stdout)[1])
-    assert found["plain"] > 93 and np.isclose(*found.values(), atol=3), found
+    assert found.get("plain", 100) > 93 and found["compressed"] > 92, found
+    assert np.ptp([*found.values()]) <= 3, found
 
 
 @pytest.mark.parallel

@@ -272,19 +272,34 @@ def whole(config):
     return config
 
 
-@pytest.mark.parallel
-@pytest.mark.timeout(280)
-def test_a_run_from_end_to_end(whole):
-    run = start(whole)
+@pytest.fixture(scope="module")
+def under_horovod(tmp_path_factory):
+    """A run from end to end: what it printed, and its folder."""
+    for module in ("horovod", "torch", "sklearn", "psutil", "matplotlib"):
+        pytest.importorskip(module)
+    file = tmp_path_factory.mktemp("whole") / "small.yaml"
+    file.write_text(CONFIG, encoding="utf-8")
+    run = start(file)
     output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
+    return output, file.parent / "out"
+
+
+def events_of(folder, run):
+    return [json.loads(line) for line in (folder / "metrics" / f"{run}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parallel
+@pytest.mark.timeout(280)
+@pytest.mark.xdist_group("run")
+def test_a_run_from_end_to_end(under_horovod):
+    output, folder = under_horovod
     assert "horovodrun -np 2 --mpi" in output and "100x" not in output
     assert "tensorflow" not in output.lower() and "cuda" not in output.lower()
-    folder = whole.parent / "out"
     summary = json.loads((folder / "summary.json").read_text())
     none, topk = summary["rows"]
     assert none["mean"]["rate"] == pytest.approx(1, abs=0.01) and 40 < topk["mean"]["rate"] < 100
-    events = [json.loads(line) for line in (folder / "metrics" / "digits.topk.0.jsonl").read_text().splitlines()]
+    events = events_of(folder, "digits.topk.0")
     assert [event["event"] for event in events] == ["start", "step", "step", "finished"]
     assert events[0]["versions"]["torch"] and events[0]["launch"]["command"].endswith("out")
     end = events[-1]
@@ -331,21 +346,20 @@ def test_a_killed_rank_fails_its_run_and_no_other(whole):
 
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
-def test_under_ddp_the_results_are_the_same_without_horovod(whole):
+@pytest.mark.xdist_group("run")
+def test_under_ddp_the_results_are_the_same_without_horovod(under_horovod, whole):
     """Losses and parameters are, to the bit, those under Horovod; the bytes differ by what each driver agrees with."""
-    found = {}
-    for driver in ("horovod", "ddp"):
-        run = start(whole, "--driver", driver, "--overwrite")
-        output, _ = run.communicate(timeout=140)
-        assert run.returncode == 0, output
-        assert ("torch.distributed.run" in output) == (driver == "ddp")
-        file = whole.parent / "out" / "metrics" / "digits.topk.0.jsonl"
-        events = [json.loads(line) for line in file.read_text().splitlines()]
-        found[driver] = [event["loss"] for event in events if event["event"] == "step"], events[-1]
-        assert events[-1]["identical"]
-    (losses, end), (others, other) = found.values()
-    assert losses == others and end["parameters_sha256"] == other["parameters_sha256"]
-    assert "DistributedDataParallel" in (whole.parent / "out" / "table.md").read_text()
+    run = start(whole, "--driver", "ddp")
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    horovods, folder = under_horovod[0], whole.parent / "out"
+    assert "torch.distributed.run" in output and "torch.distributed.run" not in horovods
+    events, others = events_of(folder, "digits.topk.0"), events_of(under_horovod[1], "digits.topk.0")
+    losses, expected = ([one["loss"] for one in found if one["event"] == "step"] for found in (events, others))
+    assert losses and losses == expected
+    assert events[-1]["identical"] and others[-1]["identical"]
+    assert events[-1]["parameters_sha256"] == others[-1]["parameters_sha256"]
+    assert "DistributedDataParallel" in (folder / "table.md").read_text()
 
 
 def test_what_ddp_cannot_do_is_refused(config):

@@ -279,16 +279,6 @@ def test_selectors_choose_what_they_should(measures):
     assert all(seconds > 0 for seconds in measures.times(5000, 0.01, 0, "laplace", 1)["seconds"].values())
 
 
-def test_redsyncs_searches(measures):
-    x = np.random.default_rng(5).laplace(size=50_000).astype(np.float32)
-    order = np.argsort(-np.abs(x))
-    assert sorted(measures.trimmed(x, 500).index.tolist()) == sorted(order[:500].tolist())
-    found = measures.searched(x, 500)
-    assert 500 < len(found) < 1000 and set(found.tolist()) == set(order[: len(found)].tolist())
-    ones = np.ones(1000, np.float32)  # no threshold separates them
-    assert len(measures.trimmed(ones, 10).index) == 10 and len(measures.searched(ones, 10)) <= 1000
-
-
 def tiny(**method):
     task = {"task": "digits", "net": "fnn3", "steps": 6, "batch_size": 8, "learning_rate": 0.05, "warmup_steps": 1}
     return {"task": task, "method": method, "ranks": 2, "seed": 0}

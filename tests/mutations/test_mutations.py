@@ -359,8 +359,8 @@ def decoder_trusts_the_header(patch: Patch) -> None:
 def a_half_of_the_threshold_rounds_is_left_out(patch: Patch) -> None:
     paper = select.refine_paper
 
-    def once(elements: Any, start: Any, k: int, capacity: int) -> Any:
-        kept = paper(elements, start, k, capacity)[0]
+    def once(elements: Any, start: Any, wanted: Any) -> Any:
+        kept = paper(elements, start, wanted)[0]
         return (kept if kept == start else np.float32(start * np.float32(0.5))), None
 
     patch.setattr(select, "refine_paper", once)
@@ -369,16 +369,16 @@ def a_half_of_the_threshold_rounds_is_left_out(patch: Patch) -> None:
 def a_third_change_reaches_the_mask(patch: Patch) -> None:
     paper = select.refine_paper
 
-    def thrice(elements: Any, start: Any, k: int, capacity: int) -> Any:
-        kept = paper(elements, start, k, capacity)[0]
-        count = elements.count_above(kept, capacity)
-        return np.float32(kept * (0.5 if 3 * count < 2 * k else 1.5 if 3 * count > 4 * k else 1)), None
+    def thrice(elements: Any, start: Any, wanted: Any) -> Any:
+        kept = paper(elements, start, wanted)[0]
+        count = elements.count_above(kept, wanted.most)
+        return np.float32(kept * (0.5 if count < wanted.least else 1.5 if count > wanted.most else 1)), None
 
     patch.setattr(select, "refine_paper", thrice)
 
 
 def bisection_stops_after_four(patch: Patch) -> None:
-    def short(elements: Any, start: Any, k: int, capacity: int) -> Any:
+    def short(elements: Any, start: Any, wanted: Any) -> Any:
         return np.float32(start), None
 
     patch.setattr(select, "refine_bisect", short)

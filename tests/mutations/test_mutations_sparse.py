@@ -1,4 +1,4 @@
-"""The checks of gtopk, dgc and the feedback "momentum" can fail: what they check is broken here on purpose."""
+"""The checks of gtopk, dgc, redsync and the feedback "momentum" can fail: what they check is broken here on purpose."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import test_dgc
 import test_gtopk
 import test_ops_selection
 import test_ops_statistics
+import test_redsync
 from test_mutations import Guard, Patch, holds, must_notice
 
 import hvdcompress
 from hvdcompress import testing as c
 from hvdcompress.method import Method, Sparse
-from hvdcompress.methods import gtopk
+from hvdcompress.methods import gtopk, redsync
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import feedback, seed, select
 
-GTOPK, DGC = type(hvdcompress.get("gtopk")), type(hvdcompress.get("dgc"))
+GTOPK, DGC, REDSYNC = (type(hvdcompress.get(id)) for id in ("gtopk", "dgc", "redsync"))
 FAST = "hvdcompress.ops.fast"
 
 
@@ -173,6 +174,46 @@ def the_capacity_overflows(patch: Patch) -> None:
     patch.setattr(select, "capacity", lambda density, n: select.num_kept(density, n) // 2)
 
 
+def thresholds_are_never_used_again(patch: Patch) -> None:
+    patch.setattr(REDSYNC, "known", lambda self, state, ctx, ops: np.float32(0))
+
+
+def the_search_is_never_repeated(patch: Patch) -> None:
+    known = REDSYNC.known
+    patch.setattr(REDSYNC, "known", lambda self, state, ctx, ops: known(replace(self, interval=10**9), state, ctx, ops))
+
+
+def a_stale_threshold_is_believed(patch: Patch) -> None:
+    search = REDSYNC.search
+
+    def believe(self: Any, elements: Any, known: Any, wanted: Any) -> Any:
+        return (known, None) if known > 0 else search(self, elements, known, wanted)
+
+    patch.setattr(REDSYNC, "search", believe)
+
+
+def the_search_gives_up(patch: Patch) -> None:
+    """With whatever is above the last threshold, as the published one does."""
+    patch.setattr(select, "refine_bisect", lambda elements, start, wanted: (start, None))
+
+
+def the_published_search_is_led_to_k(patch: Patch) -> None:
+    patch.setattr(REDSYNC, "published_search", REDSYNC.search)
+
+
+def the_middle_is_from_zero_to_the_maximum(patch: Patch) -> None:
+    patch.setattr(redsync, "between", lambda mean, largest, share: np.float32(share * largest))
+
+
+def the_first_are_trimmed_not_the_largest(patch: Patch) -> None:
+    """The first k above a threshold that more exceed, not the k largest."""
+
+    def first(elements: Any, k: int) -> Any:
+        return elements.above(redsync.between(elements.mean(), elements.largest(), 0.0), k)
+
+    patch.setattr(redsync, "trimmed", first)
+
+
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (what_a_merge_drops_is_lost, holds("gtopk", c.check_conservation)),
     (what_a_merge_drops_is_lost, test_gtopk.run_beside_oracle),
@@ -200,6 +241,15 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (the_kth_is_one_off, lambda: test_dgc.test_of_small_tensors_the_sample_is_all(10)),
     (the_kth_is_one_off, lambda: test_ops_selection.test_kth_magnitude_by_sorting(reference, 7)),
     (vectors_are_compressed, lambda: test_dgc.test_vectors_go_dense((2000,), True)),
+    (thresholds_are_never_used_again, lambda: test_redsync.test_a_threshold_is_used_again(3, 4)),
+    (thresholds_are_never_used_again, test_redsync.run_beside_oracle),
+    (the_search_is_never_repeated, lambda: test_redsync.test_a_threshold_is_used_again(3, 4)),
+    (the_search_is_never_repeated, test_redsync.run_beside_oracle),
+    (a_stale_threshold_is_believed, test_redsync.test_a_threshold_that_no_longer_fits_is_searched_anew),
+    (the_search_gives_up, test_redsync.test_a_single_spike_defeats_the_published_search),
+    (the_published_search_is_led_to_k, test_redsync.run_beside_oracle),
+    (the_middle_is_from_zero_to_the_maximum, test_redsync.run_beside_oracle),
+    (the_first_are_trimmed_not_the_largest, test_redsync.test_trimmed_is_topk_in_every_step),
     (the_capacity_overflows, lambda: test_dgc.test_count_is_near_k_on_any_distribution("normal", 0.01)),
 ]
 

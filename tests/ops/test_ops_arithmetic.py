@@ -161,6 +161,7 @@ call("zero_where")(
     lambda o, put, x, r: changed(o, put, x, lambda out: o.zero_where(out, Sparse(put(chosen(x)), put(r[chosen(x)]))))
 )
 call("add_all")(lambda o, put, x, r: o.add_all([put(x), put(r), put(x)]))
+call("add_all")(lambda o, put, x, r: changed(o, put, x, lambda out: o.add_all([out, put(r)], into_first=True)))
 for factor in (1.0, 0.3, 2.0**40):
     call("scaled")(lambda o, put, x, r, f=factor: (o.scaled(put(x), f), o.scaled(put(x), f, 0.1)))
 

@@ -82,3 +82,15 @@ def test_conversions_of_every_half(backend: Any) -> None:
     for x in (exact, middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(MAX))):
         assert get(to_halves(backend, put(x), 1.0)) == get(to_halves(reference, x, 1.0))
         assert get(backend.to_bf16(put(x))) == get(reference.to_bf16(x))
+
+
+def test_sums_of_every_half(backend: Any) -> None:
+    """With one of every size, and with Inf and NaN."""
+    put, halves = Put(backend), np.arange(2**16, dtype=np.uint16).view(np.float16)
+    others = [0.0, -0.0, 2.0**-24, -(2.0**-15), 1.0, -1.5, 3.14, 1000.0, 65504.0, -65504.0, np.inf, -np.inf, np.nan]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for other in [*(np.full_like(halves, number) for number in others), np.roll(halves, 12345), -halves]:
+            want, found = halves + other, np.asarray(backend.add_all([put(halves), put(other)]))
+            assert (np.isnan(found) == np.isnan(want)).all()
+            numbers = ~np.isnan(want)
+            np.testing.assert_array_equal(found[numbers].view(np.uint16), want[numbers].view(np.uint16))

@@ -193,6 +193,7 @@ METHODS = {
     "scalecom": {"density": 0.02, "values": "fp16"},
     "gaussiank": {"density": 0.02, "values": "bf16"},
     "dgc": {"density": 0.02},
+    "redsync": {"density": 0.02, "interval": 2},
     "qsgd": {"bits": 3},
     "signsgd": {},
     "fp16": {"feedback": "plain"},

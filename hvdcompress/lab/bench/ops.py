@@ -170,6 +170,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, (n,))),
         Case("look", "float16", 6 * n, lambda o: o.look(x, Scan(halves=Halves(0.5, 65504.0, half)))),
         Case("to_fp16", "", 6 * n, lambda o: o.to_fp16(x, 0.5)),
+        Case("add_all", "float16", 6 * n, lambda o: o.add_all([half, half])),
         Case("from_fp16", "", 6 * n, lambda o: o.from_fp16(half, 0.5)),
         Case("to_bf16", "", 6 * n, lambda o: o.to_bf16(x)),
         Case("from_bf16", "", 6 * n, lambda o: o.from_bf16(bits)),

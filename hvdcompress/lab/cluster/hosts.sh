@@ -353,6 +353,10 @@ run() {
     # Each host believes all processors to be its own, and would bind its rank to the first; and waiting ranks spin.
     export OMPI_MCA_hwloc_base_binding_policy=${OMPI_MCA_hwloc_base_binding_policy:-none}
     export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+    # mpirun's daemons stay in its session, and so do all ranks. Linux schedules each session as a group (man 7 sched,
+    # "autogroup"), and before 6.18.45 a group whose ranks poll could take a processor from all others for minutes
+    # (upstream's revert of 6d71a9c61604 mends it): the rank of a second host there then never ran.
+    export OMPI_MCA_orte_leave_session_attached=1
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export GLOO_SOCKET_IFNAME=eth0
     # A host name of its own, too: Open MPI takes ranks with the same one for neighbours in memory.

@@ -14,7 +14,7 @@ from scipy.special import ndtr
 from hvdcompress import registry
 from hvdcompress.lab.reproduce import simulate
 from hvdcompress.lab.reproduce.simulate import Moment
-from hvdcompress.method import Context, Sparse, TensorSpec
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.methods.dgc import DGC
 from hvdcompress.ops import fast
 from hvdcompress.parts import select
@@ -152,12 +152,12 @@ def left(magnitudes: Vector, k: int) -> float:
 
 def counts(x: Vector, density: float) -> dict[str, float]:
     """What each rule's threshold chooses, in units of k: the first threshold, the paper's three changes, bisection."""
-    k, capacity = select.num_kept(density, len(x)), select.capacity(density, len(x))
-    start = np.float32(select.gaussian_threshold(*fast.moments(x), density))
+    wanted = select.about(density, len(x))
+    k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
     for rule, refine in (("paper", select.refine_paper), ("bisect", select.refine_bisect)):
         elements = select.candidates.Elements(x, None, None, fast)
-        threshold, ties = refine(elements, start, k, capacity)
+        threshold, ties = refine(elements, start, wanted)
         chosen = fast.count_above(x, threshold)
         if ties is not None and chosen < k:  # elements of equal magnitude fill up
             chosen += min(k - chosen, int((np.abs(x) == ties).sum()))
@@ -180,48 +180,6 @@ def counterexample(n: int, density: float) -> dict[str, Any]:
 # -- selection alone -----------------------------------------------------------------------------
 
 
-def magnitudes(x: Vector) -> tuple[float, float]:
-    """Mean and largest of |x|, from which RedSync's searches start."""
-    return float(np.abs(x).mean()), fast.max_abs(x)
-
-
-def trimmed(x: Vector, k: int) -> Sparse:
-    """RedSync's trimmed top-k (Fang et al. 2019, arXiv 1808.04357): exact top-k of what a low threshold leaves.
-
-    The threshold falls from max |x| to mean |x| in steps of a fifth of the way, until k elements are above it; if they
-    never are, all elements are left.
-    """
-    mean, largest = magnitudes(x)
-    for fifths in range(4, -1, -1):
-        threshold = np.float32(mean + fifths / 5 * (largest - mean))
-        count = fast.count_above(x, threshold)
-        if count >= k:
-            break
-    else:
-        threshold, count = np.float32(-1), len(x)
-    index = fast.first_above(x, threshold, count)
-    return fast.largest_of(Sparse(index, fast.take(x, index)), k)[0]
-
-
-def searched(x: Vector, k: int) -> Vector:
-    """RedSync's threshold by binary search, between mean |x| and max |x|: the indices of k to 2k elements.
-
-    As in the paper it ends when a thousandth of the way is left, then with whatever is above. The paper lowers the
-    threshold at less than k/2 elements, and raises it at k/2 to k, which leads away from k: here it is lowered at both.
-    """
-    mean, largest = magnitudes(x)
-    low, high = 0.0, 1.0
-    threshold, count = np.float32(mean), len(x)
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        threshold = np.float32(mean + middle * (largest - mean))
-        count = fast.count_above(x, threshold)
-        if k < count < 2 * k:
-            break
-        low, high = (low, middle) if count <= k else (middle, high)
-    return fast.first_above(x, threshold, count)
-
-
 def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     """Ways to choose about k of n elements, by name; without what earlier steps would have told them."""
     k = select.num_kept(density, n)
@@ -230,12 +188,14 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
         return Context(0, 1, 0, TensorSpec("x", (n,), "float32"))
 
     gaussian = {rule: registry.get("gaussiank", density=density, refine=rule) for rule in ("bisect", "paper")}
+    # both as published: our own search looks at fewer elements from count to count
+    redsync = {rule: registry.get("redsync", density=density, select=rule) for rule in ("trimmed", "paper")}
     dgc = DGC(density=density)
 
     def sampled(x: Vector) -> Any:
         context = fresh()
         start = dgc.threshold(x, context, fast)
-        return select.above_threshold(x, start, density, select.refine_bisect, 0, context, fast)
+        return select.above_threshold(x, start, select.about(density, n), select.refine_bisect, 0, context, fast)[0]
 
     return {
         "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
@@ -244,8 +204,8 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
         "exact top-k (numpy.argpartition)": lambda x: np.argpartition(np.abs(x), n - k)[n - k :],
         "exact top-k (torch.topk)": lambda x: torch.topk(torch.from_numpy(x).abs(), k, sorted=False),
         "DGC's sampling": sampled,
-        "RedSync's trimmed top-k": lambda x: trimmed(x, k),
-        "RedSync's binary search": lambda x: searched(x, k),
+        "RedSync's trimmed top-k": lambda x: redsync["trimmed"].choose(x, np.float32(0), fresh(), fast)[0],  # type: ignore[attr-defined]
+        "RedSync's binary search": lambda x: redsync["paper"].choose(x, np.float32(0), fresh(), fast)[0],  # type: ignore[attr-defined]
     }
 
 

@@ -16,7 +16,7 @@ from hvdcompress.ops.numba.codes import (
     unpack_fields,
     unpack_signs,
 )
-from hvdcompress.ops.numba.floats import from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
+from hvdcompress.ops.numba.floats import add_all, from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
@@ -31,7 +31,6 @@ from hvdcompress.ops.numba.selection import (
 from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.numpy import (
-    add_all,
     all_below,
     asarray,
     combine,

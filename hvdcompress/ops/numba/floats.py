@@ -39,6 +39,15 @@ def from_fp16(x: Array, scale: float) -> Array:
     return out
 
 
+def add_all(arrays: list[Array], into_first: bool = False) -> Array:
+    if not all(plain(array, dtype=np.float16) for array in arrays):
+        return reference.add_all(arrays, into_first)
+    total = arrays[0] if into_first else arrays[0].copy()
+    for array in arrays[1:]:
+        kernels.sum_fp16(total.view(np.uint16), array.view(np.uint16))
+    return total
+
+
 def to_bf16(x: Array, out: Array | None = None) -> Array:
     bits = np.empty(x.size, np.uint16) if out is None else out.view(np.uint16)
     if not plain(x) or not plain(bits, dtype=np.uint16) or bits.size != x.size:

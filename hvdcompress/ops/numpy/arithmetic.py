@@ -136,8 +136,8 @@ def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Sha
     return pieces
 
 
-def add_all(arrays: list[Array]) -> Array:
-    total = arrays[0].copy()
+def add_all(arrays: list[Array], into_first: bool = False) -> Array:
+    total = arrays[0] if into_first else arrays[0].copy()
     for array in arrays[1:]:
         total += array
     return total

@@ -163,8 +163,8 @@ def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Sha
     return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
 
 
-def add_all(arrays: list[Array]) -> Array:
-    total = arrays[0].clone()
+def add_all(arrays: list[Array], into_first: bool = False) -> Array:
+    total = arrays[0] if into_first else arrays[0].clone()
     for array in arrays[1:]:
         total += array
     return total

@@ -29,7 +29,7 @@ class CountingComm(MPI.Intracomm):
         return type("CountingComm", (cls,), {"counter": counter})
 
     def Iallreduce(self, given: Any, *rest: Any, **more: Any) -> Any:
-        self.counter.num_bytes += given.nbytes
+        self.counter.num_bytes += (rest[0] if given is MPI.IN_PLACE else given).nbytes
         return super().Iallreduce(given, *rest, **more)
 
     def Iallgatherv(self, given: Any, *rest: Any, **more: Any) -> Any:

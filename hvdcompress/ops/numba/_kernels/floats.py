@@ -50,6 +50,31 @@ def add_fp16(half, scale, out, add, factor):
 
 
 @compiled
+def sum_fp16(total, half):
+    """Set total = total + half, rounded to nearest even as IEEE 754 says; Inf and NaN included."""
+    for i in range(total.size):
+        a, b = np.uint32(total[i]), np.uint32(half[i])
+        m, n = a & np.uint32(0x7FFF), b & np.uint32(0x7FFF)
+        # the exponent moved by 112; those of Inf and NaN by as much again
+        x = np.uint32((m << np.uint32(13)) + np.uint32(0x38000000 if m < np.uint32(0x7C00) else 0x70000000))
+        y = np.uint32((n << np.uint32(13)) + np.uint32(0x38000000 if n < np.uint32(0x7C00) else 0x70000000))
+        tiny_x, tiny_y = np.float32(np.int32(m)) * np.float32(2.0**-24), np.float32(np.int32(n)) * np.float32(2.0**-24)
+        left = tiny_x if m < np.uint32(0x400) else x.view(np.float32)
+        right = tiny_y if n < np.uint32(0x400) else y.view(np.float32)
+        left = -left if a >= np.uint32(0x8000) else left
+        right = -right if b >= np.uint32(0x8000) else right
+        value = np.float32(left + right)
+        size = np.float32(abs(value))
+        bits = size.view(np.uint32)
+        normal = (bits - np.uint32(0x37FFF001) + (bits >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
+        tiny = np.float32(size + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
+        found = tiny if bits < np.uint32(0x38800000) else normal
+        found = np.uint32(0x7C00) if bits >= np.uint32(0x477FF000) else found  # half a step beyond the largest
+        found = np.uint32(0x7E00) if bits > np.uint32(0x7F800000) else found
+        total[i] = (value.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)) | found
+
+
+@compiled
 def to_bf16(bits, out):
     for i in range(bits.size):
         b = bits[i]
