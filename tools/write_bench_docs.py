@@ -2,12 +2,12 @@
 
     python tools/write_bench_docs.py runs/bench-resnet50 … runs/end_to_end-100mbit … digits=0.3 bytes=2.8
 
-docs/bench.md shows the first folder's in short. `python tools/update_readme.py` then draws README's picture again.
+docs/bench.md shows the first folder's in short. Pages of benchmarks that are not given stay as they are.
+`python tools/update_readme.py` then draws README's picture again.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +35,8 @@ one table were measured in one run, on the same hosts, in turns.
 MADE = """## How these pages are made
 
 `hvdcompress bench` measures, as root, in the virtual environment, from the repository's root
-(`sudo .venv/bin/hvdcompress …`). The pages are written from its results, with the text of `docs/bench_notes.md`, by
+(`sudo .venv/bin/hvdcompress …`). Pages are written from its results, each with the version that was measured, and this
+one with the text of `docs/bench_notes.md`; those that were not measured again stay as they were. Last:
 
 ```
 python tools/write_bench_docs.py {folders}
@@ -44,13 +45,14 @@ python tools/write_bench_docs.py {folders}
 QUESTIONS = {
     "resnet50_few": "ResNet-50: how fast are the strongest methods?",
     "resnet50": "ResNet-50: how fast is every method, at three link speeds?",
+    "ddp_hooks": "DDP: how fast are methods beside DDP's own hooks?",
     "resnet32": "ResNet-32: what do many small tensors cost?",
     "vgg16_conv": "VGG-16: what happens with large convolutions?",
     "gpt2": "GPT-2: which method suits a transformer's matrices?",
     "saved": "Gradients of a real training: does it matter that they are not random?",
     "alexnet": "AlexNet: what happens with large dense layers?",
+    "training": "Time to a fixed loss: is a faster exchange a faster training?",
 }
-TRAINING = "Time to a fixed loss: is a faster exchange a faster training?"
 
 TO_LOSS = f"""`hvdcompress run end_to_end --hosts 4 --rate RATE`, which launches the line
 below. Forward and backward pass included; the first moment at which the mean of the last {to_loss.WINDOW} logged
@@ -68,11 +70,17 @@ class Group(NamedTuple):
 
 
 def question(name: str) -> str:
-    """A benchmark's title."""
+    """A page's title."""
     return QUESTIONS.get(name, name)
 
 
-def bench_page(name: str, command: str, notes: Sequence[str], groups: Sequence[Group]) -> str:
+def _place(page: Path) -> tuple[int, str]:
+    """Where a page stands in the index."""
+    names = list(QUESTIONS)
+    return names.index(page.stem) if page.stem in names else len(names), page.stem
+
+
+def bench_page(name: str, command: str, version: str, notes: Sequence[str], groups: Sequence[Group]) -> str:
     """The page of one benchmark: pictures and comparisons, then the command, the machine and the tables, folded."""
     lines = [f"# {question(name)}", ""]
     for group in groups:
@@ -88,6 +96,8 @@ def bench_page(name: str, command: str, notes: Sequence[str], groups: Sequence[G
         command,
         "```",
         "",
+        f"Version measured: {version}.",
+        "",
         "[How to read it](../bench.md#how-to-read-it).",
         "",
     ]
@@ -102,12 +112,15 @@ def folded(summary: str, text: str) -> list[str]:
 def section(result: Result) -> str:
     """A benchmark's page; draws its plots."""
     groups = []
+    for old in PLOTS.glob(f"{result.bench.name}-*.svg"):
+        old.unlink()
     for (set, rate), rows in result.groups().items():
         name = f"{result.bench.name}-{set}-{rate}".lower().replace(" ", "-").replace("/", "-")
         svg = plots.alone(page.speed_up(rows, name))
         (PLOTS / f"{name}.svg").write_text(svg, encoding="utf-8")
         groups.append(Group(heading(result, set, rate), f"{name}.svg", _said(rows), table(rows).markdown()))
-    return bench_page(result.bench.name, str(result.launch.get("command", "?")), result.notes, groups)
+    command, version = str(result.launch.get("command", "?")), str(result.launch.get("commit", "unknown"))[:7]
+    return bench_page(result.bench.name, command, version, result.notes, groups)
 
 
 def training(folder: Path, targets: dict[str, float]) -> str:
@@ -175,16 +188,13 @@ def main() -> None:
     notes = DOCS / "bench_notes.md"
     benches = [folder for folder in folders if (folder / "results.jsonl").exists()]
     trained = [folder for folder in folders if folder not in benches]
-    shutil.rmtree(PLOTS, ignore_errors=True)
-    PLOTS.mkdir()
-    titles = {}
+    PLOTS.mkdir(exist_ok=True)
     for result in map(results.read, benches):
-        titles[result.bench.name] = question(result.bench.name)
         (PLOTS / f"{result.bench.name}.md").write_text(section(result), encoding="utf-8")
     if trained:
-        titles["training"] = TRAINING
-        text = "\n".join([f"# {TRAINING}", "", TO_LOSS, *(training(folder, targets) for folder in trained)])
+        text = "\n".join([f"# {question('training')}", "", TO_LOSS, *(training(folder, targets) for folder in trained)])
         (PLOTS / "training.md").write_text(text, encoding="utf-8")
+    titles = {page.stem: question(page.stem) for page in sorted(PLOTS.glob("*.md"), key=_place)}
     short = brief(results.read(benches[0])) if benches else ""
     text = index(" ".join(sys.argv[1:]), titles, notes.read_text() if notes.exists() else "", short)
     (DOCS / "bench.md").write_text(text, encoding="utf-8")

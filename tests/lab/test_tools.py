@@ -65,6 +65,7 @@ def training(folder):
 def test_bench_docs(project):
     bench(project / "bench-x")
     training(project / "y")
+    before = (project / "docs" / "bench" / "gpt2.md").read_bytes()
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
     index, folder = (project / "docs" / "bench.md").read_text(), project / "docs" / "bench"
     page = (folder / "x.md").read_text()
@@ -74,9 +75,10 @@ def test_bench_docs(project):
     assert "Times faster than Horovod none, ring: topk 4.00 (4.00 – 4.00)." in page
     assert page.index("![Times faster") < page.index("<details>") < page.index("| topk | 1.00 s |")  # a picture first
     assert "| digits, 5 | topk | 8.00 s | 50 % | 8 |" in (folder / "training.md").read_text()
-    (plot,) = folder.glob("*.svg")
+    (plot,) = folder.glob("x-*.svg")
     assert f"]({plot.name})" in page and "--c1:" in plot.read_text()
     assert "| topk | 1.00 s (4.00x) |" in index
+    assert "Version measured: " in page and (folder / "gpt2.md").read_bytes() == before and "(bench/gpt2.md)" in index
 
 
 def test_scale_docs(project):
