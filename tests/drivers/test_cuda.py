@@ -139,10 +139,10 @@ WAITS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
     "fp16": ({"__bool__": 1}, {"__bool__": 1}),
     "powersgd": ({"__bool__": 1}, {"__bool__": 1}),
     "randomk": ({"__bool__": 1, "tolist": 1}, {"__bool__": 1, "tolist": 3}),  # the factor comes with the payload
-    "qsgd": ({"__bool__": 1, "tolist": 6}, {"__bool__": 1, "tolist": 6}),  # headers: of all ranks at once, then of each
+    "qsgd": ({"__bool__": 1, "tolist": 4}, {"__bool__": 1, "tolist": 4}),  # each rank's header
     "topk": (  # and of each rank's indices how many they are, and whether they are in range
-        {"__bool__": 1, "tolist": 10, "nonzero": 4},
-        {"__bool__": 1, "tolist": 14, "nonzero": 8, "bincount": 2},
+        {"__bool__": 1, "tolist": 8, "nonzero": 4},
+        {"__bool__": 1, "tolist": 12, "nonzero": 8, "bincount": 2},
     ),
 }
 
