@@ -26,8 +26,15 @@ promises of a feature by itself, and [reliability.md](reliability.md) what is pr
 
 
 def letters(places: list[int]) -> str:
-    """The letters of tests."""
-    return " ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place] for place in places)
+    """The letters of tests: A–D F."""
+    runs: list[str] = []
+    for place in places:
+        letter = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place]
+        if place - 1 in places:
+            runs[-1] = f"{runs[-1][0]}–{letter}"
+        else:
+            runs.append(letter)
+    return " ".join(runs)
 
 
 def source(test: str) -> str:
