@@ -109,7 +109,6 @@ def test_modules_are_plain_again_afterwards() -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.xdist_group("fsdp")  # one launch, one worker of pytest-xdist
 @pytest.mark.parametrize("kind", ["torchrun-2", pytest.param("torchrun-4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", case_names(HERE / "fsdp_cases.py"))
 def test_fsdp(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -9,7 +9,7 @@ from launching import MORE, case_names, check, outcomes
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("horovod")
-pytestmark = [pytest.mark.parallel, pytest.mark.xdist_group("keras")]
+pytestmark = pytest.mark.parallel
 
 KERAS, KERAS_2 = (Path(__file__).parent / f"{name}.py" for name in ("keras_cases", "keras2_cases"))
 SECONDS = 540

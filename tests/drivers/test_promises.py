@@ -21,13 +21,9 @@ SLOWEST = max(SECONDS.values()) + MORE
 
 
 def marked(names: Callable[[str, str], list[str]]) -> list[Any]:
-    """(door, launch, name), slow where the table says so; those of one launch go to one worker of pytest-xdist."""
+    """(door, launch, name), slow where the table says so."""
     return [
-        pytest.param(
-            *where,
-            name,
-            marks=[pytest.mark.xdist_group(" ".join(where)), *([pytest.mark.slow] if is_slow(*where, name) else [])],
-        )
+        pytest.param(*where, name, marks=[pytest.mark.slow] if is_slow(*where, name) else [])
         for where in LAUNCHES
         for name in names(*where)
     ]

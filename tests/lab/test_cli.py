@@ -291,7 +291,6 @@ def events_of(folder, run):
 
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
-@pytest.mark.xdist_group("run")
 def test_a_run_from_end_to_end(under_horovod):
     output, folder = under_horovod
     assert "horovodrun -np 2 --mpi" in output and "100x" not in output
@@ -346,7 +345,6 @@ def test_a_killed_rank_fails_its_run_and_no_other(whole):
 
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
-@pytest.mark.xdist_group("run")
 def test_under_ddp_the_results_are_the_same_without_horovod(under_horovod, whole):
     """Losses and parameters are, to the bit, those under Horovod; the bytes differ by what each driver agrees with."""
     run = start(whole, "--driver", "ddp")
