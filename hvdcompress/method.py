@@ -310,7 +310,8 @@ class Method:
     go: what a tensor gets does not depend, to the bit, on what it is joined with. Other methods run on each tensor, and
     their payloads travel together (``engine/together.py``)."""
     uneven: ClassVar[bool] = False
-    """Whether some ranks send fewer bytes than :meth:`num_bytes` says."""
+    """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
+    says."""
     linear: ClassVar[bool] = True
     """Whether the result is proportional to what was summed. Then a piggybacked payload may be averaged instead of
     summed, and the result is the average (see :meth:`piggyback`)."""

@@ -18,6 +18,8 @@ from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag
 from hvdcompress.plan import Bucket
 
+UNEVEN = "; where lengths differ, the method says `uneven = True`, or its AllGather `fixed=False`"
+
 
 class ExchangeError(RuntimeError):
     """An exchange failed; the message names the tensor, the method, the round and the rank."""
@@ -123,7 +125,9 @@ class Exchange:
             return False
         before, now = self.known.get(self.call), len(self.verb.x)
         if before not in (None, now):
-            raise self.failed(ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}"))
+            raise self.failed(
+                ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}{UNEVEN}")
+            )
         return before is not None
 
     def note_lengths(self, lengths: Sequence[int]) -> None:
@@ -136,7 +140,7 @@ class Exchange:
             return
         each = by_rank(lengths, self.ctx.world)
         if len(set(each)) > 1:
-            raise self.failed(ValueError(f"an all-gather of fixed length has {each} bytes, by rank"))
+            raise self.failed(ValueError(f"an all-gather of fixed length has {each} bytes, by rank{UNEVEN}"))
         self.lengths[self.call] = each[0]
 
     def where(self, count: int = 1) -> str:
