@@ -20,7 +20,7 @@ from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.advise.timeline import Call, Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
-from hvdcompress.plan import load, plan_of
+from hvdcompress.plan import IN_ORDER, load, plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM, GATHER = ("AllReduce", "float32", None), ("AllGather", "uint8", None)
@@ -195,6 +195,15 @@ def test_a_codec_that_costs_more_than_it_saves_is_left_out():
     found = candidates(case(codec=slow), entries(TOPK), lambda words: None)
     advice = verdict.advise(case(codec=slow), found, 0.1)
     assert advice.verdict == verdict.DONT and advice.best.label == DENSE and not advice.unsure
+
+
+def test_ddps_groups_are_larger_and_have_no_placeholders_of_horovods():
+    one = Case(LARGE, Times(dict.fromkeys(LARGE, 0.0), 0.1), Link(8e6), 2, no_codec, grouping=IN_ORDER)
+    [together] = one.units(one.buckets(plan_of("topk", density=0.01)))
+    assert set(together.members) == set(LARGE) and len(together.calls) == 1 and not together.beside
+    assert len(one.buckets(one.dense)) == len(LARGE)  # DDP's own step
+    under_horovod = case()
+    assert len(under_horovod.units(under_horovod.buckets(plan_of("topk", density=0.01)))) == len(LARGE)
 
 
 def test_rules_by_size_and_by_name_are_read_as_they_were_meant():

@@ -18,7 +18,7 @@ from hvdcompress.engine import state
 from hvdcompress.lab.advise.exchanges import Codecs, buckets_of, status, unit_of
 from hvdcompress.lab.advise.timeline import Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
-from hvdcompress.plan import Bucket, Plan, load
+from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, load
 
 __all__ = ["DENSE", "Candidate", "Case", "candidates"]
 
@@ -58,6 +58,7 @@ class Case:
         world: the number of ranks.
         codecs: gives a method's codec.
         shared: ranks that share a processor.
+        grouping: which tensors travel together under a plan. The dense step is the framework's own.
     """
 
     def __init__(
@@ -68,15 +69,22 @@ class Case:
         world: int,
         codecs: Codecs,
         shared: float = 1.0,
+        grouping: Grouping = BY_NAME,
     ):
         self.tensors, self.times, self.world, self.codecs, self.shared = tensors, times, world, codecs, shared
+        self.grouping = grouping
         self.given, self.link = link, replace(link, call=link.call * shared)
         self.dense = load({"method": "none"})
         self._units: dict[Any, Unit] = {}
 
     def over(self, link: Link) -> Case:
         """The same training over another link."""
-        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared)
+        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared, self.grouping)
+
+    def buckets(self, plan: Plan) -> list[Bucket]:
+        """What travels together under a plan."""
+        alone = replace(self.grouping, dense=False)
+        return buckets_of(plan, self.tensors, alone if plan is self.dense else self.grouping)
 
     def units(self, buckets: Sequence[Bucket]) -> list[Unit]:
         """The units of buckets."""
@@ -84,13 +92,14 @@ class Case:
         for bucket in buckets:
             key = (bucket.program, bucket.members, bucket.unasked)
             if key not in self._units:
-                self._units[key] = unit_of(bucket, self.world, self.codecs, self.shared)
+                unit = unit_of(bucket, self.world, self.codecs, self.shared)
+                self._units[key] = unit if self.grouping is BY_NAME else replace(unit, beside=())  # Horovod's alone
             found.append(self._units[key])
         return found
 
     def predict(self, plan: Plan, rate: float | None = None) -> Step:
         """A step under a plan, over the case's link or one of another rate (bits a second)."""
-        return self._step(plan, buckets_of(plan, self.tensors), rate)
+        return self._step(plan, self.buckets(plan), rate)
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
         link = replace(self.link, rate=rate) if rate else self.link
@@ -98,7 +107,7 @@ class Case:
 
     def candidate(self, label: str, plan: Plan, partly: bool = False) -> Candidate:
         """A plan, and what is predicted of it."""
-        buckets = buckets_of(plan, self.tensors)
+        buckets = self.buckets(plan)
         compressed = sum(len(bucket.members) for bucket in buckets if bucket.program.main.id != "none")
         memory = sum(state.memory(bucket) for bucket in buckets)
         step, even = self._step(plan, buckets), self.break_even(plan) if compressed else 0.0
@@ -135,8 +144,8 @@ class Case:
             The plan; None if that is the dense one, or the method everywhere.
         """
         plan = load(settings)
-        buckets = [bucket for bucket in buckets_of(plan, self.tensors) if bucket.program.main.id != "none"]
-        dense = {bucket.members[0].name: bucket for bucket in buckets_of(self.dense, self.tensors)}
+        buckets = [bucket for bucket in self.buckets(plan) if bucket.program.main.id != "none"]
+        dense = {bucket.members[0].name: bucket for bucket in self.buckets(self.dense)}
         chosen: list[Bucket] = []
         best = self._step(self.dense, list(dense.values())).seconds
         for bucket in sorted(buckets, key=lambda one: -one.spec.size):

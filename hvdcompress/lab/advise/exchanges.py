@@ -10,7 +10,7 @@ from hvdcompress.lab.scale import cost
 from hvdcompress.lab.scale.cost import Codec
 from hvdcompress.lab.scale.imagined import Asked
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.plan import BY_NAME, Bucket, Plan
+from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan
 
 __all__ = ["Codecs", "buckets_of", "call_of", "status", "unit_of", "units_of"]
 
@@ -29,9 +29,9 @@ def status(plan: Plan, world: int) -> list[Call]:
     return [] if plan.stateless and plan.program.main.passes else [call_of([cost.STATUS], world)]
 
 
-def buckets_of(plan: Plan, tensors: Mapping[str, tuple[int, ...]]) -> list[Bucket]:
-    """What travels together, as the PyTorch drivers group it."""
-    return plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), BY_NAME)
+def buckets_of(plan: Plan, tensors: Mapping[str, tuple[int, ...]], grouping: Grouping = BY_NAME) -> list[Bucket]:
+    """What travels together."""
+    return plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), grouping)
 
 
 @cache

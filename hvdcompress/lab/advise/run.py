@@ -18,6 +18,7 @@ from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.run import seconds
+from hvdcompress.plan import BY_NAME, IN_ORDER
 
 __all__ = ["case_of", "link_of", "plans_to_check", "report_of"]
 
@@ -86,7 +87,8 @@ def case_of(
         )
     found = link or profile.link.link  # type: ignore[union-attr]
     sharing = shared or (profile.shared if ranks in (None, profile.ranks) else 1.0)
-    case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing)
+    grouping = IN_ORDER if profile.driver == "DDP" else BY_NAME
+    case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing, grouping)
     as_measured = link is None and world == profile.ranks and shared in (None, profile.shared)
     return case.over(calibrate(case, profile.dense)) if as_measured and profile.dense else case
 
