@@ -25,8 +25,8 @@ PICTURE = DOCS / "exchange.svg"
 QUICKSTART = DOCS / "quickstart-table.md"
 PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "guides" / "pytorch.md", DOCS / "guides" / "new-method.md")
 DRAWN = {  # what the picture shows, by its row in the benchmark: (name, whether it is a baseline)
-    "none ddp (best dense)": ("dense", True),
-    "fp16 ddp": ("fp16 (DDP's hook)", True),
+    "DDP none (best dense)": ("dense", True),
+    "DDP fp16": ("fp16 (DDP's hook)", True),
     "qsgd 4 bits": ("qsgd, 4 bits", False),
     "topk 0.5 %": ("topk, 0.5 %", False),
     "powersgd rank 1": ("powersgd, rank 1", False),
