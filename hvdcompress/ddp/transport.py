@@ -20,6 +20,7 @@ from hvdcompress.engine.agreement import PeerError, failure
 from hvdcompress.engine.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
+from hvdcompress.ops.vectors import dtype_name
 
 PAUSE, LONGEST_PAUSE = 1e-4, 2e-3  #: seconds between two looks at what has come, at first and at most
 LATER = 0.05  #: of the time waited so far, by which a look may be late: each takes time that others compute in
@@ -91,7 +92,7 @@ class ProcessGroupTransport:
         """Begin a collective; returns at once."""
         is_numpy = not isinstance(request.payload, torch.Tensor)
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload.contiguous()
-        dtype = str(payload.dtype).removeprefix("torch.")
+        dtype = dtype_name(payload)
         call = Call(request.kind, dtype, len(payload), request.op, request.gives, request.gets, payload.device.type)
         return self._begin(call, payload, request.spent, is_numpy)
 

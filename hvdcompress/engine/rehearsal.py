@@ -18,6 +18,7 @@ from hvdcompress.engine import lockstep
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.method import AllGather, Array, Broadcast, Communication, Context, Method, TensorSpec, Verb
 from hvdcompress.ops import fast
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 
 
@@ -31,7 +32,7 @@ class Round(NamedTuple):
 
 def round_of(verb: Verb) -> Round:
     """What a verb is in a rehearsal."""
-    dtype = "uint8" if isinstance(verb, Broadcast) else str(verb.x.dtype).removeprefix("torch.")
+    dtype = "uint8" if isinstance(verb, Broadcast) else dtype_name(verb.x)
     return Round(type(verb).__name__, getattr(verb, "op", ""), dtype)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots
 from hvdcompress.method import Array, Slot
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -153,7 +154,7 @@ def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
     """Refuse a saved array that is not what a slot declares: it would be in every gradient from then on."""
     if len(part) != size:
         raise ValueError(f"{what} has {len(part)} elements, not {size}")
-    if (found := str(part.dtype).removeprefix("torch.")) != dtype:
+    if (found := dtype_name(part)) != dtype:
         raise ValueError(f"{what} is {found}, not {dtype}")
     if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
         raise ValueError(f"{what} has an Inf or a NaN")

@@ -18,6 +18,7 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.plan import Bucket, Grouping, Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -81,7 +82,7 @@ class TensorCompressor(compressor.Compressor):
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
-        specs = [TensorSpec(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in pairs]
+        specs = [TensorSpec(n, tuple(p.shape), dtype_name(p)) for n, p in pairs]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})

@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 from hvdcompress.engine.collectives import cut
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
 from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import dtype_name
 
 #: Returns an array [n] of a dtype that is kept from step to step: (name, n, dtype) -> array
 Buffer = Callable[[str, int, str], Array]
@@ -87,7 +88,8 @@ class Together:
             self._verbs[place], self._reduced[place] = None, self._kept(stop.value)
 
     def _join(self, arrays: list[Array]) -> Array:
-        out = self.buffer(f"together.{self._round}.{dtype_of(arrays[0])}", sum(map(len, arrays)), dtype_of(arrays[0]))
+        dtype = dtype_name(arrays[0])
+        out = self.buffer(f"together.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
         self._joins.append(span(out))
         return self.ops.concat(arrays, out)
 
@@ -98,7 +100,7 @@ class Together:
             start, stop = span(array)
             if not any(a < stop and start < b for a, b in self._joins):
                 return array
-            return self.ops.concat([array], self.ops.zeros(len(array), dtype_of(array), array))
+            return self.ops.concat([array], self.ops.zeros(len(array), dtype_name(array), array))
 
         return replace(reduced, state={slot: kept(array) for slot, array in reduced.state.items()})
 
@@ -181,11 +183,6 @@ def span(array: Any) -> tuple[int, int]:
     """Where a vector begins and ends in memory."""
     start = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
     return start, start + array.nbytes
-
-
-def dtype_of(array: Any) -> str:
-    """Numpy's name of an array's dtype."""
-    return str(array.dtype).removeprefix("torch.")
 
 
 def _kind(verb: Any) -> tuple[Any, ...]:

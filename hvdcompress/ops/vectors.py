@@ -19,6 +19,11 @@ FP16_MAX = 65504.0  #: the largest finite float16
 FP32_MAX = float(np.finfo(np.float32).max)  #: the largest finite float32
 
 
+def dtype_name(array: Array) -> str:
+    """Return numpy's name of an array's dtype, of torch's dtypes, too."""
+    return str(array.dtype).removeprefix("torch.")
+
+
 class Sparse(NamedTuple):
     """A sparse vector. Values of equal indices add up.
 

@@ -135,9 +135,9 @@ def test_the_mask_before_the_third_change_is_sent_of_real_residuals() -> None:
     assert changed_in_vain > 5, "hardly a step whose threshold changes a third time"
 
 
-def sent_of(u: np.ndarray, density: float, **options: object) -> np.ndarray:
+def sent_of(u: np.ndarray, density: float, method: str = "gaussiank", **options: object) -> np.ndarray:
     """Return what one rank sends of u."""
-    net = Loopback("gaussiank", world=1, density=density, min_elements=1, **options)
+    net = Loopback(method, world=1, density=density, min_elements=1, **options)
     out = net.allreduce([u.astype(np.float32)], "w")[0]
     np.testing.assert_array_equal(out + net.residual("w", 0), u.astype(np.float32))
     assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from test_gaussiank import sent_of as sent_by
 from test_gaussiank import shapes
 
 import hvdcompress
@@ -19,6 +21,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.testing import Trial, numbers
 
 FRESH = np.float32(0)  #: no threshold is known
+sent_of = partial(sent_by, method="redsync")
 
 
 def num_kept(density: float, n: int) -> int:
@@ -82,15 +85,6 @@ def test_the_published_search_beside_the_published_rule(
     world: int, n: int, density: float, interval: int, tolerance: float
 ) -> None:
     run_beside_oracle(world, n, density, tolerance, interval)
-
-
-def sent_of(u: np.ndarray, density: float, **options: object) -> np.ndarray:
-    """Return what one rank sends of u."""
-    net = Loopback("redsync", world=1, density=density, min_elements=1, **options)
-    out = net.allreduce([u.astype(np.float32)], "w")[0]
-    np.testing.assert_array_equal(out + net.residual("w", 0), u.astype(np.float32))
-    assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)
-    return out
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5, 0.9])
