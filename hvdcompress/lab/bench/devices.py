@@ -135,14 +135,19 @@ class Cpu(Device):
 
 
 class Tensors(Device):
-    """PyTorch's tensors, and the verbs on them. On the CPU it is of use in tests alone."""
+    """PyTorch's tensors, and verbs on them. On the CPU it is of use in tests alone.
 
-    def __init__(self, where: str):
+    Args:
+        where: the tensors' device.
+        ops: the verbs; None: PyTorch's own.
+    """
+
+    def __init__(self, where: str, ops: Ops | None = None):
         import torch
 
-        import hvdcompress.ops.torch as ops
+        import hvdcompress.ops.torch as general
 
-        self.ops: Any = ops
+        self.ops: Any = ops or general
         self.torch, self.where = torch, torch.device(where)
 
     def array(self, x: Any) -> Array:
@@ -187,7 +192,9 @@ class Cuda(Tensors):
         if not torch.cuda.is_available():
             built = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
             raise ValueError(f"--device cuda: this machine's PyTorch {torch.__version__} {built}; use --device cpu")
-        super().__init__("cuda")
+        from hvdcompress.ops import cuda
+
+        super().__init__("cuda", cuda)
 
     def timed(self, call: Callable[..., Any], *arguments: Any) -> tuple[Any, Cost]:
         cuda = self.torch.cuda
