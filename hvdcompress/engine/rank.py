@@ -25,7 +25,7 @@ from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag, Outer, Shares, Sparse, Waves, piece_of
+from hvdcompress.ops.vectors import Flag, Outer, Waves, both
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -243,9 +243,7 @@ class Rank:
             # of a gradient that is multiplied afterwards, nothing is known by looking at it
             scan = method.scan(part, ctx, ops, gradient) if exchange.scale == 1.0 else NOTHING
             found = ops.look(gradient, scan)
-            if not isinstance(found.finite, bool):
-                ops.keep_if(found.finite, gradient)
-            elif not found.finite:
+            if found.finite is False:
                 gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
                 found = ops.look(gradient, scan)._replace(finite=False)
             x = gradient if exchange.scale == 1.0 else gradient * np.float32(exchange.scale)
@@ -255,10 +253,17 @@ class Rank:
                 ops.write(exchange.x[span], x, 1.0)
         assert ctx.scanned is not None
         ctx.scanned[part] = found
-        exchange.finite &= found.finite
+        exchange.finite = both(exchange.finite, found.finite)
         if exchange.contexts:
+            self._take_out(exchange, found.finite, x, span)
             self._begin_member(exchange, place, x, span)
         self.worked(exchange.name, time.perf_counter() - began, last=False)
+
+    def _take_out(self, exchange: Exchange, finite: Flag, x: Array, span: slice) -> None:
+        """Take gradients out of x that are not finite, where only a device knows whether they are."""
+        if not isinstance(finite, bool):
+            residual = exchange.state.slots[feedback.RESIDUAL][span] if exchange.method.feedback != "none" else None
+            exchange.ops.keep_if(finite, x, residual)
 
     def _begin_member(self, exchange: Exchange, place: int, x: Array, span: slice) -> None:
         """Run the method on one of the tensors that are exchanged together, to its first verb."""
@@ -279,6 +284,7 @@ class Rank:
         """
         assert exchange.x is not None
         if not exchange.contexts:
+            self._take_out(exchange, exchange.finite, exchange.x, slice(None))
             slots, spare, ctx = exchange.state.slots, exchange.spare, exchange.ctx
             exchange.communication = feedback.exchange(exchange.method, exchange.x, slots, spare, ctx, exchange.ops)
         exchange.advance()
@@ -295,20 +301,17 @@ class Rank:
         """Write ``factor`` times the total into the exchange's ``outs``."""
         assert exchange.reduced is not None
         began, ops = time.perf_counter(), exchange.ops
-        total, factor, spans = exchange.reduced[0].total, factor / exchange.scale, exchange.bucket.spans
-        if len(exchange.reduced) == len(spans):
-            pieces: Sequence[Any] = [reduced.total for reduced in exchange.reduced]
-        elif isinstance(total, Sparse | Shares):
-            pieces = ops.split(total, [stop - start for start, stop in spans])
+        total, factor = exchange.reduced[0].total, factor / exchange.scale
+        if len(exchange.reduced) == len(exchange.outs):
+            for out, reduced, cleared in zip(exchange.outs, exchange.reduced, exchange.cleared, strict=True):
+                if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
+                    ops.write(out, reduced.total, factor, cleared)
         else:
             if isinstance(total, Outer | Waves):  # they cannot be cut
                 lazy, like = total, exchange.outs[0]
                 total = exchange.ctx.buffer("total", exchange.bucket.spec.size, "float32", ops, like)
                 ops.write(total, lazy, 1.0)
-            pieces = [piece_of(total, start, stop) for start, stop in spans]
-        for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
-            if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it
-                ops.write(out, piece, factor, cleared)
+            ops.write_parts(exchange.outs, total, factor, exchange.cleared)
         self.worked(exchange.name, time.perf_counter() - began, last=True)
 
     def commit(self, exchange: Exchange, unused: Collection[str] = ()) -> None:

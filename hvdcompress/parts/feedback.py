@@ -88,7 +88,8 @@ def receive(
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
     A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a device,
-    for whose answer nobody waits here, what ``method.scan`` found stays: its sizes are right, and the step is undone.
+    for whose answer nobody waits here, the caller does that with ``ops.keep_if``. What ``method.scan`` found stays
+    then: its sizes are right, and the step is undone.
 
     Args:
         method: the method; its feedback is not "none".
@@ -111,9 +112,7 @@ def receive(
     if method.feedback == "momentum":
         velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)
     found = ops.accumulate(gradient, residual, factor, x, scan, clear, velocity)
-    if not isinstance(found.finite, bool):
-        ops.keep_if(found.finite, x, residual)
-    elif not found.finite:
+    if found.finite is False:
         zeros = ops.zeros(len(x), "float32", like=x)
         return ops.accumulate(zeros, residual, 1.0, x, scan, velocity=velocity)._replace(finite=False)
     return found

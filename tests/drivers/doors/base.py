@@ -30,6 +30,11 @@ class Counter:
     num_bytes: int = 0
 
 
+def on_host(array: Any) -> np.ndarray:
+    """A numpy array of a driver's array, which may be on a GPU."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
 class Handle(ABC):
     """One Compressor with its tensors, on this rank. What is not written here is the Compressor's own."""
 
@@ -60,12 +65,12 @@ class Handle(ABC):
         return self.compressor.ledger.counters()
 
     def residual(self, name: str) -> np.ndarray:
-        return np.asarray(self.compressor.residual(name))
+        return on_host(self.compressor.residual(name))
 
     def state(self) -> dict[str, Any]:
         """``state_dict()``, with numpy arrays."""
         saved = self.compressor.state_dict()
-        state = {name: {s: np.asarray(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+        state = {name: {s: on_host(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
         return {**saved, "state": state}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
