@@ -31,7 +31,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.scan import Found, Velocity
+from hvdcompress.ops.scan import NOTHING, Found, Velocity
 from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
@@ -74,7 +74,7 @@ def receive(
     method: Method,
     gradient: Array,
     scale: float,
-    place: int,
+    place: int | None,
     span: slice,
     state: dict[str, Array],
     spare: dict[str, Array],
@@ -95,7 +95,7 @@ def receive(
         method: the method; its feedback is not "none".
         gradient: this rank's gradient of the tensor, float32.
         scale: factor of the gradient, 1 / loss scale.
-        place: which part of the vectors of state and spare the tensor is.
+        place: which part of the vectors of state and spare the tensor is; None: it is several, and not scanned.
         span: where that is.
         state: current values of all slots; read only.
         spare: second buffers [n] of the feedback's slots, which receive their new values.
@@ -106,7 +106,8 @@ def receive(
     Returns:
         What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.vectors.Flag``).
     """
-    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops, gradient)
+    x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
+    scan = NOTHING if place is None else method.scan(place, ctx, ops, gradient)
     factor = clipping(method, gradient, scale, ctx, ops)
     velocity = None
     if method.feedback == "momentum":

@@ -29,7 +29,7 @@ def remainder(row, done, number, m, at, inside):
     return at_length_1(row, LEAST)
 
 
-@triton.jit(do_not_specialize=["key"])
+@triton.jit(do_not_specialize=["key", "rows", "m"])
 def orthonormalise(x, done, out, key, rows, m, SPARE: tl.constexpr, WIDTH: tl.constexpr):
     """One program for all rows. Each thread reads of ``done`` what it has written itself: all have one layout.
 
