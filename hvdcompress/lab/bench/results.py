@@ -189,6 +189,11 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
         "ranks outnumber cores, encode and decode take as much longer as they have to wait for a core. On hosts of "
         "their own they would not."
     )
+    if "gpu" in machine:
+        notes.append(
+            f"All ranks share one GPU ({machine['gpu']}), which takes their work in turns; NCCL sends over sockets, and "
+            "copies what it sends through the hosts' memory. A network card that reads a GPU's memory would not."
+        )
     notes += [f"{one}." for one in bench.sets]
     notes += [_warmed_up(bench, row, rows) for row in rows if row.alone and row.time]
     notes += sorted({f"{row.contender} on {row.set}, {row.rate}: {row.error}" for row in rows if row.error})
