@@ -278,7 +278,7 @@ def centred(wide: Array) -> Array:
     total = 0.0 + wide[0]
     for row in wide[1:]:
         total += row
-    return wide - total / len(wide)
+    return wide - total / (total.clip(0, 0) + len(wide))  # by an array: a GPU multiplies by a number's reciprocal
 
 
 def combined(weights: Array, rows: Array) -> Array:
