@@ -43,9 +43,9 @@ python tools/write_bench_docs.py {folders}
 ```
 """
 QUESTIONS = {
-    "resnet50_few": "ResNet-50: how fast are the strongest methods?",
     "resnet50": "ResNet-50: how fast is every method, at three link speeds?",
-    "ddp_hooks": "DDP: how fast are methods beside DDP's own hooks?",
+    "ddp_hooks": "DDP: how fast are methods compared with DDP's own hooks?",
+    "ddp_cuda": "DDP on a GPU: what is left of a method's gain?",
     "resnet32": "ResNet-32: what do many small tensors cost?",
     "vgg16_conv": "VGG-16: what happens with large convolutions?",
     "gpt2": "GPT-2: which method suits a transformer's matrices?",

@@ -191,9 +191,9 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
     )
     if "gpu" in machine:
         notes.append(
-            f"All ranks share one GPU ({machine['gpu']}), which runs their kernels in turns. A collective ends when each "
-            "has had its turn, so many small ones take longer than on GPUs of their own. NCCL sends over sockets, through "
-            "the hosts' memory."
+            f"All ranks share one GPU ({machine['gpu']}), which runs their kernels in turns. A collective ends when "
+            "each has had its turn, so many small ones take longer than on GPUs of their own. NCCL sends over sockets, "
+            "through the hosts' memory."
         )
     notes += [f"{one}." for one in bench.sets]
     notes += [_warmed_up(bench, row, rows) for row in rows if row.alone and row.time]
