@@ -1,4 +1,4 @@
-"""The DDP driver when a rank is killed, as Horovod's, and in the example; ``test_promises.py`` has all else."""
+"""The DDP driver when a rank is killed, as Horovod's, and in the example; ``test_promises_ddp.py`` has all else."""
 
 from __future__ import annotations
 

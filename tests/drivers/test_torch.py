@@ -1,4 +1,4 @@
-"""The torch driver when a rank is killed, or has joined; see ``test_promises.py`` for all else."""
+"""The torch driver when a rank is killed, or has joined; see ``test_promises_torch.py`` for all else."""
 
 from __future__ import annotations
 
