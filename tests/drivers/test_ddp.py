@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import case_names, check, environment, launch, outcomes
+from launching import environment, launch
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.parallel
@@ -106,13 +106,6 @@ def test_modules_are_plain_again_afterwards() -> None:
         assert DistributedDataParallel.__init__ is not plain
         raise KeyError
     assert DistributedDataParallel.__init__ is plain
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["torchrun-2", pytest.param("torchrun-4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", case_names(HERE / "fsdp_cases.py"))
-def test_fsdp(kind: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check(kind, name, outcomes(kind, HERE / "fsdp_cases.py", tmp_path_factory.mktemp(f"fsdp-{kind}"), seconds=180))
 
 
 @pytest.mark.timeout(60)
