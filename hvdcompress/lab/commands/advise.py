@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.commands.shared import RUNS, FormatOption, console_of, methods_of, network_of, split
@@ -79,14 +80,17 @@ def advise(
     from hvdcompress.lab.scale.run import seconds
 
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
-    console = console_of()
+    # a launcher puts words of its own between ours: its terminal is no place for moving lines
+    console = Console(width=160, force_terminal=False) if under else console_of()
     measured: Mapping[str, list[float]] = {}
     given = run.link_of(link) if link else None
-    with console.status("…") if _is_first() else contextlib.nullcontext() as status:
+    with contextlib.nullcontext() if under else console.status("…") as status:
 
         def say(words: str) -> None:
             if status:
                 status.update(f"{escape(words)} …")
+            elif _is_first():
+                print(f"{words} …", file=sys.stderr, flush=True)
 
         if profile:
             if model or task or shapes or hosts or check:
@@ -119,7 +123,8 @@ def advise(
 
             plot.parent.mkdir(parents=True, exist_ok=True)
             whole = [one for one in advice.advice.candidates if not one.partly]
-            plot.write_text(picture.steps(advice.case, whole, advice.heading), encoding="utf-8")
+            title = f"A step of {found.name} on {advice.ranks} ranks, by the speed of their links"
+            plot.write_text(picture.steps(advice.case, whole, title), encoding="utf-8")
     report.show(advice, console, form)
     if plan:
         plan.parent.mkdir(parents=True, exist_ok=True)
