@@ -76,7 +76,7 @@ def advise(
     from hvdcompress.lab.advise.job import Job
     from hvdcompress.lab.advise.profile import Profile
     from hvdcompress.lab.advise.verdict import error_of
-    from hvdcompress.lab.advise.workload import Named
+    from hvdcompress.lab.advise.workload import Named, found_by
     from hvdcompress.lab.scale.run import seconds
 
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
@@ -102,6 +102,9 @@ def advise(
             named = Named(shapes, seconds(backward), task, batch_size, model, data, loss)
             if model:
                 sys.path.insert(0, os.getcwd())
+                for words, option in ((model, "--model"), (data, "--data"), (loss, "--loss")):
+                    if words:
+                        found_by(words, option)  # what is wrong is said before ranks are started
             settings = [{"label": entry.label, **entry.settings} for entry in entries]
             job = Job([named], settings, error, "plan" if check else "no", rounds)
             if under or not (hosts or check or (ranks and not link)):
