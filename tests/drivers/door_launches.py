@@ -1,12 +1,17 @@
-"""One launch for each door and number of ranks: its promises and its driver's own cases, run together."""
+"""One launch for each door and number of ranks: its promises and its driver's own cases, run together.
+
+Each door has a file of tests, ``test_promises_DOOR.py``: files are what is shared out where two launches run at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launching import Outcomes, case_names, outcomes
-from promises.table import is_slow, names_in
+from launching import MORE, Outcomes, case_names, check, outcomes
+from promises.table import DOORS, is_slow, names_in
 from run_door import CASE_SUBSETS, CASES
 
 HERE = Path(__file__).parent
@@ -36,3 +41,24 @@ def outcome(door: str, launch: str, name: str, factory: pytest.TempPathFactory) 
     folder = factory.mktemp(f"{door}-{launch}")
     # Horovod's timeline is off until a case starts it
     return outcomes(launch, SCRIPT, folder, *names, seconds=SECONDS[door], DOOR=door, HOROVOD_TIMELINE="DYNAMIC")
+
+
+def launched_tests(door: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The tests of a door's promises and of its driver's own cases: a test for each launch and name."""
+    return _test(door, names_in), _test(door, cases)
+
+
+def _test(door: str, names: Callable[[str, str], list[str]]) -> Callable[..., None]:
+    each = [
+        pytest.param(launch, name, marks=[pytest.mark.slow] if is_slow(door, launch, name) else [])
+        for launch in DOORS[door].launches
+        for name in names(door, launch)
+    ]
+
+    @pytest.mark.parallel
+    @pytest.mark.timeout(SECONDS[door] + MORE)
+    @pytest.mark.parametrize("launch,name", each)
+    def test(launch: str, name: str, tmp_path_factory: Any) -> None:
+        check(f"{door} {launch}", name, outcome(door, launch, name, tmp_path_factory))
+
+    return test

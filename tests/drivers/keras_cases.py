@@ -7,12 +7,11 @@ import os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-import harness
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import NUMBERS, REORDERED, assert_close, case, heavy_tailed, summed
+from harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, summed
 from tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
 from hvdcompress.keras import (
@@ -248,7 +247,7 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(1)])
         model.compile(DistributedOptimizer(plain, "topk", density=0.1), loss, jit_compile=False)
         model.fit(x, x[:, :1], verbose=0, batch_size=16)
-        path = str(harness.OUT / f"model-{number}-{hvd.rank()}.keras")
+        path = str(OUT / f"model-{number}-{hvd.rank()}.keras")
         model.save(path)
         refused(ValueError, ["hvdcompress.keras.load_model"], lambda p=path: keras.saving.load_model(p))
         assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
@@ -260,14 +259,3 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         again.fit(x, x[:, :1], verbose=0, batch_size=16)
         assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
         assert_same_on_all_ranks({v.path: np.array(v) for v in again.trainable_variables}, path)
-
-
-def main() -> None:
-    tf.config.threading.set_inter_op_parallelism_threads(2)
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    hvd.init()
-    harness.run(hvd.rank(), lambda: hvd.allgather_object(0))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,8 +17,8 @@ from promises import PROMISES, keep
 #: a driver's own cases: what its framework alone has
 CASES = {
     "torch": ("torch_cases", "torch_refusals"),
-    "ddp": ("ddp_cases",),
-    "tensorflow": ("tf_cases", "tf_graphs"),
+    "ddp": ("ddp_cases", "fsdp_cases"),
+    "tensorflow": ("tf_cases", "tf_graphs", "keras_cases"),
     "mpi": ("mpi_cases", "ring_cases"),
 }
 

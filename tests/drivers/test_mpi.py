@@ -1,4 +1,4 @@
-"""The MPI driver when a rank is killed, alone, and in the example; see ``test_promises.py`` for all else."""
+"""The MPI driver when a rank is killed, alone, and in the example; see ``test_promises_mpi.py`` for all else."""
 
 from __future__ import annotations
 

@@ -1,32 +1,19 @@
-"""Every promise at every door: ``promises/`` says what is promised, ``doors/`` how each driver is asked. And what a
-driver's framework alone has: the cases that ``run_door.py`` lists."""
+"""Every promise at every door: ``promises/`` says what is promised, ``doors/`` how each driver is asked.
+
+Here are the door within one process, and the table itself. ``test_promises_DOOR.py`` are the doors of launched ranks,
+with what a driver's framework alone has: the cases that ``run_door.py`` lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from door_launches import SECONDS, cases, outcome
+from door_launches import HERE, cases
 from doors.loopback import in_threads
 from harness import Skip
-from launching import MORE, check
 from promises import DOORS, EXCEPTIONS, PROMISES, keep
-from promises.table import QUICK, SUBSETS, is_slow, names_in
-
-LAUNCHES = [(door, launch) for door, entry in DOORS.items() if door != "loopback" for launch in entry.launches]
-QUIET = "sums_are_the_loopbacks"  #: what is tried in the launches whose log must be clean
-SLOWEST = max(SECONDS.values()) + MORE
-
-
-def marked(names: Callable[[str, str], list[str]]) -> list[Any]:
-    """(door, launch, name), slow where the table says so."""
-    return [
-        pytest.param(*where, name, marks=[pytest.mark.slow] if is_slow(*where, name) else [])
-        for where in LAUNCHES
-        for name in names(*where)
-    ]
+from promises.table import QUICK, SUBSETS, names_in
 
 
 @pytest.mark.parametrize("launch", DOORS["loopback"].launches)
@@ -38,32 +25,13 @@ def test_in_process(launch: str, name: str, tmp_path: Path) -> None:
         pytest.skip(str(skip))
 
 
-@pytest.mark.parallel
-@pytest.mark.timeout(SLOWEST)
-@pytest.mark.parametrize("door,launch,name", marked(names_in))
-def test_promise(door: str, launch: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check(f"{door} {launch}", name, outcome(door, launch, name, tmp_path_factory))
-
-
-@pytest.mark.parallel
-@pytest.mark.timeout(SLOWEST)
-@pytest.mark.parametrize("door,launch,name", marked(cases))
-def test_case(door: str, launch: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check(f"{door} {launch}", name, outcome(door, launch, name, tmp_path_factory))
-
-
-@pytest.mark.parallel
-@pytest.mark.timeout(SLOWEST)
-@pytest.mark.parametrize("door,launch,name", marked(lambda door, _: [QUIET] if door == "mpi" else []))
-def test_mpi_ranks_end_well_and_in_silence(
-    door: str, launch: str, name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    _, log, status = outcome(door, launch, name, tmp_path_factory)
-    assert status == 0, log[-3000:]
-    assert "Traceback" not in log and "error" not in log.lower(), log[-3000:]
-
-
 # -- the table itself ------------------------------------------------------------------------------------
+
+
+def test_every_door_has_its_tests() -> None:
+    assert {path.stem.removeprefix("test_promises_") for path in HERE.glob("test_promises_*.py")} == {*DOORS} - {
+        "loopback"
+    }
 
 
 @pytest.mark.parametrize("door", DOORS)

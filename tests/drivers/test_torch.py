@@ -1,4 +1,4 @@
-"""The torch driver when a rank is killed, or has joined; see ``test_promises.py`` for all else."""
+"""The torch driver when a rank is killed, or has joined; see ``test_promises_torch.py`` for all else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("method", ["none", "randomk"])
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "randomk"])
 def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Path) -> None:
     """Of methods that gather, Horovod itself ends all ranks, with an error of its own: it cannot gather then."""
     done = launch("mpi-2", Path(__file__).parent / "joined.py", str(tmp_path), method, seconds=80)

@@ -49,8 +49,9 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind,kind_of_launch,names",
     [
-        ("torch", "horovodrun-2", ["plain", "compressed"]),
+        ("torch", "mpi-2", ["compressed"]),
         ("ddp", "torchrun-2", ["compressed"]),
+        pytest.param("torch", "horovodrun-2", ["plain", "compressed"], marks=pytest.mark.slow),
         pytest.param("ddp", "torchrun-2", ["plain", "compressed"], marks=pytest.mark.slow),
     ],
 )

@@ -226,6 +226,14 @@ def test_break_even_is_where_both_steps_are_equal():
     carried = sum(call.line for call in (*units[0].calls, *units[0].beside)) + sum(c.line for c in status(plan, 2))
     assert one.break_even(plan) == pytest.approx(8 * (4e6 - carried) / 0.5, rel=1e-3)
     assert one.break_even(load({"method": "none"})) == 0.0
+    known_by = Case(shapes, one.times, Link(1e9, share=0.5), 2, codec)
+    assert known_by.break_even(plan) == pytest.approx(2 * one.break_even(plan), rel=1e-3)
+
+
+def test_a_link_is_called_by_its_speed():
+    """TCP and the way down to it take a part of that: 10 Gbit/s carry less."""
+    link = run.link_of("10gbit,50us")
+    assert link.speed == pytest.approx(1e10) and 0.5e10 < link.rate < 1e10 and link.message == pytest.approx(50e-6)
 
 
 @pytest.mark.parametrize(
@@ -347,12 +355,31 @@ def test_ranks_that_share_processors_take_longer():
 # -- measuring in one process -----------------------------------------------------------------------------
 
 
+class OneRank:
+    """Ranks of which there is one."""
+
+    rank, world = 0, 1
+
+    def meet(self):
+        pass
+
+    def share(self, value):
+        return [value]
+
+
 def test_ready_times_are_those_of_the_backward_pass():
     shapes = workload.Shapes("two", {"a": (10,), "b": (30,)}, backward=0.04)
-    tensors, times = measure.times(shapes)
+    tensors, times = measure.times(shapes, OneRank())
     assert tensors == {"a": (10,), "b": (30,)} and times.waits
     assert 0.03 <= times.ready["b"] < times.ready["a"] <= times.backward < 0.2
     assert times.ready["a"] - times.ready["b"] >= 0.01
+
+
+def test_without_ranks_a_backward_pass_takes_as_long_as_was_said():
+    shapes = workload.Shapes("two", {"a": (10,), "b": (30,)}, backward=0.04)
+    tensors, times = measure.times(shapes)
+    assert tensors == {"a": (10,), "b": (30,)} and times.waits
+    assert times.ready == pytest.approx({"b": 0.03, "a": 0.04}) and times.backward == times.ready["a"]
 
 
 def test_a_codec_is_timed_through_the_engine():
@@ -473,15 +500,7 @@ def test_it_runs_under_torchrun(tmp_path):
 def test_turns_measure_every_plan():
     """In one process of one rank, so without a network: both plans' steps are there, and models are made again."""
 
-    class Alone:
-        rank, world = 0, 1
-
-        def meet(self):
-            pass
-
-        def share(self, value):
-            return [value]
-
+    class Alone(OneRank):
         def wrap(self, model, plan, optimizer):
             return model, optimizer, None
 

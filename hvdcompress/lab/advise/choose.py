@@ -32,8 +32,8 @@ SCAN = 49  # rates at which that begins
 class Candidate:
     """A plan and what is predicted of it.
 
-    ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: bits a
-    second of the link below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
+    ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: the
+    link's ``speed`` below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
     ``partly``: it is the greedy plan of its method.
     """
 
@@ -98,7 +98,7 @@ class Case:
         return found
 
     def predict(self, plan: Plan, rate: float | None = None) -> Step:
-        """A step under a plan, over the case's link or one of another rate (bits a second)."""
+        """A step under a plan, over the case's link or one of another rate (bits a second of its payload)."""
         return self._step(plan, self.buckets(plan), rate)
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
@@ -114,7 +114,7 @@ class Case:
         return Candidate(label, plan.program.main.id, plan, step, compressed, len(self.tensors), memory, even, partly)
 
     def break_even(self, plan: Plan) -> float:
-        """The rate in bits a second below which a plan's step is shorter than the dense one; see :class:`Candidate`."""
+        """The link's speed below which a plan's step is shorter than the dense one; see :class:`Candidate`."""
 
         def gains(rate: float) -> bool:
             return self.predict(plan, rate).seconds < self.predict(self.dense, rate).seconds
@@ -132,7 +132,7 @@ class Case:
         for _ in range(20):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if gains(middle) else (low, middle)
-        return low
+        return low / self.link.share
 
     def greedy(self, settings: Mapping[str, Any]) -> Plan | None:
         """The method on those tensors alone where it shortens the step.

@@ -21,7 +21,7 @@ PATIENCE = 1800.0  # seconds without a word from the ranks
 def launch(
     job: Job, ranks: int, hosts: Hosts | str | None, say: Callable[[str], None], folder: Path | None = None
 ) -> list[Found]:
-    """Let ranks measure.
+    """Let ranks measure: Horovod's, or on this machine torchrun's where there is no Horovod.
 
     Args:
         job: what.
@@ -38,7 +38,8 @@ def launch(
         file, out, log = Path(temporary) / "job.json", Path(temporary) / "out.jsonl", at / "log.txt"
         job.save(file)
         emulated = hosts if isinstance(hosts, Hosts) else None
-        line = launcher.command(ranks, "mpi", "-m", MODULE, str(file), str(out), hosts=emulated)
+        controller = "mpi" if hosts or launcher.has_horovod() else "ddp"
+        line = launcher.command(ranks, controller, "-m", MODULE, str(file), str(out), hosts=emulated)
         if isinstance(hosts, str):
             line[line.index("--mpi") + 1 : line.index("--mpi") + 1] = ["-H", hosts]
         found: list[Found] = []

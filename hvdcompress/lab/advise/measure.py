@@ -14,7 +14,7 @@ from hvdcompress.lab.advise.choose import DENSE
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.fabric import Fabric
 from hvdcompress.lab.advise.profile import MeasuredCodec, MeasuredLink, MeasuredTimes, Profile
-from hvdcompress.lab.advise.workload import Workload
+from hvdcompress.lab.advise.workload import Shapes, Workload
 from hvdcompress.method import Method
 
 __all__ = ["link", "profile", "sharing", "times"]
@@ -34,12 +34,17 @@ def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, t
     All ranks compute at the same time. A collective waits for the last one: a pass's times are the latest rank's.
 
     Args:
-        workload: what is trained.
+        workload: what is trained. Where its backward pass only waits, and there are no ranks to be disturbed by,
+            nothing is measured: a processor that has other things to do waits longer than it was asked to.
         fabric: the ranks; None in one process.
 
     Returns:
         Shapes by name, and the times.
     """
+    if fabric is None and isinstance(workload, Shapes):
+        ready = workload.planned()
+        waited = MeasuredTimes(forward=0.0, backward=max(ready.values()), update=0.0, waits=True, ready=ready)
+        return dict(workload.tensors), waited
     rank, world = (fabric.rank, fabric.world) if fabric else (0, 1)
     model, loss = workload.make(rank, world)
     optimizer = workload.optimizer(model)

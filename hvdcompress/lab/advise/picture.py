@@ -27,31 +27,38 @@ def steps(case: Case, candidates: list[Candidate], title: str) -> str:
         candidates: the dense one first.
         title: what the plot shows.
     """
-    slowest = min(1e8, case.link.rate / 10)
-    rates = np.geomspace(slowest, max(FASTEST, case.link.rate * 10), POINTS).tolist()
+    slowest = min(1e8, case.link.speed / 10)
+    rates = np.geomspace(slowest, max(FASTEST, case.link.speed * 10), POINTS).tolist()
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(4.6)
         axes = figure.add_subplot()
         for number, one in enumerate(candidates):
-            seconds = [case.predict(one.plan, rate).seconds for rate in rates]
+            seconds = [case.predict(one.plan, rate * case.link.share).seconds for rate in rates]
             colour = plots.colour(number)
             line = axes.plot(rates, seconds, color=colour, linewidth=2.6 if number == 0 else 1.5, label=one.label)[0]
             if plots.dashes(number):
                 line.set_dashes(plots.dashes(number))
             if rates[0] < one.break_even < rates[-1]:
-                at = case.predict(one.plan, one.break_even).seconds
+                at = case.predict(one.plan, one.break_even * case.link.share).seconds
                 axes.plot([one.break_even], [at], "o", color=colour, markersize=6)
         axes.axhline(case.times.alone, color=plots.FAINT, linewidth=0.8, linestyle=":") if case.times.alone else None
-        axes.axvline(case.link.rate, color=plots.FAINT, linewidth=0.8)
+        axes.axvline(case.link.speed, color=plots.FAINT, linewidth=0.8)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: speed(value)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.seconds_of(value).replace(".00", "")))
+        axes.yaxis.set_major_formatter(FuncFormatter(_seconds))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("the link's speed (upright line: yours; dots: break-even; dotted: no exchange at all)")
-        axes.set_ylabel("a step")
+        axes.set_title(title, fontsize=9.5)
+        axes.set_xlabel("speed of the links (upright line: given; dots: break-even; dotted: no exchange)")
+        axes.set_ylabel("time of a step")
         figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=8.5)
         return plots.alone(plots.svg(figure, "advise", title))
+
+
+def _seconds(value: float, _: object) -> str:
+    """A mark of an axis: ``10 s``, where a table has ``10.0 s``."""
+    number, unit = numbers.seconds_of(value).split()
+    return f"{float(number):g} {unit}"
 
 
 def truth(found: Sequence[Outcome]) -> str:
@@ -78,7 +85,7 @@ def truth(found: Sequence[Outcome]) -> str:
         axes.set_xscale("log")
         axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: numbers.seconds_of(value).replace(".00", "")))
+            axis.set_major_formatter(FuncFormatter(_seconds))
             axis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(f"a measured step (dotted: {100 * ALLOWED:.0f} % off)")
         axes.set_ylabel("predicted")

@@ -35,11 +35,12 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """Such as ``resnet50: 161 tensors, 25 557 032 elements; 16 ranks, 1 Gbit/s``."""
+        """Such as ``resnet50: 161 tensors, 25 557 032 elements; 16 ranks, link of 1 Gbit/s``."""
         shapes = self.profile.shapes
         about = f"{len(shapes)} tensors, {nets.total(shapes):,} elements".replace(",", " ").replace("  ", ", ")
         sharing = f", {numbers.number(self.shared, 2)} a processor" if self.shared > 1.05 else ""
-        return f"{self.profile.name}: {about}; {self.ranks} ranks{sharing}, {speed(self.link.rate)}"
+        carries = f", which carries {speed(self.link.rate)}" if self.link.share < 1 else ""
+        return f"{self.profile.name}: {about}; {self.ranks} ranks{sharing}, link of {speed(self.link.speed)}{carries}"
 
     def notes(self) -> list[str]:
         """The verdict and its reasons, a sentence or two each."""

@@ -37,7 +37,8 @@ def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -
     constants = Model.open(fitted).constants
     try:
         message = seconds(latency) if latency else constants.message
-        return Link(Rate.parse(rate).slower / constants.link, message, constants.round, constants.call)
+        share = 1 / constants.link
+        return Link(Rate.parse(rate).slower * share, message, constants.round, constants.call, share=share)
     except ValueError as error:
         raise ValueError(f"--link {words}: {error}") from None
 

@@ -63,7 +63,7 @@ class UserModel(Workload):
     """
 
     def __init__(self, model: str, data: str, loss: str | None = None):
-        self.name = model.rpartition(":")[2]
+        self.name = model.replace(":", ".")
         self._model, self._data = found_by(model, "--model"), found_by(data, "--data")
         self._loss = found_by(loss, "--loss") if loss else _cross_entropy
 
@@ -124,6 +124,14 @@ class Shapes(Workload):
         self.name, self.tensors = name, tensors
         each = backward / nets.total(tensors)
         self.pauses = [each * prod(shape) for shape in tensors.values()]
+
+    def planned(self) -> dict[str, float]:
+        """When each gradient is ready if every wait is as long as it should be: seconds by name."""
+        found, now = {}, 0.0
+        for name, pause in zip(reversed(self.tensors), reversed(self.pauses), strict=True):
+            now += pause
+            found[name] = now
+        return found
 
     def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """Parameters that take no memory, and gradients that differ from step to step."""
@@ -197,5 +205,5 @@ def of(named: Named) -> Workload:
     if named.data is None:
         model = found_by(named.model, "--model")()
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        return Shapes(named.model.rpartition(":")[2], shapes, named.backward)
+        return Shapes(named.model.replace(":", "."), shapes, named.backward)
     return UserModel(named.model, named.data, named.loss)

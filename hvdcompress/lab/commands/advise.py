@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.commands.shared import RUNS, FormatOption, console_of, methods_of, network_of, split
@@ -75,18 +76,21 @@ def advise(
     from hvdcompress.lab.advise.job import Job
     from hvdcompress.lab.advise.profile import Profile
     from hvdcompress.lab.advise.verdict import error_of
-    from hvdcompress.lab.advise.workload import Named
+    from hvdcompress.lab.advise.workload import Named, found_by
     from hvdcompress.lab.scale.run import seconds
 
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
-    console = console_of()
+    # a launcher puts words of its own between ours: its terminal is no place for moving lines
+    console = Console(width=160, force_terminal=False) if under else console_of()
     measured: Mapping[str, list[float]] = {}
     given = run.link_of(link) if link else None
-    with console.status("…") if _is_first() else contextlib.nullcontext() as status:
+    with contextlib.nullcontext() if under else console.status("…") as status:
 
         def say(words: str) -> None:
             if status:
                 status.update(f"{escape(words)} …")
+            elif _is_first():
+                print(f"{words} …", file=sys.stderr, flush=True)
 
         if profile:
             if model or task or shapes or hosts or check:
@@ -98,6 +102,9 @@ def advise(
             named = Named(shapes, seconds(backward), task, batch_size, model, data, loss)
             if model:
                 sys.path.insert(0, os.getcwd())
+                for words, option in ((model, "--model"), (data, "--data"), (loss, "--loss")):
+                    if words:
+                        found_by(words, option)  # what is wrong is said before ranks are started
             settings = [{"label": entry.label, **entry.settings} for entry in entries]
             job = Job([named], settings, error, "plan" if check else "no", rounds)
             if under or not (hosts or check or (ranks and not link)):
@@ -119,7 +126,8 @@ def advise(
 
             plot.parent.mkdir(parents=True, exist_ok=True)
             whole = [one for one in advice.advice.candidates if not one.partly]
-            plot.write_text(picture.steps(advice.case, whole, advice.heading), encoding="utf-8")
+            title = f"A step of {found.name} on {advice.ranks} ranks, by the speed of their links"
+            plot.write_text(picture.steps(advice.case, whole, title), encoding="utf-8")
     report.show(advice, console, form)
     if plan:
         plan.parent.mkdir(parents=True, exist_ok=True)
