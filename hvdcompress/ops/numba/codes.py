@@ -75,7 +75,7 @@ def pack_signs(x: Array) -> Array:
     if not plain(x):
         return reference.pack_signs(x)
     out = np.empty(-(-x.size // 8), np.uint8)
-    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.uint8), out)
+    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.int8), out)
     return out
 
 

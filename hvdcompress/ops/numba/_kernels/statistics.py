@@ -12,27 +12,36 @@ from hvdcompress.ops.shared import PIECE
 
 
 @compiled
+def add_moments(x, total, squares):
+    """Add at most 2·LANES numbers, and their squares, to LANES sums of each."""
+    if x.size == 2 * LANES:  # the sums are fetched once for two numbers
+        first, second = x[:LANES], x[LANES:]
+        for i in range(LANES):
+            one, two = np.float64(first[i]), np.float64(second[i])
+            total[i] = (total[i] + one) + two
+            squares[i] = (squares[i] + one * one) + two * two
+    else:
+        for i in range(x.size):
+            wide = np.float64(x[i])
+            total[i % LANES] += wide
+            squares[i % LANES] += wide * wide
+
+
+@compiled
 def moments(x, total, squares):
-    for start in range(0, x.size, LANES):
-        part = x[start : start + LANES]
-        for i in range(part.size):
-            wide = np.float64(part[i])
-            total[i] += wide
-            squares[i] += wide * wide
+    for start in range(0, x.size, 2 * LANES):
+        add_moments(x[start : start + 2 * LANES], total, squares)
 
 
 @compiled
 def spread(x, total, squares):
     """Returns the greatest magnitude's bits; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
     most = np.int32(0)
-    for start in range(0, x.size, LANES):
-        part = x[start : start + LANES]
+    for start in range(0, x.size, 2 * LANES):
+        part = x[start : start + 2 * LANES]
         for i in range(part.size):
-            value = np.float32(part[i])
-            most = max(most, value.view(np.int32) & MAGNITUDE)
-            wide = np.float64(value)
-            total[i] += wide
-            squares[i] += wide * wide
+            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
+        add_moments(part, total, squares)
     return most
 
 
