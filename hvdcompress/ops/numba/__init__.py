@@ -25,6 +25,7 @@ from hvdcompress.ops.numba.selection import (
     count_above,
     first_above,
     first_equal,
+    kth_magnitude,
     largest_of,
     top_k,
 )
@@ -42,7 +43,6 @@ from hvdcompress.ops.numpy import (
     index_range,
     irfft,
     keep_if,
-    kth_magnitude,
     pack_fields,
     permute,
     principal,

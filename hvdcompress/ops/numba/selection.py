@@ -9,7 +9,7 @@ import numpy as np
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import selection as kernels
-from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
+from hvdcompress.ops.numba.arrays import int64, magnitude_bits, magnitude_of, plain
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Scalar, Sparse
@@ -48,7 +48,7 @@ def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
         chosen, kept = np.empty(k + 1, index.dtype), np.empty(k + 1, np.float32)
         kernels.choose(index, bits, low, ties, chosen, values, kept)
         index, values = chosen[:k], kept[:k]
-    return Sparse(index, values), float(np.int32(low).view(np.float32))
+    return Sparse(index, values), magnitude_of(low)
 
 
 def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
@@ -60,6 +60,12 @@ def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
     chosen = np.empty(k + 1, np.int64)  # the last place is for what is written and not kept
     kernels.places(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
     return chosen[:k], threshold
+
+
+def kth_magnitude(x: Array, k: int) -> float:
+    if not plain(x) or not 0 < k <= x.size:
+        return reference.kth_magnitude(x, k)
+    return magnitude_of(kernels.kth(x.view(np.int32) & kernels.MAGNITUDE, k))
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

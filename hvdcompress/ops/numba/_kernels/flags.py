@@ -20,8 +20,7 @@ WORD = 64  #: flags of a word
 
 @intrinsic
 def word(context: Any, flag: Any, start: Any) -> Any:
-    """Return flags ``start`` to ``start`` + 64 as a uint64, the first one as its lowest bit; a byte that is not 0 is
-    one that is set."""
+    """Return flags ``start`` to ``start`` + 64 as a uint64, the first one as its lowest bit."""
 
     def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = target.make_array(signature.args[0])(target, builder, arguments[0])
@@ -64,7 +63,8 @@ def note(flag, x, first, index, values, found):
         flag: a multiple of 64 in length; 0 beyond the end of ``x``.
         x: the elements.
         first: the index of the first one.
-        index, values: what is noted.
+        index: the indices that are noted.
+        values: the elements that are noted.
         found: how many there are.
 
     Returns:
