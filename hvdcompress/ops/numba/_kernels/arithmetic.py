@@ -10,7 +10,7 @@ import numpy as np
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, NEAR, SPAN, compiled
 from hvdcompress.ops.numba._kernels.selection import first_of
-from hvdcompress.ops.numba._kernels.statistics import add_moments
+from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
 
 
@@ -95,22 +95,6 @@ def accumulate_moments(gradient, residual, scale, out, clear, low, index, values
         add_moments(o, totals[start // SPAN], squared[start // SPAN])
         found = flags.note(flag, o, start, index, values, found)
     return most, found
-
-
-@compiled
-def fold(wide):
-    """The sum of PIECE numbers, added by halves; they are overwritten."""
-    for i in range(128):
-        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
-    for i in range(64):
-        wide[i] += wide[i + 64]
-    for i in range(32):
-        wide[i] += wide[i + 32]
-    for i in range(16):
-        wide[i] += wide[i + 16]
-    for i in range(8):
-        wide[i] += wide[i + 8]
-    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
 
 
 @compiled

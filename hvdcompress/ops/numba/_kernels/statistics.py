@@ -64,6 +64,22 @@ def bucket_max(bits, bucket, out):
 
 
 @compiled
+def fold(wide):
+    """The sum of PIECE numbers, added by halves; they are overwritten."""
+    for i in range(128):
+        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
+    for i in range(64):
+        wide[i] += wide[i + 64]
+    for i in range(32):
+        wide[i] += wide[i + 32]
+    for i in range(16):
+        wide[i] += wide[i + 16]
+    for i in range(8):
+        wide[i] += wide[i + 8]
+    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
+
+
+@compiled
 def piece_sums(x, bucket, squares, out):
     """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
     wide = np.zeros(min(bucket, PIECE))
@@ -76,6 +92,9 @@ def piece_sums(x, bucket, squares, out):
             for i in range(part.size):
                 value = np.float64(part[i])
                 wide[i] = value * value if squares else abs(value)
+            if wide.size == PIECE:
+                out[row, piece] = fold(wide)
+                continue
             width = wide.size
             while width > 1:
                 half = (width + 1) // 2
