@@ -16,27 +16,21 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 
 LEAST = 1 << 17  #: bytes; the memory of less is kept by the system's allocator
 
-_buffers: list[Array] = []
-_free: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by their width; the last is the warmest
+_Memory = tuple[Array, int]  # a buffer, and where it begins
+_free: defaultdict[int, list[_Memory]] = defaultdict(list)  # by their size; the last is the warmest
 
 
 class _Lease:
-    """The owner of an array and of all its parts: it gives the memory back when the last of them is gone.
+    """The owner of an array and of all its parts: it gives the memory back when the last of them is gone."""
 
-    Args:
-        place: where a buffer begins, and the logarithm of its size.
-        size: elements of the array.
-        dtype: their dtype.
-    """
+    __slots__ = ("__array_interface__", "memory")
 
-    __slots__ = ("__array_interface__", "place")
+    def __init__(self, memory: _Memory, size: int, dtype: np.dtype[Any]):
+        self.memory = memory
+        self.__array_interface__ = {"shape": (size,), "typestr": dtype.str, "data": (memory[1], False), "version": 3}
 
-    def __init__(self, place: tuple[int, int], size: int, dtype: np.dtype[Any]):
-        self.place = place
-        self.__array_interface__ = {"shape": (size,), "typestr": dtype.str, "data": (place[0], False), "version": 3}
-
-    def __del__(self) -> None:
-        _free[self.place[1]].append(self.place)
+    def __del__(self, free: dict[int, list[_Memory]] = _free) -> None:  # a module's names may be gone at the end
+        free[self.memory[0].size].append(self.memory)
 
 
 def empty(size: int, dtype: Any) -> Array:
@@ -45,16 +39,15 @@ def empty(size: int, dtype: Any) -> Array:
     num_bytes = size * dtype.itemsize
     if num_bytes < LEAST:
         return np.empty(size, dtype)
-    width = (num_bytes - 1).bit_length()
+    room = 1 << (num_bytes - 1).bit_length()
     try:
-        place = _free[width].pop()
+        memory = _free[room].pop()
     except IndexError:
-        buffer = np.empty(1 << width, np.uint8)
-        _buffers.append(buffer)
-        place = buffer.ctypes.data, width
-    return np.asarray(_Lease(place, size, dtype))
+        buffer = np.empty(room, np.uint8)
+        memory = buffer, buffer.ctypes.data
+    return np.asarray(_Lease(memory, size, dtype))
 
 
-def num_bytes() -> int:
-    """Return how much memory is kept or in use; pages that nothing was written to count, too."""
-    return sum(buffer.nbytes for buffer in _buffers)
+def clear() -> None:
+    """Give back all memory that is not in use."""
+    _free.clear()
