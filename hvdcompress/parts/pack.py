@@ -15,6 +15,7 @@ high_i + i is set.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -49,6 +50,7 @@ def index_num_bytes(coding: Coding, k: int, n: int) -> int:
     return aligned(-(-k * low // 8)) + aligned(-(-(k + (n >> low) + 1) // 8))
 
 
+@lru_cache(4096)
 def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
     """Return the shortest coding of k ascending indices below n. A bitmap is possible only if they are distinct."""
     codings: tuple[Coding, ...] = ("elias_fano", "int32", "bitmap")
@@ -129,6 +131,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
     return index
 
 
+@lru_cache(4096)
 def _header(method: str, coding: Coding, values: Values, k: int, n: int, distinct: bool, per: int) -> wire.Header:
     return wire.Header(method, CODE[coding], codec(values).code, n, k, num_bytes(k, n, values, distinct, per))
 

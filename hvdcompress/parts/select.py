@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class Wanted(NamedTuple):
 Refine = Callable[[Elements, np.float32, Wanted], tuple[np.float32, np.float32 | None]]
 
 
+@lru_cache(4096)
 def num_kept(density: float, n: int) -> int:
     """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
     # the tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point

@@ -165,9 +165,10 @@ dense ones) do not count.
   over the gradients, and committing.
 - *a copy, GB/s*: bytes read and written by these copies.
 - *page faults*: pages touched for the first time, of a rank in a step, the mean. *fresh*: memory that a step asks for
-  and gives back, call for call the most at once; *kept*: what stays from step to step: residuals, second buffers and
-  scratch. Both in sizes of the gradient. A rank's peak is the gradient, what is kept and, at most, what is fresh. A
-  page has 4 KiB, but large arrays of numpy's may get pages of 2 MiB, whose faults are few and expensive.
+  and gives back, call for call the most at once, as in a process that keeps none for that; *kept*: what stays from
+  step to step: residuals, second buffers and scratch. Both in sizes of the gradient. A rank's peak is the gradient,
+  what is kept and, at most, what is fresh. A page has 4 KiB, but large arrays of numpy's may get pages of 2 MiB,
+  whose faults are few and expensive.
 - Gradients are drawn again for each step, outside of the time: elements' scales differ log-normally, in blocks and
   within them, and stay (kurtosis about 50); a part of the gradient is the same in every step; half of the noise is
   common to the ranks (`hvdcompress/lab/bench/draws.py`).

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import coded
+from hvdcompress.ops.numba import coded, pool
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import matrices, statistics
 from hvdcompress.ops.numba.arrays import (
@@ -90,14 +90,14 @@ def _in_one_pass(
         return gradient[start:stop], residual[start:stop], scale, out[start:stop], clear
 
     if scan.chunk:
-        chunk, offsets = scan.chunk, np.empty(-(-n // scan.chunk), np.int32)
+        chunk, offsets = scan.chunk, pool.empty(-(-n // scan.chunk), np.int32)
 
         def argmax(start: int, stop: int) -> int:
             return kernels.accumulate_argmax(*passed(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
 
         return Found(True, offsets=offsets) if max(in_ranges(argmax, n, chunk)) < INF_BITS else Found(False)
     if scan.signs:
-        sums, signs = np.empty((1, -(-n // PIECE))), np.empty(-(-n // 8), np.uint8)
+        sums, signs = pool.empty(-(-n // PIECE), np.float64)[None], pool.empty(-(-n // 8), np.uint8)
 
         def with_signs(start: int, stop: int) -> None:
             some = sums[0, start // PIECE : -(-stop // PIECE)]
@@ -117,8 +117,8 @@ def _in_one_pass(
     totals, squared = np.zeros((rows, kernels.LANES)), np.zeros((rows, kernels.LANES))
 
     def noting(start: int, stop: int) -> tuple[int, Sparse]:
-        index = np.empty(min(room, stop - start), index_dtype(n))
-        values = np.empty(index.size, np.float32)
+        index = pool.empty(min(room, stop - start), index_dtype(n))
+        values = pool.empty(index.size, np.float32)
         given = *passed(start, stop), low, index, values
         if velocity is not None:
             old, new, momentum = velocity
@@ -192,8 +192,8 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
 
 def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
     if plain(a.values) and plain(b.values) and a.index.size == a.values.size and b.index.size == b.values.size:
-        index = np.empty(a.index.size + b.index.size, index_dtype(n))
-        values = np.empty(index.size, np.float32)
+        index = pool.empty(a.index.size + b.index.size, index_dtype(n))
+        values = pool.empty(index.size, np.float32)
         found = kernels.merge(int64(a.index), a.values, int64(b.index), b.values, index, values)
         if found >= 0:
             return Sparse(index[:found], values[:found])

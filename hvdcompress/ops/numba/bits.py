@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import pool
 from hvdcompress.ops.numba._kernels import bits as kernels
-from hvdcompress.ops.numba.arrays import int64, plain
+from hvdcompress.ops.numba.arrays import INDICES, int64, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 _WIDEST = 56  # the kernels hold a number and a part of the next in 64 bits
@@ -33,9 +34,9 @@ def _words(buffer: Array, num_bits: int) -> Array:
 
     A number is read with the word that follows it, also one of no bits from a buffer of none.
     """
-    words = np.zeros(max(-(-num_bits // 32), 1) + 1, np.uint32)
-    part = buffer[: 4 * words.size - 4]
-    words.view(np.uint8)[: part.size] = part
+    words = pool.empty(max(-(-num_bits // 32), 1) + 1, np.uint32)
+    part, room = buffer[: 4 * words.size - 4], words.view(np.uint8)
+    room[: part.size], room[part.size :] = part, 0
     return words
 
 
@@ -48,21 +49,23 @@ def set_bits(positions: Array, num_bits: int) -> Array:
 def find_bits(buffer: Array, num_bits: int) -> Array:
     if not plain(buffer, dtype=np.uint8):
         return reference.find_bits(buffer, num_bits)
-    return kernels.find_bits(buffer[: -(-num_bits // 8)], num_bits)
+    out = pool.empty(kernels.count_bits(buffer, num_bits), np.int64)
+    kernels.find_bits(buffer, out)
+    return out
 
 
 def elias_fano(index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
-    if not low <= _WIDEST:
+    if not low <= _WIDEST or not plain(index, dtype=index.dtype) or index.dtype not in INDICES:
         return reference.elias_fano(index, low, num_bits)
-    lows, highs = np.empty(-(-index.size * low // 8), np.uint8), np.zeros(-(-num_bits // 8), np.uint8)
-    kernels.pack_bits(int64(index), low, lows)
-    kernels.set_highs(int64(index), low, num_bits, highs)
+    lows, highs = pool.empty(-(-index.size * low // 8), np.uint8), pool.empty(-(-num_bits // 8), np.uint8)
+    highs[:] = 0
+    kernels.elias_fano(index, low, num_bits, lows, highs)
     return lows, highs
 
 
 def from_elias_fano(lows: Array, highs: Array, low: int, num_bits: int) -> Array:
     if low > 32 or not plain(lows, dtype=np.uint8) or not plain(highs, dtype=np.uint8):
         return reference.from_elias_fano(lows, highs, low, num_bits)
-    index = kernels.find_bits(highs[: -(-num_bits // 8)], num_bits)
-    kernels.add_lows(_words(lows, index.size * low), low, index)
+    index = pool.empty(kernels.count_bits(highs, num_bits), np.int64)
+    kernels.from_elias_fano(_words(lows, index.size * low), highs, low, index)
     return index

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import coded
+from hvdcompress.ops.numba import coded, pool
 from hvdcompress.ops.numba._kernels import codes as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
@@ -19,7 +19,7 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 def distinct_indices(key: Array, k: int, n: int) -> Array:
     half = half_bits(n)
     dtype = np.int32 if half < 16 else np.int64  # indices that are beyond n and drawn again must fit, too
-    out, other = np.empty(k, dtype), np.empty(k, dtype)
+    out, other = pool.empty(k, dtype), pool.empty(k, dtype)
     swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
     return (other if swapped else out).astype(index_dtype(n), copy=False)
 
@@ -75,7 +75,7 @@ def pack_signs(x: Array) -> Array:
     if not plain(x):
         return reference.pack_signs(x)
     out = np.empty(-(-x.size // 8), np.uint8)
-    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.uint8), out)
+    kernels.pack_signs(x, np.zeros(kernels.BLOCK, np.int8), out)
     return out
 
 

@@ -1,10 +1,11 @@
-"""Memory, compiled: elements taken by their indices (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Memory, compiled: take elements by their indices, and join arrays (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import pool
 from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.vectors import NumpyArray as Array
@@ -13,6 +14,12 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 def take(x: Array, index: Array) -> Array:
     if not plain(x) or index.dtype not in (np.int32, np.int64) or not plain(index, dtype=index.dtype):
         return reference.take(x, index)
-    out = np.empty(index.size, np.float32)
+    out = pool.empty(index.size, x.dtype)
     kernels.take(x, index, out)
     return out
+
+
+def concat(arrays: list[Array], out: Array | None = None) -> Array:
+    if out is None and len(arrays) > 1 and plain(arrays[0], dtype=arrays[0].dtype):
+        out = pool.empty(sum(array.size for array in arrays), np.result_type(*arrays))
+    return reference.concat(arrays, out)

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba import pool
 from hvdcompress.ops.numba._kernels import selection as kernels
-from hvdcompress.ops.numba.arrays import int64, magnitude_bits, plain
+from hvdcompress.ops.numba.arrays import int64, magnitude_bits, magnitude_of, plain
+from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Scalar, Sparse
@@ -17,7 +19,7 @@ from hvdcompress.ops.vectors import Scalar, Sparse
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
     """Return the first ``capacity`` indices of magnitudes with bits in [low, high], ascending."""
-    out = np.empty(min(capacity, x.size), index_dtype(x.size))
+    out = pool.empty(min(capacity, x.size), index_dtype(x.size))
     return out[: kernels.find(x.view(np.int32), np.int32(low), np.uint32(high - low), out)]
 
 
@@ -34,7 +36,11 @@ def top_k(x: Array, k: int) -> Array:
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
             break
-    return largest_of(Sparse(candidates, x[candidates]), k)[0].index
+    return largest_of(Sparse(candidates, take(x, candidates)), k)[0].index
+
+
+def _magnitudes(bits: Array) -> Array:
+    return np.bitwise_and(bits, kernels.MAGNITUDE, out=pool.empty(bits.size, np.int32))
 
 
 def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
@@ -42,13 +48,13 @@ def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
     if not plain(values) or not 0 < k <= values.size:
         return reference.largest_of(candidates, k)
     bits = values.view(np.int32)
-    low = kernels.kth(bits & kernels.MAGNITUDE, k)
+    low = kernels.kth(_magnitudes(bits), k)
     if k < values.size:
         ties = k - kernels.count(bits, low + 1)
-        chosen, kept = np.empty(k + 1, index.dtype), np.empty(k + 1, np.float32)
+        chosen, kept = pool.empty(k + 1, index.dtype), pool.empty(k + 1, np.float32)
         kernels.choose(index, bits, low, ties, chosen, values, kept)
         index, values = chosen[:k], kept[:k]
-    return Sparse(index, values), float(np.int32(low).view(np.float32))
+    return Sparse(index, values), magnitude_of(low)
 
 
 def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
@@ -60,6 +66,12 @@ def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
     chosen = np.empty(k + 1, np.int64)  # the last place is for what is written and not kept
     kernels.places(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
     return chosen[:k], threshold
+
+
+def kth_magnitude(x: Array, k: int) -> float:
+    if not plain(x) or not 0 < k <= x.size:
+        return reference.kth_magnitude(x, k)
+    return magnitude_of(kernels.kth(_magnitudes(x.view(np.int32)), k))
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

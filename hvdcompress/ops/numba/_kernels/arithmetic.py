@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.codes import pack_signs
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, SPAN, compiled
-from hvdcompress.ops.numba._kernels.selection import first_of, flagged
+from hvdcompress.ops.numba._kernels import flags
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, NEAR, SPAN, compiled
+from hvdcompress.ops.numba._kernels.selection import first_of
+from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
 
 
@@ -34,11 +35,10 @@ def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
 
     ``index`` and ``values`` receive them.
     """
-    found, most = 0, np.int32(0)
-    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
-    for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
-        if o.size < BLOCK:
+    found, most, flag = 0, np.int32(0), np.zeros(NEAR, np.int8)
+    for start in range(0, out.size, NEAR):
+        g, r, o = gradient[start : start + NEAR], residual[start : start + NEAR], out[start : start + NEAR]
+        if o.size < NEAR:
             flag[:] = 0
         for i in range(o.size):
             value = np.float32(scale * g[i] + r[i])
@@ -48,23 +48,18 @@ def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
             flag[i] = np.int8(magnitude > low)
         if clear:
             g[:] = np.float32(0)
-        count = min(flagged(flag, places), index.size - found)
-        for j in range(count):
-            index[found + j] = start + places[j]
-            values[found + j] = o[places[j]]
-        found += count
+        found = flags.note(flag, o, start, index, values, found)
     return most, found
 
 
 @compiled
 def accumulate_velocity(gradient, residual, scale, out, clear, low, index, values, old, new, momentum):
     """As ``accumulate_above``, of velocity + residual."""
-    found, most = 0, np.int32(0)
-    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
-    for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
-        u, v = old[start : start + BLOCK], new[start : start + BLOCK]
-        if o.size < BLOCK:
+    found, most, flag = 0, np.int32(0), np.zeros(NEAR, np.int8)
+    for start in range(0, out.size, NEAR):
+        g, r, o = gradient[start : start + NEAR], residual[start : start + NEAR], out[start : start + NEAR]
+        u, v = old[start : start + NEAR], new[start : start + NEAR]
+        if o.size < NEAR:
             flag[:] = 0
         for i in range(o.size):
             speed = np.float32(momentum * u[i] + scale * g[i])
@@ -76,78 +71,50 @@ def accumulate_velocity(gradient, residual, scale, out, clear, low, index, value
             flag[i] = np.int8(magnitude > low)
         if clear:
             g[:] = np.float32(0)
-        count = min(flagged(flag, places), index.size - found)
-        for j in range(count):
-            index[found + j] = start + places[j]
-            values[found + j] = o[places[j]]
-        found += count
+        found = flags.note(flag, o, start, index, values, found)
     return most, found
 
 
 @compiled
 def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, totals, squared):
     """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
-    found, most = 0, np.int32(0)
-    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
-    for start in range(0, out.size, BLOCK):
-        stop = min(start + BLOCK, out.size)
-        total, squares = totals[start // SPAN], squared[start // SPAN]
-        if stop - start < BLOCK:
+    found, most, flag = 0, np.int32(0), np.zeros(2 * LANES, np.int8)
+    for start in range(0, out.size, 2 * LANES):
+        stop = start + 2 * LANES
+        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        if o.size < flag.size:
             flag[:] = 0
-        for first in range(start, stop, LANES):
-            last = min(first + LANES, stop)
-            g, r, o, f = gradient[first:last], residual[first:last], out[first:last], flag[first - start : last - start]
-            for i in range(o.size):
-                value = np.float32(scale * g[i] + r[i])
-                o[i] = value
-                magnitude = value.view(np.int32) & MAGNITUDE
-                most = max(most, magnitude)
-                f[i] = np.int8(magnitude > low)
-                wide = np.float64(value)
-                total[i] += wide
-                squares[i] += wide * wide
-            if clear:
-                g[:] = np.float32(0)
-        count = min(flagged(flag, places), index.size - found)
-        for j in range(count):
-            index[found + j] = start + places[j]
-            values[found + j] = out[start + places[j]]
-        found += count
+        for i in range(o.size):
+            value = np.float32(scale * g[i] + r[i])
+            o[i] = value
+            magnitude = value.view(np.int32) & MAGNITUDE
+            most = max(most, magnitude)
+            flag[i] = np.int8(magnitude > low)
+        if clear:
+            g[:] = np.float32(0)
+        add_moments(o, totals[start // SPAN], squared[start // SPAN])
+        found = flags.note(flag, o, start, index, values, found)
     return most, found
-
-
-@compiled
-def fold(wide):
-    """The sum of PIECE numbers, added by halves; they are overwritten."""
-    for i in range(128):
-        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
-    for i in range(64):
-        wide[i] += wide[i + 64]
-    for i in range(32):
-        wide[i] += wide[i + 32]
-    for i in range(16):
-        wide[i] += wide[i + 16]
-    for i in range(8):
-        wide[i] += wide[i + 8]
-    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
 
 
 @compiled
 def accumulate_signs(gradient, residual, scale, out, clear, sums, signs):
     """``sums``: of the magnitudes of each piece."""
-    wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.uint8)
+    wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.int8)
     for piece in range(sums.size):
         start, stop = piece * PIECE, (piece + 1) * PIECE
         g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        if o.size < PIECE:
+            wide[:], flag[:] = 0.0, 0
         for i in range(o.size):
-            value = scale * g[i] + r[i]
+            value = np.float32(scale * g[i] + r[i])
             o[i] = value
             wide[i] = abs(np.float64(value))
+            flag[i] = np.int8(value < np.float32(0))
         if clear:
             g[:] = np.float32(0)
-        wide[o.size :] = 0.0
         sums[piece] = fold(wide)
-        pack_signs(o, flag, signs[start // 8 : stop // 8])
+        flags.pack(flag, signs[start // 8 : stop // 8])
 
 
 @compiled

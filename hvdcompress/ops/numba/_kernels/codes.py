@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS
 
@@ -86,16 +87,14 @@ def distinct_indices(half, keys, n, out, other):
 
 @compiled
 def pack_signs(x, flag, out):
-    """``flag``: [BLOCK] uint8, a multiple of 8 in length."""
-    eight = flag.view(np.uint64)
-    for start in range(0, x.size, flag.size):
-        part, packed = x[start : start + flag.size], out[start // 8 : (start + flag.size) // 8]
-        if part.size < flag.size:
+    """``flag``: [BLOCK] int8."""
+    for start in range(0, x.size, BLOCK):
+        part = x[start : start + BLOCK]
+        if part.size < BLOCK:
             flag[:] = 0
         for i in range(part.size):
-            flag[i] = part[i] < np.float32(0)
-        for j in range(packed.size):  # the product's highest byte has one bit of each byte
-            packed[j] = eight[j] * _GATHER >> np.uint64(56)
+            flag[i] = np.int8(part[i] < np.float32(0))
+        flags.pack(flag, out[start // 8 : (start + BLOCK) // 8])
 
 
 @compiled

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 
 
@@ -23,40 +24,19 @@ def count(bits, low):
 
 
 @compiled
-def flagged(flag, places):
-    """Note where flags [BLOCK] are 1, ascending; returns how many. ``places`` has room for 8 more.
-
-    Nothing branches on a flag, as the processor could not foresee it: what is written last is overwritten where it
-    does not count.
-    """
-    eight = flag.view(np.uint64)
-    groups, found = 0, 0
-    hot = np.empty(eight.size + 1, np.int32)
-    for group in range(eight.size):
-        hot[groups] = group
-        groups += np.int64(eight[group] != np.uint64(0))
-    for j in range(groups):
-        first = 8 * hot[j]
-        for i in range(first, first + 8):
-            places[found] = i
-            found += flag[i]
-    return found
-
-
-@compiled
 def find(bits, low, span, out):
     """Indices with low ≤ |bits| ≤ low + span, until ``out`` is full; returns how many."""
     found = 0
-    flag, places = np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
+    flag, place = np.zeros(BLOCK, np.int8), np.empty(BLOCK, np.int32)
     for start in range(0, bits.size, BLOCK):
         part = bits[start : start + BLOCK]
         if part.size < BLOCK:
             flag[:] = 0
         for i in range(part.size):
             flag[i] = np.int8(np.uint32((part[i] & MAGNITUDE) - low) <= span)
-        count = min(flagged(flag, places), out.size - found)
+        count = min(flags.places(flag, place), out.size - found)
         for j in range(count):
-            out[found + j] = start + places[j]
+            out[found + j] = start + place[j]
         found += count
         if found == out.size:
             break

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled
-from hvdcompress.ops.numba._kernels.selection import flagged
 
 
 @compiled
@@ -21,7 +21,7 @@ def magnitudes(pairs, out):
 @compiled
 def strong(pairs, unit, low, first, index, found_pairs):
     """Which pairs have an energy of ``low`` or more, in units of 1/``unit``²; ``first``: the first pair's index."""
-    found, flag, places = 0, np.zeros(BLOCK, np.int8), np.empty(BLOCK + 8, np.int32)
+    found, flag, places = 0, np.zeros(BLOCK, np.int8), np.empty(BLOCK, np.int32)
     for start in range(0, pairs.size // 2, BLOCK):
         part = pairs[2 * start : 2 * (start + BLOCK)]
         if part.size < 2 * BLOCK:
@@ -29,7 +29,7 @@ def strong(pairs, unit, low, first, index, found_pairs):
         for i in range(part.size // 2):
             real, imaginary = part[2 * i] * unit, part[2 * i + 1] * unit
             flag[i] = np.int8(real * real + imaginary * imaginary >= low)
-        count = flagged(flag, places)
+        count = flags.places(flag, places)
         for j in range(count):
             i = places[j]
             index[found + j] = first + start + i

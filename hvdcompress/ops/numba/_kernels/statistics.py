@@ -12,27 +12,36 @@ from hvdcompress.ops.shared import PIECE
 
 
 @compiled
+def add_moments(x, total, squares):
+    """Add at most 2·LANES numbers, and their squares, to LANES sums of each."""
+    if x.size == 2 * LANES:  # the sums are fetched once for two numbers
+        first, second = x[:LANES], x[LANES:]
+        for i in range(LANES):
+            one, two = np.float64(first[i]), np.float64(second[i])
+            total[i] = (total[i] + one) + two
+            squares[i] = (squares[i] + one * one) + two * two
+    else:
+        for i in range(x.size):
+            wide = np.float64(x[i])
+            total[i % LANES] += wide
+            squares[i % LANES] += wide * wide
+
+
+@compiled
 def moments(x, total, squares):
-    for start in range(0, x.size, LANES):
-        part = x[start : start + LANES]
-        for i in range(part.size):
-            wide = np.float64(part[i])
-            total[i] += wide
-            squares[i] += wide * wide
+    for start in range(0, x.size, 2 * LANES):
+        add_moments(x[start : start + 2 * LANES], total, squares)
 
 
 @compiled
 def spread(x, total, squares):
     """Returns the greatest magnitude's bits; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
     most = np.int32(0)
-    for start in range(0, x.size, LANES):
-        part = x[start : start + LANES]
+    for start in range(0, x.size, 2 * LANES):
+        part = x[start : start + 2 * LANES]
         for i in range(part.size):
-            value = np.float32(part[i])
-            most = max(most, value.view(np.int32) & MAGNITUDE)
-            wide = np.float64(value)
-            total[i] += wide
-            squares[i] += wide * wide
+            most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
+        add_moments(part, total, squares)
     return most
 
 
@@ -55,6 +64,22 @@ def bucket_max(bits, bucket, out):
 
 
 @compiled
+def fold(wide):
+    """The sum of PIECE numbers, added by halves; they are overwritten."""
+    for i in range(128):
+        wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
+    for i in range(64):
+        wide[i] += wide[i + 64]
+    for i in range(32):
+        wide[i] += wide[i + 32]
+    for i in range(16):
+        wide[i] += wide[i + 16]
+    for i in range(8):
+        wide[i] += wide[i + 8]
+    return ((wide[0] + wide[4]) + (wide[2] + wide[6])) + ((wide[1] + wide[5]) + (wide[3] + wide[7]))
+
+
+@compiled
 def piece_sums(x, bucket, squares, out):
     """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
     wide = np.zeros(min(bucket, PIECE))
@@ -67,6 +92,9 @@ def piece_sums(x, bucket, squares, out):
             for i in range(part.size):
                 value = np.float64(part[i])
                 wide[i] = value * value if squares else abs(value)
+            if wide.size == PIECE:
+                out[row, piece] = fold(wide)
+                continue
             width = wide.size
             while width > 1:
                 half = (width + 1) // 2
