@@ -309,6 +309,10 @@ class Method:
     """Whether the method itself goes by ``ctx.spec.parts`` where tensors are joined unasked, and so treats them in one
     go: what a tensor gets does not depend, to the bit, on what it is joined with. Other methods run on each tensor, and
     their payloads travel together (``engine/together.py``)."""
+    elementwise: ClassVar[bool] = False
+    """Whether what is sent of an element depends on that alone, without a state of the method's own, so that payloads
+    of joined tensors are those of each, end to end. On a device such a method runs on tensors that are joined unasked,
+    as calls cost more than memory there."""
     uneven: ClassVar[bool] = False
     """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
     says."""

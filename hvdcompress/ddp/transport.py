@@ -64,9 +64,10 @@ class ProcessGroupTransport:
     ordered, broadcasts, unequal = True, False, False
 
     def __init__(self, parent: Any, device: torch.device):
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_backend(parent)}"
+        theirs = parent._get_backend(device)  # dist.get_backend() may name several: "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{theirs.name()}"
         # PyTorch would give it half an hour, whatever the program asked for
-        self.timeout: timedelta = parent._get_backend(device).options._timeout
+        self.timeout: timedelta = theirs.options._timeout
         ranks = dist.get_process_group_ranks(parent)
         some = len(ranks) < dist.get_world_size()  # then the others do not take part in making it
         self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)

@@ -40,6 +40,7 @@ class Exchange:
         scale: what gradients are multiplied by on their way in.
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
+        waiting: of a joined bucket on a device, the gradients that have come, until all are there; otherwise None.
         x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
         finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.
         outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
@@ -65,6 +66,7 @@ class Exchange:
     scale: float
     spare: dict[str, Array]
     restart: tuple[int, int]
+    waiting: list[Array | None] | None = None
     x: Array | None = None
     finite: Flag = True
     outs: list[Array | None] = field(default_factory=list)

@@ -25,7 +25,7 @@ from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag, Outer, Shares, Sparse, Waves, piece_of
+from hvdcompress.ops.vectors import Flag, Outer, Waves, both
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
@@ -181,8 +181,8 @@ class Rank:
             state=state.slots,
             scanned=[Found(True)] * count,
         )
-        contexts = []
-        if bucket.apart(method):
+        contexts, on_device = [], not isinstance(like, np.ndarray)
+        if bucket.apart(method) and not (on_device and method.elementwise):
             contexts = [
                 replace(
                     ctx,
@@ -204,12 +204,16 @@ class Rank:
             exchange.communication = Together(names, self.rank, self.world, ops, buffer)
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
-        elif count > 1 and not contexts:
+        if count > 1 and not contexts and on_device and method.clip_norm is None:
+            exchange.waiting = [None] * count
+        elif count > 1 and not contexts and not with_feedback:
             exchange.x = self._joined(state, like, ops)
         return exchange
 
     def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
         """Take the gradient of a bucket's member, in any order: the one pass over memory that it makes.
+
+        On a device, where calls cost more than passes, those of a joined bucket wait for each other.
 
         A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
         the step is to be abandoned.
@@ -225,40 +229,59 @@ class Rank:
         Raises:
             ValueError: it has not as many elements as the member.
         """
-        began, bucket, ops, method = time.perf_counter(), exchange.bucket, exchange.ops, exchange.method
-        start, stop = bucket.spans[place]
+        began, (start, stop) = time.perf_counter(), exchange.bucket.spans[place]
         if len(gradient) != stop - start:
             raise ValueError(f"tensor {exchange.name!r} has {stop - start} elements, {len(gradient)} came")
-        exchange.outs[place], span = out, slice(start, stop)
+        exchange.outs[place] = out
+        if exchange.waiting is not None:
+            exchange.waiting[place] = gradient
+            return
+        clear &= exchange.method.sparse and exchange.method.feedback != "none"
+        exchange.cleared[place], span = clear, slice(start, stop)
         # which part of what the method sees it is: a method that runs on each tensor sees no other
         ctx, part = (exchange.contexts[place], 0) if exchange.contexts else (exchange.ctx, place)
-        if method.feedback != "none":
-            spare = exchange.spare
-            clear &= method.sparse
-            found = feedback.receive(
-                method, gradient, exchange.scale, part, span, exchange.state.slots, spare, ctx, ops, clear
-            )
-            exchange.cleared[place], x = clear, spare[feedback.RESIDUAL][span]
-        else:
-            # of a gradient that is multiplied afterwards, nothing is known by looking at it
-            scan = method.scan(part, ctx, ops, gradient) if exchange.scale == 1.0 else NOTHING
-            found = ops.look(gradient, scan)
-            if not isinstance(found.finite, bool):
-                ops.keep_if(found.finite, gradient)
-            elif not found.finite:
-                gradient = ops.zeros(stop - start, exchange.dtype, like=gradient)
-                found = ops.look(gradient, scan)._replace(finite=False)
-            x = gradient if exchange.scale == 1.0 else gradient * np.float32(exchange.scale)
-            if exchange.x is None or exchange.contexts:
-                exchange.x = x
-            else:
-                ops.write(exchange.x[span], x, 1.0)
+        x, found = self._added(exchange, gradient, span, ctx, part, clear)
         assert ctx.scanned is not None
         ctx.scanned[part] = found
-        exchange.finite &= found.finite
+        exchange.finite = both(exchange.finite, found.finite)
         if exchange.contexts:
+            self._take_out(exchange, found.finite, x, span)
             self._begin_member(exchange, place, x, span)
+        if exchange.x is None:
+            exchange.x = x
+        elif exchange.method.feedback == "none" and not exchange.contexts:
+            exchange.ops.write(exchange.x[span], x, 1.0)
         self.worked(exchange.name, time.perf_counter() - began, last=False)
+
+    def _receive_waiting(self, exchange: Exchange) -> None:
+        """Take the gradients of a joined bucket that have waited for each other."""
+        assert exchange.waiting is not None
+        gradient = exchange.ops.concat([gradient for gradient in exchange.waiting if gradient is not None])
+        exchange.x, found = self._added(exchange, gradient, slice(None), exchange.ctx, None, False)
+        exchange.finite, exchange.waiting = found.finite, None
+
+    def _added(
+        self, exchange: Exchange, gradient: Array, span: slice, ctx: Context, part: int | None, clear: bool
+    ) -> tuple[Array, Found]:
+        """What the method sees of a gradient, and what was found in the pass; ``part``: None of several together."""
+        method, ops = exchange.method, exchange.ops
+        if method.feedback != "none":
+            slots, spare = exchange.state.slots, exchange.spare
+            found = feedback.receive(method, gradient, exchange.scale, part, span, slots, spare, ctx, ops, clear)
+            return spare[feedback.RESIDUAL][span], found
+        # of a gradient that is multiplied afterwards, nothing is known by looking at it
+        scan = NOTHING if part is None or exchange.scale != 1.0 else method.scan(part, ctx, ops, gradient)
+        found = ops.look(gradient, scan)
+        if found.finite is False:
+            gradient = ops.zeros(len(gradient), exchange.dtype, like=gradient)
+            found = ops.look(gradient, scan)._replace(finite=False)
+        return gradient if exchange.scale == 1.0 else gradient * np.float32(exchange.scale), found
+
+    def _take_out(self, exchange: Exchange, finite: Flag, x: Array, span: slice) -> None:
+        """Take gradients out of x that are not finite, where only a device knows whether they are."""
+        if not isinstance(finite, bool):
+            residual = exchange.state.slots[feedback.RESIDUAL][span] if exchange.method.feedback != "none" else None
+            exchange.ops.keep_if(finite, x, residual)
 
     def _begin_member(self, exchange: Exchange, place: int, x: Array, span: slice) -> None:
         """Run the method on one of the tensors that are exchanged together, to its first verb."""
@@ -277,8 +300,11 @@ class Rank:
         Raises:
             ExchangeError: the method failed.
         """
+        if exchange.waiting is not None:
+            self._receive_waiting(exchange)
         assert exchange.x is not None
         if not exchange.contexts:
+            self._take_out(exchange, exchange.finite, exchange.x, slice(None))
             slots, spare, ctx = exchange.state.slots, exchange.spare, exchange.ctx
             exchange.communication = feedback.exchange(exchange.method, exchange.x, slots, spare, ctx, exchange.ops)
         exchange.advance()
@@ -295,20 +321,17 @@ class Rank:
         """Write ``factor`` times the total into the exchange's ``outs``."""
         assert exchange.reduced is not None
         began, ops = time.perf_counter(), exchange.ops
-        total, factor, spans = exchange.reduced[0].total, factor / exchange.scale, exchange.bucket.spans
-        if len(exchange.reduced) == len(spans):
-            pieces: Sequence[Any] = [reduced.total for reduced in exchange.reduced]
-        elif isinstance(total, Sparse | Shares):
-            pieces = ops.split(total, [stop - start for start, stop in spans])
+        total, factor = exchange.reduced[0].total, factor / exchange.scale
+        if len(exchange.reduced) == len(exchange.outs):
+            for out, reduced, cleared in zip(exchange.outs, exchange.reduced, exchange.cleared, strict=True):
+                if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
+                    ops.write(out, reduced.total, factor, cleared)
         else:
             if isinstance(total, Outer | Waves):  # they cannot be cut
                 lazy, like = total, exchange.outs[0]
                 total = exchange.ctx.buffer("total", exchange.bucket.spec.size, "float32", ops, like)
                 ops.write(total, lazy, 1.0)
-            pieces = [piece_of(total, start, stop) for start, stop in spans]
-        for out, piece, cleared in zip(exchange.outs, pieces, exchange.cleared, strict=True):
-            if out is not piece or factor != 1.0:  # else the driver's own all-reduce has written it
-                ops.write(out, piece, factor, cleared)
+            ops.write_parts(exchange.outs, total, factor, exchange.cleared)
         self.worked(exchange.name, time.perf_counter() - began, last=True)
 
     def commit(self, exchange: Exchange, unused: Collection[str] = ()) -> None:

@@ -25,7 +25,7 @@ from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag
+from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.plan import Bucket
 
 
@@ -133,7 +133,8 @@ class Step:
     def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
         """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`."""
         self.rank.receive(exchange, place, gradient, out, clear)
-        self._note(exchange.finite)
+        if isinstance(exchange.finite, bool):  # else once for the bucket
+            self.finite &= exchange.finite
 
     def pass_on(
         self, bucket: Bucket, gradient: Array, ops: Ops, spoil: Callable[[], object], check: bool = True
@@ -154,6 +155,7 @@ class Step:
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
         """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
         self.rank.begin(exchange)
+        self._note(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
             self.hear()  # it was on its way while the first bucket was encoded
         if exchange.verb is None:
@@ -206,7 +208,7 @@ class Step:
         """How the step stands on this rank. A request for a trigger goes out with it."""
         self._asked |= self.rank.take_request()
         steps = sorted(self.rank.steps().items())
-        self.finite &= all(map(bool, self._flags.values()))  # where a host waits for its device: once a step
+        self._ask_devices()
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self._make_checksums() if self.rank.verifies() else {}
         state = self.terms.fingerprint(steps, self.checksums)
@@ -270,6 +272,7 @@ class Step:
         self.hear()
         self.drain()
         if self.agree is Agree.FIRST_AND_LAST:
+            self._ask_devices()
             last = self._tell(1, [float(not self.finite), *map(float, used or ())])
             self.collectives.advance(last)
             non_finite, *everyones = self.collectives.result(last)
@@ -335,7 +338,12 @@ class Step:
         if isinstance(finite, bool):
             self.finite &= finite
         else:
-            self._flags[finite.device] = self._flags.get(finite.device, True) & finite
+            self._flags[finite.device] = both(self._flags.get(finite.device, True), finite)
+
+    def _ask_devices(self) -> None:
+        """Wait for devices to say whether gradients are finite: once a step."""
+        self.finite &= all(map(bool, self._flags.values()))
+        self._flags.clear()
 
     def _submit(self, exchange: Exchange) -> None:
         assert exchange.verb is not None

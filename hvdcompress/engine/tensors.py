@@ -113,7 +113,7 @@ class TensorCompressor(compressor.Compressor):
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals as tensors. Every rank has its own, so save one file per rank.
+        """This rank's state: plan, steps, residuals as tensors in host memory. Ranks differ: save one file per rank.
 
         Raises:
             RuntimeError: a step is under way.
@@ -121,7 +121,9 @@ class TensorCompressor(compressor.Compressor):
         if self._is_under_way():
             raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
         saved = super().state_dict()
-        state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+        state = {
+            name: {s: torch.as_tensor(a).cpu() for s, a in slots.items()} for name, slots in saved["state"].items()
+        }
         return {**saved, "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

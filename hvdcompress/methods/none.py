@@ -31,6 +31,7 @@ class Dense(Method):
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
     passes = True
+    elementwise = True
 
     @property
     def wide(self) -> bool:  # type: ignore[override]

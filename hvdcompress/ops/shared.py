@@ -6,14 +6,14 @@ both have under one name. Functions without it use operators and methods that th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcompress.ops.scan import Found, Norm, Scan
-from hvdcompress.ops.vectors import Array, Flag, NumpyArray, Outer, Scalar, Shares, Sparse
+from hvdcompress.ops.vectors import Array, Coded, Flag, NumpyArray, Outer, Scalar, Shares, Sparse, piece_of
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
@@ -31,6 +31,36 @@ def index_dtype(n: int) -> str:
 def end_to_end(shares: Shares, concat: Callable[[list[Array]], Array]) -> Sparse:
     """Return one sparse vector with all entries of several, in their order; ``concat`` joins arrays."""
     return Sparse(concat([each.index for each in shares.each]), concat([each.values for each in shares.each]))
+
+
+def pieces_of(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Sequence[Any]:
+    """Return the consecutive pieces of a vector in host memory.
+
+    Args:
+        total: Dense, coded, or sparse: ascending runs of indices, one after another.
+        sizes: The pieces' numbers of elements.
+    """
+    if isinstance(total, Shares):
+        return [Shares(list(each)) for each in zip(*(pieces_of(share, sizes) for share in total.each), strict=True)]
+    stops = np.cumsum(sizes, dtype=np.int64)
+    starts = stops - sizes
+    if not isinstance(total, Sparse):
+        return [piece_of(total, *span) for span in zip(starts.tolist(), stops.tolist(), strict=True)]
+    runs = np.concatenate([[0], np.flatnonzero(total.index[1:] < total.index[:-1]) + 1, [total.index.size]])
+    cuts = [
+        begin + np.searchsorted(total.index[begin:end], [*starts, stops[-1]])
+        for begin, end in zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)
+    ]
+    pieces = []
+    for number, start in enumerate(starts):
+        spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
+        index = _joined([total.index[span] for span in spans]) - start.astype(total.index.dtype)
+        pieces.append(Sparse(index, _joined([total.values[span] for span in spans])))
+    return pieces
+
+
+def _joined(arrays: list[NumpyArray]) -> NumpyArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
@@ -248,7 +278,7 @@ def centred(wide: Array) -> Array:
     total = 0.0 + wide[0]
     for row in wide[1:]:
         total += row
-    return wide - total / len(wide)
+    return wide - total / (total.clip(0, 0) + len(wide))  # by an array: a GPU multiplies by a number's reciprocal
 
 
 def combined(weights: Array, rows: Array) -> Array:

@@ -145,15 +145,17 @@ class Ops(Protocol):
     def dense(self, x: Array | Coded) -> Array:
         """Return a coded vector as float32 [n]; an array is returned as it is."""
 
-    def split(self, total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
-        """Cut sparse vectors into those of consecutive pieces, with indices that begin at 0 in each.
+    def write_parts(
+        self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
+    ) -> None:
+        """Set outs = factor·total, of which each of them has a part, as :meth:`write` does.
 
         Args:
-            total: Sparse vectors of Σ sizes elements: ascending runs of indices, one after another.
-            sizes: The pieces' numbers of elements.
-
-        Returns:
-            A sparse vector, or its shares, a piece. Entries of equal indices stay in their order.
+            outs: The parts in their order, of one dtype.
+            total: Dense, coded (neither :class:`Outer` nor :class:`Waves`), or sparse: ascending runs of indices, one
+                after another. As long as the parts together.
+            factor: Rounded to float32 first, unless ``total`` is float64.
+            cleared: Of each part, whether it is 0, not −0, everywhere already.
         """
 
     def add_all(self, arrays: list[Array], into_first: bool = False) -> Array:
@@ -221,6 +223,15 @@ class Ops(Protocol):
 
     def top_k(self, x: Array, k: int) -> Array:
         """Return the indices of the k largest |x|, ascending [min(k, n)]; among equals, the lowest indices."""
+
+    def top_k_parts(self, x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+        """Return the indices of :meth:`top_k` of each of the consecutive parts of a vector, ascending.
+
+        Args:
+            x: [n].
+            counts: Of each part, how many; all of its elements where they are fewer.
+            sizes: The parts' numbers of elements.
+        """
 
     def kth_magnitude(self, x: Array, k: int) -> float:
         """Return the k-th largest |x|, for 1 ≤ k ≤ n, or 0 for an empty array."""

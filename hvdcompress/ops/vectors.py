@@ -216,6 +216,11 @@ class Shares(NamedTuple):
     each: list[Sparse]
 
 
+def both(a: Flag, b: Flag) -> Flag:
+    """Return whether both are so. Nothing is asked of a device where one is known to be."""
+    return b if a is True else a if b is True else a & b
+
+
 def size_of(x: Array | Coded) -> int:
     """Return the number of elements of a dense vector."""
     return x.size if isinstance(x, Coded) else len(x)

@@ -31,7 +31,7 @@ from dataclasses import replace
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.scan import Found, Velocity
+from hvdcompress.ops.scan import NOTHING, Found, Velocity
 from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
@@ -74,7 +74,7 @@ def receive(
     method: Method,
     gradient: Array,
     scale: float,
-    place: int,
+    place: int | None,
     span: slice,
     state: dict[str, Array],
     spare: dict[str, Array],
@@ -88,13 +88,14 @@ def receive(
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
     A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a device,
-    for whose answer nobody waits here, what ``method.scan`` found stays: its sizes are right, and the step is undone.
+    for whose answer nobody waits here, the caller does that with ``ops.keep_if``. What ``method.scan`` found stays
+    then: its sizes are right, and the step is undone.
 
     Args:
         method: the method; its feedback is not "none".
         gradient: this rank's gradient of the tensor, float32.
         scale: factor of the gradient, 1 / loss scale.
-        place: which part of the vectors of state and spare the tensor is.
+        place: which part of the vectors of state and spare the tensor is; None: it is several, and not scanned.
         span: where that is.
         state: current values of all slots; read only.
         spare: second buffers [n] of the feedback's slots, which receive their new values.
@@ -105,15 +106,14 @@ def receive(
     Returns:
         What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.vectors.Flag``).
     """
-    x, residual, scan = spare[RESIDUAL][span], state[RESIDUAL][span], method.scan(place, ctx, ops, gradient)
+    x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
+    scan = NOTHING if place is None else method.scan(place, ctx, ops, gradient)
     factor = clipping(method, gradient, scale, ctx, ops)
     velocity = None
     if method.feedback == "momentum":
         velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)
     found = ops.accumulate(gradient, residual, factor, x, scan, clear, velocity)
-    if not isinstance(found.finite, bool):
-        ops.keep_if(found.finite, x, residual)
-    elif not found.finite:
+    if found.finite is False:
         zeros = ops.zeros(len(x), "float32", like=x)
         return ops.accumulate(zeros, residual, 1.0, x, scan, velocity=velocity)._replace(finite=False)
     return found

@@ -36,10 +36,15 @@ def key(number: int) -> np.ndarray:
 
 
 def device_of(ops: Any) -> str | None:
-    """Where a backend's tensors lie; None if it takes numpy arrays."""
-    if ops.__name__.endswith(".triton"):
-        return "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
-    return "cpu" if ops.__name__.endswith(".torch") else None
+    """Where a backend's tensors lie: on a GPU if Triton is not to interpret; None if it takes numpy arrays."""
+    if not ops.__name__.endswith((".torch", ".triton")):
+        return None
+    return "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
+
+
+def host(x: Any) -> np.ndarray:
+    """A result of any backend as a numpy array."""
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
 
 
 def get(x: Any) -> Any:
@@ -48,7 +53,7 @@ def get(x: Any) -> Any:
         return tuple(get(one) for one in x)
     if isinstance(x, (bool, int, float, bytes, str)) or x is None:
         return x
-    array = np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+    array = host(x)
     return str(array.dtype).replace("uint16", "int16"), array.shape, array.tobytes()  # torch has the latter only
 
 
@@ -105,13 +110,16 @@ def numbers(x: np.ndarray, width: int) -> np.ndarray:
 
 def compare(ops: Any, x: np.ndarray, residual: np.ndarray) -> None:
     """All calls of all verbs on two vectors, under ``ops`` and under the reference."""
+    differ = []
     with np.errstate(all="ignore"):  # Inf is a result like another here
         for verb, functions in CALLS.items():
             for number, function in enumerate(functions):
                 put = Put(ops)
                 expected, result = function(reference, Put(reference), x, residual), function(ops, put, x, residual)
-                assert get(result) == get(expected), f"{verb}, call {number}: {result} instead of {expected}"
+                if get(result) != get(expected):
+                    differ.append(f"{verb}, call {number}: {result} instead of {expected}")
                 put.check()
+    assert not differ, "\n".join(differ)
 
 
 def vector(kind: str, n: int, seed: int = 0) -> np.ndarray:

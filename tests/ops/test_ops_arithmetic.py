@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, SPECIAL, Put, call, changed, chosen, get, vector
+from comparing import MAX, SPECIAL, Put, call, changed, chosen, get, host, vector
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Found, Scan, Velocity
-from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Sparse, Sum, piece_of
+from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Shares, Sparse, Sum, piece_of
 
 INDEX = ("int32", "int64")
 
@@ -32,7 +32,18 @@ def runs(x: np.ndarray) -> np.ndarray:
     return np.concatenate([chosen(x), chosen(x, 7)[1:], chosen(x, 2)])
 
 
-call("split")(lambda o, put, x, r: tuple(map(tuple, o.split(Sparse(put(runs(x)), put(r[runs(x)])), cut(x.size)))))
+def parts_of(kind: str, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """What is written to several parts; each third one is 0 before, and said to be."""
+    outs = [put(np.full(size, number % 3, np.float32), changes=True) for number, size in enumerate(cut(x.size))]
+    given = Sparse(put(runs(x)), put(r[runs(x)]))
+    half = Half(put(reference.to_fp16(x, 1.0)[0]), 0.5)
+    total = {"sparse": given, "dense": put(x), "half": half, "shares": Shares([given, given])}[kind]
+    o.write_parts(outs, total, 0.3, [number % 3 == 0 for number in range(len(outs))])
+    return tuple(outs)
+
+
+for kind in ("sparse", "dense", "half", "shares"):
+    call("write_parts")(partial(parts_of, kind))
 
 
 def told(found: Found) -> tuple[Any, ...]:
@@ -220,20 +231,26 @@ def test_sums_of_many_ranks_are_added_in_rank_order(backend: Any) -> None:
     assert get(out) == get(expected)
 
 
-def test_no_index_is_added_to_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA ``index_add_`` takes duplicates in any order (on a CPU in theirs, so sums would not show it)."""
+@pytest.mark.parametrize("verb", ["write", "merge"])
+def test_torch_adds_no_index_twice_at_once(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """A device would do it in any order, or one of them would be lost."""
     torch, ops = pytest.importorskip("torch"), importlib.import_module("hvdcompress.ops.torch")
-    calls, add = [], torch.Tensor.index_add_
+    calls, add = [], ops.arithmetic._add_at
 
-    def watch(out: Any, dim: int, index: Any, values: Any) -> Any:
-        calls.append(np.bincount(np.asarray(index)[np.asarray(values) != 0]).max(initial=0))
-        return add(out, dim, index, values)
+    def watch(out: Any, index: Any, values: Any) -> None:
+        assert len(index.unique()) == len(index)
+        calls.append(len(index))
+        add(out, index, values)
 
-    monkeypatch.setattr(torch.Tensor, "index_add_", watch)
+    monkeypatch.setattr("hvdcompress.ops.torch.arithmetic._add_at", watch)
     index = torch.tensor([0, 2, 5, 5, 5, 2, 5, 7, 0, 1, 2, 2])
     values = torch.tensor([1.0, 2, 3, 0, 0, 4, 5, 6, 7, 8, 9, 0])
-    ops.write(torch.ones(8), Sparse(index, values), 1.0)
-    assert calls == [1, 1, 1]  # the third for index 2, which three ranks sent
+    if verb == "write":
+        ops.write(torch.ones(8), Sparse(index, values), 1.0)
+        assert calls == [5, 3, 1]  # the third for index 2, which three ranks sent
+    else:
+        merged(ops, Put(ops), two(vector("normal", 50), vector("normal", 50)), 100)
+        assert calls == [50, 50]
 
 
 # -- merge, against an independent word for it --------------------------------------------------------------------
@@ -259,24 +276,9 @@ def test_merge_sums_in_either_order_alike(backend: Any) -> None:
     assert get(there) == get(back)
 
 
-def test_merge_adds_no_place_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA ``index_add_`` adds in any order: two values on a zero sum to the same, three would not."""
-    torch, ops = pytest.importorskip("torch"), importlib.import_module("hvdcompress.ops.torch")
-    counts, add = [], torch.Tensor.index_add_
-
-    def watch(out: Any, dim: int, index: Any, values: Any) -> Any:
-        counts.append(int(np.bincount(np.asarray(index)).max()))
-        assert not out.any()
-        return add(out, dim, index, values)
-
-    monkeypatch.setattr(torch.Tensor, "index_add_", watch)
-    merged(ops, Put(ops), two(vector("normal", 50), vector("normal", 50)), 100)
-    assert counts == [2]
-
-
 # -- scaled -------------------------------------------------------------------------------------------------------
 
 
 def test_scaled_keeps_the_special_ones_finite(backend: Any) -> None:
-    found = np.asarray(backend.scaled(Put(backend)(np.array(SPECIAL, np.float32)), 64.0))
+    found = host(backend.scaled(Put(backend)(np.array(SPECIAL, np.float32)), 64.0))
     assert np.isfinite(found).all() and found.max() == np.float32(MAX)

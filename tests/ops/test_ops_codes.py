@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, changed, get, key, vector
+from comparing import MAX, TINY, Put, call, changed, get, host, key, vector
 
 from hvdcompress.ops import numpy as reference
 
@@ -103,13 +103,13 @@ def hashed(i: int, word: int) -> float:
 def test_uniform_is_its_definition(backend: Any) -> None:
     like = Put(backend)(np.zeros(1, np.float32))
     for start in (0, 5, 2**31 - 2, 2**32 - 9):
-        found = np.asarray(backend.uniform(KEY, 9, like, start))
+        found = host(backend.uniform(KEY, 9, like, start))
         assert found.tolist() == [hashed(start + i, int(KEY[0])) for i in range(9)]
 
 
 def test_uniform_is_uniform_and_independent(native: Any) -> None:
     n, like = 200_000, Put(native)(np.zeros(1, np.float32))
-    u, v = (np.asarray(native.uniform(key(k), n, like)).astype(np.float64) for k in (1, 2))
+    u, v = (host(native.uniform(key(k), n, like)).astype(np.float64) for k in (1, 2))
     assert u.min() >= 0 and u.max() < 1
     counts = np.bincount((u * 100).astype(int), minlength=100)
     assert ((counts - n / 100) ** 2 / (n / 100)).sum() < 99 + 6 * math.sqrt(2 * 99), "chi-square"
@@ -133,8 +133,8 @@ def test_levels_are_their_definition(backend: Any, bits: int) -> None:
         expected[i] = math.copysign(level / s * float(norms[i // bucket]), v)
         stream |= (level | int(v < 0) << (bits - 1)) << (i * bits)
     packed = backend.quantize(put(x), put(norms), bucket, bits, KEY)
-    assert np.asarray(packed).tobytes() == stream.to_bytes(-(-n * bits // 8), "little")
-    found = np.asarray(backend.dequantize(packed, put(norms), bucket, bits, n))
+    assert host(packed).tobytes() == stream.to_bytes(-(-n * bits // 8), "little")
+    found = host(backend.dequantize(packed, put(norms), bucket, bits, n))
     np.testing.assert_allclose(found, expected, rtol=2e-7)
     put.check()
 
@@ -146,14 +146,14 @@ def test_what_lies_on_a_level_stays_there(backend: Any, bits: int) -> None:
     norms = np.float32([s])
     for drawn in (KEY, key(6)):
         packed = backend.quantize(put(x), put(norms), x.size, bits, drawn)
-        np.testing.assert_array_equal(np.asarray(backend.dequantize(packed, put(norms), x.size, bits, x.size)), x)
+        np.testing.assert_array_equal(host(backend.dequantize(packed, put(norms), x.size, bits, x.size)), x)
 
 
 def test_there_is_one_zero(backend: Any) -> None:
     x, put = np.float32([-0.0, -TINY, 0.0, -1e-30, 1.0]), Put(backend)
     norms = np.float32([1.0])
     packed = backend.quantize(put(x), put(norms), 5, 4, KEY)
-    found = np.asarray(backend.dequantize(packed, put(norms), 5, 4, 5))
+    found = host(backend.dequantize(packed, put(norms), 5, 4, 5))
     assert get(found) == get(np.float32([0, 0, 0, 0, 1]))
 
 
@@ -189,11 +189,11 @@ def test_fields_add_without_carrying(backend: Any, world: int) -> None:
     n, put = 70, Put(backend)
     values = rng.integers(-1, 2, (world, n)).astype(np.float32)
     values[:, 40:55], values[:, 55:] = 1, -1
-    words = [np.asarray(backend.pack_fields(put(v), width)) for v in values]
+    words = [host(backend.pack_fields(put(v), width)) for v in values]
     assert words[0].dtype == np.int32 and len(words[0]) == -(-n // (32 // width))
     sums = np.cumsum(words, axis=0, dtype=np.int64)
     assert np.abs(sums).max() < 2**31
-    found = np.asarray(backend.unpack_fields(put(sums[-1].astype(np.int32)), width, n, world))
+    found = host(backend.unpack_fields(put(sums[-1].astype(np.int32)), width, n, world))
     np.testing.assert_array_equal(found, values.sum(0))
     assert found.dtype == np.float32
 
@@ -226,7 +226,7 @@ def test_a_bucket_may_be_larger_than_memory(backend: Any) -> None:
     x, put = vector("normal", 100), Put(backend)
     norms = backend.bucket_norms(put(x), 1 << 62, "max")
     packed = backend.quantize(put(x), norms, 1 << 62, 8, KEY)
-    found = np.asarray(backend.dequantize(packed, norms, 1 << 62, 8, 100))
+    found = host(backend.dequantize(packed, norms, 1 << 62, 8, 100))
     assert np.abs(found - x).max() <= np.abs(x).max() / 127 * 1.0001
 
 
@@ -241,9 +241,9 @@ def test_places_above_2_to_the_24(native: Any) -> None:
         native.dequantize(packed, norms, 512, 2, n),
         native.unpack_fields(native.pack_fields(put(x), 3), 3, n, 1),
     ):
-        assert np.flatnonzero(found).tolist() == places.tolist()
-        assert np.asarray(found)[places].tolist() == [1, -1, 1, -1]
-    signs = np.asarray(native.unpack_signs(native.pack_signs(put(x)), put(np.float32([1])), n))
+        assert np.flatnonzero(host(found)).tolist() == places.tolist()
+        assert host(found)[places].tolist() == [1, -1, 1, -1]
+    signs = host(native.unpack_signs(native.pack_signs(put(x)), put(np.float32([1])), n))
     assert np.flatnonzero(signs < 0).tolist() == [2**24 - 1, 2**24 + 2]
-    ends = np.asarray(native.uniform(KEY, 2, put(x), start=n)).tolist()
+    ends = host(native.uniform(KEY, 2, put(x), start=n)).tolist()
     assert ends == [hashed(n, int(KEY[0])), hashed(n + 1, int(KEY[0]))]

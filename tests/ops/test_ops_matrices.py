@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, changed, get, key, vector
+from comparing import MAX, Put, call, changed, get, host, key, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Product, Scan
@@ -53,13 +53,13 @@ for verb in ("matmul", "matmul_transposed", "orthonormalise", "principal"):
 
 
 def array(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float64)
+    return host(x).astype(np.float64)
 
 
 @pytest.mark.parametrize("shape,axes", [((7,), (0,)), ((3, 5), (1, 0)), ((4, 3, 2, 5), (2, 3, 1, 0))])
 def test_permute_moves_each_element(backend: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
     x = vector("normal", int(np.prod(shape)))
-    moved = np.asarray(backend.permute(Put(backend)(x), shape, axes)).reshape([shape[a] for a in axes])
+    moved = host(backend.permute(Put(backend)(x), shape, axes)).reshape([shape[a] for a in axes])
     for place in np.ndindex(*shape):
         assert moved[tuple(place[a] for a in axes)] == x.reshape(shape)[place]
 
@@ -77,7 +77,7 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
         backend.matmul(put(a), put(b), rows, columns),
         backend.matmul_transposed(put(a), put(turned), rows, columns),
     ):
-        assert str(np.asarray(found).dtype) == "float32" and np.asarray(found).shape == (rows * columns,)
+        assert str(host(found).dtype) == "float32" and host(found).shape == (rows * columns,)
         np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)
     put.check()
 
@@ -102,9 +102,9 @@ def test_products_while_accumulating(native: Any, rows: int, inner: int, columns
     found = result.product
     put.check()
     assert result.finite and get(out) == get(expected)
-    assert not clear or not np.asarray(gradient).any()
+    assert not clear or not host(gradient).any()
     exact = a.reshape(rows, inner).astype(np.float64) @ expected.reshape(columns, inner).T
-    assert str(np.asarray(found).dtype) == "float32" and np.asarray(found).shape == (rows * columns,)
+    assert str(host(found).dtype) == "float32" and host(found).shape == (rows * columns,)
     np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)
 
 
@@ -154,7 +154,7 @@ def test_dependent_rows_are_zero_or_filled(backend: Any) -> None:
     np.testing.assert_allclose(filled[0], found[0], atol=1e-7)
     drawn = fill[1] - (fill[1] @ found[0]) * found[0]
     np.testing.assert_allclose(filled[1], drawn / np.linalg.norm(drawn), atol=1e-6)
-    zero = np.asarray(backend.orthonormalise(put(0 * x), 4))
+    zero = host(backend.orthonormalise(put(0 * x), 4))
     assert not zero.any() and np.isfinite(zero).all()
     put.check()
 
@@ -167,7 +167,7 @@ def test_principal_components(backend: Any, rows: int, columns: int, dropped: fl
     x = vector("normal", rows * columns, 7) * np.repeat(2.0 ** -np.arange(rows), columns).astype(np.float32) + 5
     most, put = min(rows - 1, columns), Put(backend)
     count, weights = backend.principal(put(x.astype(np.float32)), rows, 1, most, dropped, centre)
-    assert get(count)[:2] == ("int32", (1,)) and np.asarray(weights).shape == (most * rows,)
+    assert get(count)[:2] == ("int32", (1,)) and host(weights).shape == (most * rows,)
     d, wide = int(count[0]), x.astype(np.float32).reshape(rows, columns).astype(np.float64)
     wide = wide - wide.mean(0) * centre
     values, vectors = np.linalg.eigh(wide.T @ wide / rows)
@@ -176,7 +176,7 @@ def test_principal_components(backend: Any, rows: int, columns: int, dropped: fl
     least = next(k for k in range(1, columns + 1) if values[k:].sum() <= dropped * values.sum() + 1e-12 * values.sum())
     assert d == min(max(least, 1), most), (d, left_out)
     assert not array(weights).reshape(most, rows)[d:].any()
-    mixed = backend.combine(put(np.asarray(weights)[: d * rows]), put(x.astype(np.float32)), rows, centre)
+    mixed = backend.combine(put(host(weights)[: d * rows]), put(x.astype(np.float32)), rows, centre)
     basis = array(backend.orthonormalise(mixed, d)).reshape(d, columns)
     np.testing.assert_allclose(basis.T @ basis, vectors[:, :d] @ vectors[:, :d].T, atol=2e-5)
     put.check()
@@ -186,9 +186,9 @@ def test_principal_components_within_bounds_and_of_nothing(backend: Any) -> None
     put, x = Put(backend), vector("normal", 60)
     assert [int(backend.principal(put(x), 6, least, most, 0.5)[0][0]) for least, most in ((4, 5), (1, 1))] == [4, 1]
     count, weights = backend.principal(put(0 * x), 6, 1, 5, 0.01)
-    assert int(count[0]) == 1 and np.isfinite(np.asarray(weights)).all()
+    assert int(count[0]) == 1 and np.isfinite(host(weights)).all()
     count, weights = backend.principal(put((x * 1e37).astype(np.float32)), 6, 1, 5, 0.01)
-    assert np.isfinite(np.asarray(weights)).all() and np.isfinite(np.asarray(backend.combine(weights, put(x), 6))).all()
+    assert np.isfinite(host(weights)).all() and np.isfinite(host(backend.combine(weights, put(x), 6))).all()
 
 
 def test_what_all_ranks_compute_is_equal_to_the_bit_in_every_backend(backend: Any) -> None:
@@ -198,4 +198,4 @@ def test_what_all_ranks_compute_is_equal_to_the_bit_in_every_backend(backend: An
     p, q = vector("heavy", 60), vector("normal", 90)
     assert get(written(backend, put, p, q, 3, 1.0)) == get(written(reference, Put(reference), p, q, 3, 1.0))
     large = written(backend, put, np.ones(3, np.float32), np.full(3, MAX / 4, np.float32), 3, 1.0)
-    assert np.isfinite(np.asarray(large)).all()
+    assert np.isfinite(host(large)).all()

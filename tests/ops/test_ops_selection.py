@@ -38,6 +38,7 @@ def largest(share: int, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
 
 for share in (1, 2, 10, 100):
     call("top_k")(lambda o, put, x, r, d=share: o.top_k(put(x), -(-x.size // d)))
+    call("top_k_parts")(lambda o, put, x, r, d=share: o.top_k_parts(put(x), [x.size // d + 1, 1, 9], thirds(x.size)))
     call("largest_of")(partial(largest, share))
     call("kth_magnitude")(lambda o, put, x, r, d=share: o.kth_magnitude(put(x), -(-x.size // d)))
     call("chunk_argmax")(lambda o, put, x, r, c=share: o.chunk_argmax(put(x), c))

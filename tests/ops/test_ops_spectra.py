@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, changed, get, vector
+from comparing import MAX, Put, call, changed, get, host, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.vectors import Sparse, Waves
@@ -57,7 +57,7 @@ SIZES = [
 @pytest.mark.parametrize("n,block", SIZES)
 def test_rfft_is_its_definition(backend: Any, n: int, block: int) -> None:
     x, put = vector("normal", n), Put(backend)
-    found, expected = np.asarray(backend.rfft(put(x), block)), spectra_of(x, block)
+    found, expected = host(backend.rfft(put(x), block)), spectra_of(x, block)
     put.check()
     assert found.dtype == np.float32 and found.shape == expected.shape
     assert found.size == 2 * sum(length // 2 + 1 for length in lengths(n, block))
@@ -67,7 +67,7 @@ def test_rfft_is_its_definition(backend: Any, n: int, block: int) -> None:
 @pytest.mark.parametrize("n,block", SIZES)
 def test_irfft_undoes_rfft(backend: Any, n: int, block: int) -> None:
     x, put = vector("normal", n, seed=2), Put(backend)
-    found = np.asarray(backend.irfft(put(np.asarray(backend.rfft(put(x), block))), n, block))
+    found = host(backend.irfft(put(host(backend.rfft(put(x), block))), n, block))
     put.check()
     assert found.dtype == np.float32 and found.shape == (n,)
     np.testing.assert_allclose(found, x, atol=3e-6, rtol=0)
@@ -78,7 +78,7 @@ def test_irfft_of_any_spectrum_is_the_references(backend: Any, n: int, block: in
     """Imaginary parts of DC and Nyquist included, which a real signal has not: they count for nothing."""
     put = Put(backend)
     spectrum = vector("normal", reference.rfft(np.zeros(n, np.float32), block).size, seed=3)
-    found = np.asarray(backend.irfft(put(spectrum), n, block))
+    found = host(backend.irfft(put(spectrum), n, block))
     put.check()
     np.testing.assert_allclose(found, reference.irfft(spectrum, n, block), atol=1e-5 * max(n, 1) ** 0.5, rtol=0)
 
@@ -86,7 +86,7 @@ def test_irfft_of_any_spectrum_is_the_references(backend: Any, n: int, block: in
 def test_no_spectrum_exceeds_the_largest_element(backend: Any) -> None:
     for n, block in ((4096, 4096), (5000, 1024), (997, 997), (3, 4)):
         for x in (np.full(n, 1e37, np.float32), np.where(np.arange(n) % 2, 1e37, -1e37).astype(np.float32)):
-            spectrum = np.asarray(backend.rfft(Put(backend)(x), min(block, n)))
+            spectrum = host(backend.rfft(Put(backend)(x), min(block, n)))
             assert np.isfinite(spectrum).all() and np.abs(spectrum).max() <= 1.000001e37
 
 
@@ -94,7 +94,7 @@ def test_energy_is_kept_by_weights(backend: Any) -> None:
     """Parseval: Σx² is block times the sum of all |bins|², DC and Nyquist once, the others twice."""
     for n, block in ((64, 64), (63, 63), (100, 32), (101, 16)):
         x = vector("normal", n, seed=5)
-        bins = np.asarray(backend.rfft(Put(backend)(x), block)).view(np.complex64)
+        bins = host(backend.rfft(Put(backend)(x), block)).view(np.complex64)
         weights = np.concatenate(
             [np.r_[1, np.full((length - 1) // 2, 2), [1] * (length % 2 == 0)] for length in lengths(n, block)]
         )
@@ -103,7 +103,7 @@ def test_energy_is_kept_by_weights(backend: Any) -> None:
 
 def test_magnitudes_neither_overflow_nor_vanish(backend: Any) -> None:
     pairs = np.float32([3e37, 4e37, 3e-40, 4e-40, 0, -0.0, MAX / 2, MAX / 2])
-    found = np.asarray(backend.magnitudes(Put(backend)(pairs)))
+    found = host(backend.magnitudes(Put(backend)(pairs)))
     np.testing.assert_allclose(found, [5e37, 5e-40, 0, MAX / np.sqrt(2)], rtol=1e-5)
 
 
@@ -119,10 +119,10 @@ def waves(n: int, block: int, scale: float = 1.0) -> np.ndarray:
 @pytest.mark.parametrize("n,block", [*SIZES[1:], (20_000, 32), (8_200, 16), (70_001, 256)])
 def test_largest_waves_are_the_largest(backend: Any, n: int, block: int, scale: float) -> None:
     x, put = waves(n, block, scale), Put(backend)
-    pairs = np.asarray(backend.rfft(put(x), block)).reshape(-1, 2)
-    size = np.asarray(backend.magnitudes(put(pairs.ravel())))
+    pairs = host(backend.rfft(put(x), block)).reshape(-1, 2)
+    size = host(backend.magnitudes(put(pairs.ravel())))
     for k in {1, size.size // 100 or 1, size.size // 7 or 1, size.size}:
-        index, found = map(np.asarray, backend.largest_waves(put(x), block, k))
+        index, found = map(host, backend.largest_waves(put(x), block, k))
         put.check()
         assert index.dtype == np.int32 and index.shape == (k,) and found.dtype == np.float32
         assert (np.diff(index) > 0).all()
@@ -141,7 +141,7 @@ def test_largest_waves_of_blocks_that_no_sample_shows(backend: Any, kind: str) -
     expected = reference.largest_waves(x.ravel(), block, 50)
     found = backend.largest_waves(Put(backend)(x.ravel()), block, 50)
     assert get(found.index) == get(expected.index)
-    np.testing.assert_allclose(np.asarray(found.values), expected.values, atol=1e-6)
+    np.testing.assert_allclose(host(found.values), expected.values, atol=1e-6)
 
 
 def spectra(n: int, block: int, ranks: int) -> list[Sparse]:
@@ -165,9 +165,9 @@ def test_waves_are_the_inverse_of_their_sum(backend: Any, n: int, block: int, li
     total = lazy(put, shares, n, block, 2.0**-3, 2.0**2, limit)
     for factor in (1.0, 0.25):
         out = changed(backend, put, np.full(n, 7, np.float32), lambda out, f=factor: backend.write(out, total, f))
-        np.testing.assert_allclose(np.asarray(out), factor * expected, atol=1e-5)
+        np.testing.assert_allclose(host(out), factor * expected, atol=1e-5)
         left = changed(backend, put, np.full(n, 7, np.float32), lambda x, f=factor: backend.subtract(x, total, f))
-        np.testing.assert_allclose(np.asarray(left), 7 - factor * expected, atol=1e-5)
+        np.testing.assert_allclose(host(left), 7 - factor * expected, atol=1e-5)
     put.check()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import CALLS, Put, get, vector
+from comparing import CALLS, Put, device_of, get, host, vector
 
 import hvdcompress
 from hvdcompress.ops import numpy as reference
@@ -31,7 +31,8 @@ triton_ops = importlib.import_module("hvdcompress.ops.triton")
 for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they register calls
     importlib.import_module(file.stem)
 ROOT = Path(hvdcompress.__file__).parents[1]
-SUBJECTS = ("arithmetic", "bits", "codes", "floats", "selection", "statistics")
+DEVICE = device_of(triton_ops)
+SUBJECTS = ("arithmetic", "bits", "codes", "floats", "matrices", "selection", "statistics")
 
 # -- what the compiler makes of the kernels -----------------------------------------------------------------------
 
@@ -53,6 +54,10 @@ for module, name, signature, constants in json.load(sys.stdin):
     words = set(re.findall(r"^\\t(?:@%p\\d+ )?([a-z][a-z0-9_.]*)", made.asm["ptx"], re.M))
     print(json.dumps([name, sorted(words)]))
 """
+
+
+def tensor(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x).to(DEVICE)
 
 
 def type_of(argument: Any) -> str:
@@ -81,7 +86,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             if inspect.getmodule(getattr(triton_ops, verb)).__name__.startswith(triton_ops.__name__):
                 for function in CALLS[verb]:
                     function(triton_ops, Put(triton_ops), x, x[::-1].copy())
-    triton_ops.moments(torch.from_numpy(x))  # the call that is compared does nothing: only to rounding
+    triton_ops.moments(tensor(x))  # the calls that are compared do nothing: only to rounding
+    for key in (None, np.array([5], np.uint32)):
+        triton_ops.orthonormalise(tensor(x), 3, key)
     return list(found.values())
 
 
@@ -129,16 +136,16 @@ def test_unusual_memory_goes_to_torch() -> None:
     x = vector("normal", 200)
     twice = np.repeat(x, 2)
     key = np.array([5], np.uint32)
-    for array in (torch.from_numpy(twice)[::2], torch.from_numpy(x[:0])):
-        given = np.asarray(array)
+    for array in (tensor(twice)[::2], tensor(x[:0])):
+        given = host(array)
         assert get(triton_ops.to_bf16(array)) == get(general.to_bf16(array))
         for verb, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("moments", ())):
             assert get(getattr(triton_ops, verb)(array, *arguments)) == get(getattr(reference, verb)(given, *arguments))
-        norms = torch.full((1,), 4.0)
+        norms = torch.full((1,), 4.0, device=DEVICE)
         found = triton_ops.quantize(array, norms, 1000, 4, key)
-        assert get(found) == get(reference.quantize(given, np.asarray(norms), 1000, 4, key))
-    apart = torch.zeros(400)[::2]
-    triton_ops.accumulate(torch.from_numpy(x), torch.from_numpy(x), 0.5, apart)
+        assert get(found) == get(reference.quantize(given, host(norms), 1000, 4, key))
+    apart = torch.zeros(400, device=DEVICE)[::2]
+    triton_ops.accumulate(tensor(x), tensor(x), 0.5, apart)
     triton_ops.write(apart, apart.clone(), 2.0)
     expected = np.zeros_like(x)
     reference.accumulate(x, x, 0.5, expected)
@@ -148,21 +155,21 @@ def test_unusual_memory_goes_to_torch() -> None:
 def test_chunks_larger_than_a_program() -> None:
     x = vector("ties", 9000)
     for chunk in (4096, 4097):
-        assert get(triton_ops.chunk_argmax(torch.from_numpy(x), chunk)) == get(reference.chunk_argmax(x, chunk))
-        out = torch.zeros(9000)
-        found = triton_ops.accumulate(torch.from_numpy(x), torch.zeros(9000), 1.0, out, Scan(chunk=chunk))
+        assert get(triton_ops.chunk_argmax(tensor(x), chunk)) == get(reference.chunk_argmax(x, chunk))
+        out = torch.zeros(9000, device=DEVICE)
+        found = triton_ops.accumulate(tensor(x), torch.zeros(9000, device=DEVICE), 1.0, out, Scan(chunk=chunk))
         assert found.finite and get(found.offsets) == get(reference.chunk_argmax(x, chunk)) and get(out) == get(x)
 
 
 @pytest.mark.parametrize("bad", [-1, 100, 2**31 - 1, -(2**31)])
 def test_kernels_never_write_out_of_bounds(bad: int) -> None:
     """The interpreter would fail, a GPU would damage other memory."""
-    damaged = Sparse(torch.tensor([3, bad], dtype=torch.int32), torch.ones(2))
-    x = torch.full((300,), 2.0)
+    damaged = Sparse(torch.tensor([3, bad], dtype=torch.int32, device=DEVICE), torch.ones(2, device=DEVICE))
+    x = torch.full((300,), 2.0, device=DEVICE)
     triton_ops.write(x[100:200], damaged, 1.0)
     triton_ops.subtract(x[100:200], damaged, 0.5)
     triton_ops.zero_where(x[100:200], damaged)
-    expected = torch.full((300,), 2.0)
+    expected = torch.full((300,), 2.0, device=DEVICE)
     expected[100:200] = 0
     assert torch.equal(x, expected)
 
@@ -178,7 +185,7 @@ def test_too_few_norms_are_an_error() -> None:
 def test_what_is_not_finite_is_seen_in_any_program() -> None:
     for place in (0, 1023, 1024, 2999):
         for value in (np.inf, -np.inf, np.nan):
-            x, zeros, out = torch.ones(3000), torch.zeros(3000), torch.zeros(3000)
+            x, zeros, out = torch.tensor([[1.0], [0.0], [0.0]], device=DEVICE).repeat(1, 3000)
             x[place] = value
             assert not triton_ops.all_finite(x)
             for scan in (Scan(), Scan(chunk=7), Scan(above=2.0, capacity=5), Scan(moments=True), Scan(signs=True)):
@@ -201,6 +208,7 @@ METHODS = {
 }
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a Trial's gradients are in host memory")
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_send_the_reference_s_bytes(method: str) -> None:
     made = hvdcompress.get(method, **METHODS[method])

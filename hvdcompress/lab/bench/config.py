@@ -122,6 +122,7 @@ class Bench(ConfigFile):
           - {label: scalecom 100x, method: scalecom, density: 0.0087}
           - {label: gradiveq, method: gradiveq, alone: 97}      # 97 steps without a network before: see Entry
         awake: true                 # others are not stopped during a turn (default: false)
+        device: cuda                # gradients on a GPU, over ddp only (default: cpu)
         pin: false                  # hosts do not keep to processors of their own (default: true)
         beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
 
@@ -145,6 +146,9 @@ class Bench(ConfigFile):
     pin: bool = True
     """Whether what runs on an emulated host keeps to its share of the processors; otherwise the scheduler moves ranks
     among all of them, so that one that computes takes what others leave. Without emulated hosts nothing is pinned."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where gradients are. "cuda": on a GPU, which all ranks share, and collectives go over NCCL's sockets; over ddp
+    only."""
     rounds: int = Field(3, ge=1)
     repeats: int = Field(5, ge=1)
     """Exchanges in a turn, at most. The first one counts only if it was the only one."""
@@ -167,6 +171,8 @@ class Bench(ConfigFile):
                 raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
             if entry.over == "ddp" and entry.alone:
                 raise self.error(("methods", at, "alone"), "not over ddp: remove the key")
+            if self.device == "cuda" and entry.over != "ddp":
+                raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             try:
@@ -182,6 +188,8 @@ class Bench(ConfigFile):
             if name not in BESIDE:
                 hint = suggest(name, list(BESIDE))
                 raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
+            if self.device == "cuda" and not name.endswith(" ddp"):
+                raise self.error(("beside", at), "must be over ddp where device is cuda")
 
     def contenders(self) -> list[Contender]:
         """The contenders, in the order of the tables."""
@@ -232,7 +240,8 @@ class Bench(ConfigFile):
     def conditions(self, loopback: bool) -> str:
         """How the processors are shared, such as "others stopped, ranks pinned"; without hosts nothing is pinned."""
         pinned = "" if loopback else f", ranks {'pinned' if self.pin else 'on any processor'}"
-        return f"others {'awake' if self.awake else 'stopped'}{pinned}"
+        where = "gradients on one GPU that all ranks share, " if self.device == "cuda" else ""
+        return f"{where}others {'awake' if self.awake else 'stopped'}{pinned}"
 
     def hosts_at(self, rate: str) -> Hosts:
         """The emulated hosts with links of that rate, not up yet."""

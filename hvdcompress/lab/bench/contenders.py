@@ -52,10 +52,11 @@ class Contender(ABC):
 class OverTorch(Contender):
     """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
-    def __init__(self, key: str, tensors: Shapes, rank: int, world: int):
+    def __init__(self, key: str, tensors: Shapes, rank: int, world: int, device: str = "cpu"):
         super().__init__(rank, world)
         # never read or written, so they take no memory
-        self.named = {f"{key}.{name}": torch.nn.Parameter(torch.empty(shape)) for name, shape in tensors.items()}
+        made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
+        self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
         self.parameters = list(self.named.values())
 
     def take(self) -> Gradients:
@@ -68,7 +69,7 @@ class OverTorch(Contender):
 class OverHorovod(OverTorch):
     """The stock optimizer, with one of its own compressions or one of our methods."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import horovod.torch as hvd
 
         super().__init__(key, tensors, hvd.rank(), hvd.size())
@@ -118,15 +119,16 @@ class Timed:
 
 
 class OverDDP(OverTorch):
-    """PyTorch's DistributedDataParallel over gloo, dense, with one of its communication hooks, or with a method."""
+    """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         import torch.distributed as dist
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size())
+        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size(), device)
         self.splits, self.counts = False, what["kind"] == "method"
-        one_bucket = {"bucket_cap_mb": 1 << 16} if what["kind"] == "powersgd" else {}  # it aborts on gloo with two
+        aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
+        one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
         module = Net(self.parameters)
         self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
         self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
@@ -173,7 +175,7 @@ class Net(torch.nn.Module):
 class OverMPI(Contender):
     """A method under the MPI driver, on numpy arrays: neither Horovod nor a backward pass."""
 
-    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock):
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
         from hvdcompress.mpi import Compressor
 
         self.compressor = Compressor(what["settings"])

@@ -27,7 +27,7 @@ __all__ = ["Exchanges"]
 class Set:
     """The gradients of one set on this rank, by step."""
 
-    def __init__(self, given: dict[str, Any], rank: int):
+    def __init__(self, given: dict[str, Any], rank: int, device: str):
         self.label, self.tensors = given["label"], given["tensors"]
         if given["gradients"]:
             steps = saved.load(Path(given["gradients"]))
@@ -38,6 +38,7 @@ class Set:
         else:
             first = make_gradients(self.tensors, rank)
             self.steps = [first, [gradient.flip(0) for gradient in first]]  # not the same twice in a row
+        self.steps = [[gradient.to(device) for gradient in step] for step in self.steps]
 
 
 class Exchanges:
@@ -48,10 +49,19 @@ class Exchanges:
         make: the contenders' class.
         meet: returns when all ranks have called it.
         clock: the contenders'.
+        device: where gradients are, "cpu" or "cuda".
     """
 
-    def __init__(self, rank: int, make: type[OverHorovod | OverDDP | OverMPI], meet: Callable[[], Any], clock: Clock):
-        self.rank, self.make, self.meet, self.clock = rank, make, meet, clock
+    def __init__(
+        self,
+        rank: int,
+        make: type[OverHorovod | OverDDP | OverMPI],
+        meet: Callable[[], Any],
+        clock: Clock,
+        device: str = "cpu",
+    ):
+        self.rank, self.make, self.meet, self.clock, self.device = rank, make, meet, clock, device
+        self.wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.set: Set | None = None
         self.contenders: dict[str, Contender] = {}
         self.step = 0
@@ -61,10 +71,10 @@ class Exchanges:
         if self.set is None or self.set.label != command["set"]["label"]:
             for key in list(self.contenders):
                 self.forget({"key": key})
-            self.set = Set(command["set"], self.rank)
+            self.set = Set(command["set"], self.rank, self.device)
         key = command["key"]
         if key not in self.contenders:
-            self.contenders[key] = self.make(key, self.set.tensors, command["contender"], self.clock)
+            self.contenders[key] = self.make(key, self.set.tensors, command["contender"], self.clock, self.device)
             for _ in range(command["contender"]["warm_up"]):
                 self.measure({"key": key})
         return {}
@@ -78,10 +88,12 @@ class Exchanges:
         self.clock.reset()
         self.step += 1
         go = contender.prepare(self.set.steps[self.step % len(self.set.steps)])
+        self.wait()
         self.meet()
         self.clock.spent["blocked"] = 0.0
         start = time.monotonic()  # one clock for all ranks: their hosts are on one machine
         go()
+        self.wait()
         end = time.monotonic()
         ledger = contender.ledger
         counted = {"sent": ledger.bytes_sent(), "on_wire": ledger.bytes_on_wire(), "calls": ledger.collectives()}
@@ -98,7 +110,7 @@ class Exchanges:
         total, reduced = 0, self.contenders[command["key"]].take()
         assert self.set and len(reduced) == len(self.set.tensors), "a gradient is missing"
         for gradient in reduced:
-            total = zlib.crc32(gradient.contiguous().numpy().reshape(-1).view("uint8"), total)
+            total = zlib.crc32(gradient.cpu().contiguous().numpy().reshape(-1).view("uint8"), total)
         return {"checksum": total}
 
     def forget(self, command: dict[str, Any]) -> dict[str, Any]:

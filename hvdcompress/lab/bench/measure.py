@@ -62,7 +62,7 @@ def measure(
 @contextlib.contextmanager
 def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path) -> Iterator[dict[str, Group]]:
     names = dict.fromkeys(turn.contender.where for turn in turns)
-    groups = {name: Group(name, bench.hosts, hosts, log, sleeps=not bench.awake) for name in names}
+    groups = {name: Group(name, bench.hosts, hosts, log, not bench.awake, bench.device) for name in names}
     with contextlib.ExitStack() as stack:
         try:
             for group in groups.values():  # one by one: they would be in each other's way

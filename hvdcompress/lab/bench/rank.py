@@ -1,6 +1,6 @@
 """One rank of ``hvdcompress bench``, which starts it and gives it commands over a socket.
 
-    python -m hvdcompress.lab.bench.rank SOCKET ring|mpi|gloo|ddp|mpi4py
+    python -m hvdcompress.lab.bench.rank SOCKET ring|mpi|gloo|ddp|mpi4py cpu|cuda
 
 Commands and answers are dicts, by ``multiprocessing.connection``: {"do": a method of ``Exchanges``, …}, and what that
 method returns or {"error": words}. The first message is the rank's: {"rank": its number, "pid": its process}.
@@ -25,10 +25,11 @@ def set_environment(where: str) -> None:
 
     if where in ("ring", "mpi4py"):
         os.environ.update(ring(int(os.environ["OMPI_COMM_WORLD_SIZE"])))
+    os.environ["NCCL_HOSTID"] = os.environ.get("RANK", "0")  # else NCCL refuses ranks that share a GPU
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "86400"  # this process is stopped while others are measured
 
 
-def join(where: str) -> Exchanges:
+def join(where: str, device: str) -> Exchanges:
     """Join the other ranks over one transport; all of them must call it."""
     import torch
 
@@ -43,8 +44,8 @@ def join(where: str) -> Exchanges:
 
         import torch.distributed as dist
 
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
-        return Exchanges(dist.get_rank(), OverDDP, dist.barrier, clock)
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(days=1))
+        return Exchanges(dist.get_rank(), OverDDP, lambda: dist.all_reduce(torch.zeros(1)), clock, device)
     if where == "mpi4py":
         from mpi4py import MPI
 
@@ -59,10 +60,10 @@ def join(where: str) -> Exchanges:
 
 def main() -> None:
     """Answer commands until the connection is closed."""
-    path, where = sys.argv[1:]
+    path, where, device = sys.argv[1:]
     set_environment(where)
     with Client(path, family="AF_UNIX") as connection:
-        exchanges = join(where)
+        exchanges = join(where, device)
         connection.send({"rank": exchanges.rank, "pid": os.getpid()})
         while True:
             command = connection.recv()

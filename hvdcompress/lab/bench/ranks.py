@@ -47,10 +47,12 @@ class Group:
         hosts: the emulated hosts that they are on, up.
         log: the file that gets all output.
         sleeps: whether they are stopped outside of :meth:`awake`.
+        device: where their gradients are, "cpu" or "cuda".
     """
 
-    def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path, sleeps: bool = True):
+    def __init__(self, name: str, ranks: int, hosts: Hosts | None, log: Path, sleeps: bool = True, device: str = "cpu"):
         self.name, self.ranks, self.hosts, self.log, self.sleeps = name, ranks, hosts, log, sleeps
+        self.device = device
         self.patience = ANSWERING
         self.prepared: list[str] = []  # contenders that its ranks hold, in the order in which they came
         self._launched: list[launcher.Ranks] = []
@@ -71,7 +73,7 @@ class Group:
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(path)
         self._server.listen(self.ranks)
-        words = ["-m", MODULE, path, self.name]
+        words = ["-m", MODULE, path, self.name, self.device]
         if self.name == "ddp":
             lines = [self._ddp_line(rank, words) for rank in range(self.ranks)]
         else:

@@ -189,6 +189,12 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
         "ranks outnumber cores, encode and decode take as much longer as they have to wait for a core. On hosts of "
         "their own they would not."
     )
+    if "gpu" in machine:
+        notes.append(
+            f"All ranks share one GPU ({machine['gpu']}), which runs their kernels in turns. A collective ends when each "
+            "has had its turn, so many small ones take longer than on GPUs of their own. NCCL sends over sockets, through "
+            "the hosts' memory."
+        )
     notes += [f"{one}." for one in bench.sets]
     notes += [_warmed_up(bench, row, rows) for row in rows if row.alone and row.time]
     notes += sorted({f"{row.contender} on {row.set}, {row.rate}: {row.error}" for row in rows if row.error})

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from hvdcompress.lab.bench import files, report, results
 from hvdcompress.lab.bench.config import Bench, read_turns
+from hvdcompress.lab.bench.devices import device
 from hvdcompress.lab.bench.measure import measure
 from hvdcompress.lab.cluster import launcher, notes
 from hvdcompress.lab.cluster.hosts import HostsError
@@ -46,9 +47,8 @@ def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:
     if resume and config.exists():
         before, now = Bench.open(config).model_dump(), bench.model_dump()
         entries = {entry["label"]: entry for kind in ("sets", "methods") for entry in before[kind]}
-        changed = [
-            key for key in ("hosts", "slow", "delay", "awake", "pin", "repeats", "seconds") if before[key] != now[key]
-        ]
+        link = "hosts", "slow", "delay", "awake", "pin", "device", "repeats", "seconds"
+        changed = [key for key in link if before[key] != now[key]]
         changed += [e["label"] for kind in ("sets", "methods") for e in now[kind] if entries.get(e["label"], e) != e]
         if changed:
             raise ValueError(
@@ -91,6 +91,8 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console, form: str 
     line = ["hvdcompress", *sys.argv[1:]]
     here = notes.notes(line, "mpi")
     here.pop("link")
+    if bench.device == "cuda":
+        here["machine"]["gpu"] = str(device("cuda"))
     file = folder / "launch.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     total = bench.rounds * len(bench.sets) * len(bench.contenders()) * (1 if loopback else len(bench.rates))

@@ -358,7 +358,7 @@ run() {
     # (upstream's revert of 6d71a9c61604 mends it): the rank of a second host there then never ran.
     export OMPI_MCA_orte_leave_session_attached=1
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    export GLOO_SOCKET_IFNAME=eth0
+    export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
     # A host name of its own, too: Open MPI takes ranks with the same one for neighbours in memory.
     exec taskset -c "$(share "${host#host}")" ip netns exec "$name" unshare --uts \
         bash -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' "$host" "$@"

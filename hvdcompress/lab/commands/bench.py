@@ -47,7 +47,8 @@ def exchanges(
     asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(
         hosts, split(rates), split(methods), split(sets), rounds
     )
-    launcher.horovodrun()
+    if any(contender.where != "ddp" for contender in asked.contenders()):
+        launcher.horovodrun()
     if not loopback and (missing := problem()):
         raise HostsError(f"{missing}\nOr measure with --loopback.")
     folder = folders.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)

@@ -4,7 +4,18 @@ Kernels take float32 in plain memory; everything else goes to the reference. Res
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
 """
 
-from hvdcompress.ops.numba.arithmetic import accumulate, blend, dense, look, merge, scaled, subtract, write, zero_where
+from hvdcompress.ops.numba.arithmetic import (
+    accumulate,
+    blend,
+    dense,
+    look,
+    merge,
+    scaled,
+    subtract,
+    write,
+    write_parts,
+    zero_where,
+)
 from hvdcompress.ops.numba.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
 from hvdcompress.ops.numba.codes import (
     dequantize,
@@ -49,8 +60,8 @@ from hvdcompress.ops.numpy import (
     range_mantissa,
     rfft,
     sort,
-    split,
     to_bytes,
+    top_k_parts,
     uniform,
     zeros,
 )
@@ -64,6 +75,6 @@ __all__ = [
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
     "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
-    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
-    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, 
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of
+from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of, pieces_of
 from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -197,6 +198,13 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
         if found >= 0:
             return Sparse(index[:found], values[:found])
     return reference.merge(a, b, n)
+
+
+def write_parts(
+    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
+) -> None:
+    for out, piece, clear in zip(outs, pieces_of(total, [len(out) for out in outs]), cleared, strict=True):
+        write(out, piece, factor, clear)
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:

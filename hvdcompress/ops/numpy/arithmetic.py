@@ -13,7 +13,7 @@ from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
+from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum, pieces_of
 from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -118,22 +118,11 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
-    if isinstance(total, Shares):
-        return [Shares(list(each)) for each in zip(*(split(share, sizes) for share in total.each), strict=True)]
-    stops = np.cumsum(sizes, dtype=np.int64)
-    starts = stops - sizes
-    runs = np.concatenate([[0], np.flatnonzero(total.index[1:] < total.index[:-1]) + 1, [total.index.size]])
-    cuts = [
-        begin + np.searchsorted(total.index[begin:end], [*starts, stops[-1]])
-        for begin, end in zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)
-    ]
-    pieces = []
-    for number, start in enumerate(starts):
-        spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
-        index = concat([total.index[span] for span in spans]) - start.astype(total.index.dtype)
-        pieces.append(Sparse(index, concat([total.values[span] for span in spans])))
-    return pieces
+def write_parts(
+    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
+) -> None:
+    for out, piece, clear in zip(outs, pieces_of(total, [len(out) for out in outs]), cleared, strict=True):
+        write(out, piece, factor, clear)
 
 
 def add_all(arrays: list[Array], into_first: bool = False) -> Array:

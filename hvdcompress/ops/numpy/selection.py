@@ -22,6 +22,14 @@ def top_k(x: Array, k: int) -> Array:
     return np.sort(np.concatenate([above, ties])).astype(index_dtype(x.size))
 
 
+def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    stops = np.cumsum(sizes)
+    parts = [
+        top_k(x[stop - size : stop], k) + (stop - size) for k, size, stop in zip(counts, sizes, stops, strict=True)
+    ]
+    return np.concatenate(parts).astype(index_dtype(x.size))
+
+
 def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
     chosen = top_k(candidates.values, k)
     values = candidates.values[chosen]

@@ -13,9 +13,9 @@ from hvdcompress.ops.torch.arithmetic import (
     look,
     merge,
     scaled,
-    split,
     subtract,
     write,
+    write_parts,
     zero_where,
 )
 from hvdcompress.ops.torch.bits import elias_fano, find_bits, from_elias_fano, pack_bits, set_bits, unpack_bits
@@ -63,6 +63,7 @@ from hvdcompress.ops.torch.selection import (
     kth_magnitude,
     largest_of,
     top_k,
+    top_k_parts,
 )
 from hvdcompress.ops.torch.spectra import irfft, largest_waves, magnitudes, rfft
 from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
@@ -75,6 +76,6 @@ __all__ = [
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
     "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
-    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
-    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +14,7 @@ from hvdcompress.ops.torch.memory import concat, zeros
 from hvdcompress.ops.torch.selection import chunk_argmax, first_above
 from hvdcompress.ops.torch.spectra import inverse
 from hvdcompress.ops.torch.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.torch.tensors import dtype_of, f32, host, uploaded
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host
 from hvdcompress.ops.vectors import (
     FP32_MAX,
     Array,
@@ -79,8 +78,8 @@ def blend(x: Array, residual: Array, beta: float) -> None:
 def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
     if isinstance(own, Coded):
         own = dense(own)
-    if isinstance(own, Sparse):  # repeats are added in any order, but adding ±0 changes nothing in any order
-        x.index_add_(0, own.index, own.values * -f32(factor))
+    if isinstance(own, Sparse):
+        _add_with_zeros(x, own.index, own.values * -f32(factor))
     else:
         x.sub_(own if factor == 1.0 else own * f32(factor))
 
@@ -109,12 +108,11 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
 def _add_in_order(out: Array, index: Array, values: Array) -> None:
     """Add values to ``out``, those of equal indices in the order in which they stand.
 
-    A device adds duplicates in an order of its own, in which float sums differ. So they are added in rounds, in each
-    of which an index occurs once (and otherwise only with the value ±0, which changes no sum): the first occurrences,
-    then the second ones, …, as many rounds as there are ranks.
+    So they are added in rounds, in each of which an index occurs once: the first occurrences, then the second ones, …,
+    as many rounds as there are ranks. Zeros add nothing, and are left out.
     """
     if host((index[1:] > index[:-1]).all()):
-        out.index_add_(0, index, values)
+        _add_at(out, index, values)
         return
     index, order = torch.sort(index, stable=True)
     values = values[order]
@@ -122,12 +120,31 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
     before = counts.cumsum(0) - counts  # non-zero values before this one, of any index
     begins = torch.cat([zeros(1, "bool", like=index), index[1:] != index[:-1]])
     turn = before - torch.where(begins, before, 0).cummax(0).values  # the same, of this index only
-    turn, order = torch.sort(turn * counts, stable=True)
-    start = 0
-    for size in host(torch.bincount(turn)):
-        now = order[start : start + size]
-        out.index_add_(0, index[now], values[now])
-        start += size
+    turn, order = torch.sort((turn + 1) * counts, stable=True)  # 0: of zeros
+    zeros_first, *sizes = host(torch.bincount(turn))
+    for now in order[zeros_first:].split(sizes):
+        _add_at(out, index[now], values[now])
+
+
+def _add_at(out: Array, index: Array, values: Array) -> None:
+    """Add values at places that are all different, or have the same value where they are not.
+
+    Not by ``index_add_``: on a GPU that adds atomically, which takes denormals for zeros
+    (https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red).
+    """
+    index = index.long()
+    out[index] = out[index] + values
+
+
+def _add_with_zeros(out: Array, index: Array, values: Array) -> None:
+    """The same where an index may come again with the value ±0. All are written, so the host waits for no number."""
+    if not len(index):
+        return
+    index = index.long()
+    total = out[index] + values
+    for chosen in (values == 0, values != 0):  # the latter last: a zero leaves nothing of theirs out
+        first = chosen.to(torch.uint8).argmax().view(1)  # is written in the place of those that are not chosen
+        out[torch.where(chosen, index, index[first])] = torch.where(chosen, total, total[first])
 
 
 def dense(x: Array | Coded) -> Array:
@@ -150,17 +167,22 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def split(total: Sparse | Shares, sizes: Sequence[int]) -> Sequence[Sparse | Shares]:
-    if isinstance(total, Shares):  # at once, as the host waits once
-        total = end_to_end(total, concat)
-    ends = torch.tensor(sizes).cumsum(0)
-    starts, stops = uploaded(torch.stack([ends - torch.tensor(sizes), ends]), total.index)
-    piece = torch.searchsorted(stops, total.index, right=True)
-    place, order = torch.sort(piece, stable=True)
-    edges = host(torch.searchsorted(place, torch.arange(len(sizes) + 1, device=place.device)))
-    counts = [end - begin for begin, end in pairwise(edges)]  # bincount would make the host wait a second time
-    index = (total.index - starts[piece]).to(total.index.dtype)[order]
-    return list(map(Sparse, index.split(counts), total.values[order].split(counts)))
+def write_parts(
+    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
+) -> None:
+    write_then_copy(outs, total, factor, write)
+
+
+def write_then_copy(
+    outs: Sequence[Array],
+    total: Array | Sparse | Shares | Coded,
+    factor: float,
+    write: Callable[[Array, Array | Sparse | Shares | Coded, float], None],
+) -> None:
+    """Write all parts as one vector, and copy it to them: on a device two calls are faster than two for each part."""
+    whole = outs[0].new_empty(sum(map(len, outs)))
+    write(whole, total, factor)
+    torch._foreach_copy_(list(outs), list(whole.split([len(out) for out in outs])))
 
 
 def add_all(arrays: list[Array], into_first: bool = False) -> Array:
@@ -173,7 +195,8 @@ def add_all(arrays: list[Array], into_first: bool = False) -> Array:
 def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
     index, place = torch.unique(torch.cat([a.index, b.index]), return_inverse=True)
     values = torch.zeros(len(index), dtype=torch.float32, device=index.device)
-    values.index_add_(0, place, torch.cat([a.values, b.values]))
+    for places, each in zip(place.split([len(a.index), len(b.index)]), (a.values, b.values), strict=True):
+        _add_at(values, places, each)
     return Sparse(index.to(dtype_of(index_dtype(n))), values)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.torch.memory import index_range, sort
-from hvdcompress.ops.torch.tensors import dtype_of, f32, host, where
+from hvdcompress.ops.torch.tensors import dtype_of, f32, host, runs, uploaded, where
 from hvdcompress.ops.vectors import Array, Scalar, Sparse
 
 
@@ -20,6 +20,16 @@ def top_k(x: Array, k: int) -> Array:
     above = where(magnitude > threshold)
     ties = where(magnitude == threshold)[: k - len(above)]
     return sort(torch.cat([above, ties]))
+
+
+def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    # One stable sort: by part, then by magnitude, the largest first. So a part's elements stay in its span, and the
+    # host asks the device nothing.
+    part, _ = runs(sizes, x)
+    order = torch.sort(part << 31 | 0x7FFFFFFF - (x.view(torch.int32) & 0x7FFFFFFF), stable=True).indices
+    size = uploaded(torch.tensor(sizes), x)
+    part, place = runs([min(each) for each in zip(counts, sizes, strict=True)], x)
+    return sort(order[(size.cumsum(0) - size)[part] + place]).to(dtype_of(index_dtype(len(x))))
 
 
 def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, Array]:
@@ -53,10 +63,8 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
 
 
 def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
-    positions, place, start = [], 0, 0
-    for size in sizes:
-        first = torch.arange(start, start + size, chunk, dtype=torch.int64, device=offset.device)
-        start += size
-        positions.append((first + offset[place : place + len(first)]).clamp_(max=start - 1))
-        place += len(first)
-    return torch.cat(positions).to(dtype_of(index_dtype(start)))
+    size = uploaded(torch.tensor(sizes), offset)
+    stop = size.cumsum(0)
+    part, place = runs([-(-each // chunk) for each in sizes], offset)
+    index = torch.minimum((stop - size)[part] + chunk * place + offset, stop[part] - 1)
+    return index.to(dtype_of(index_dtype(sum(sizes))))

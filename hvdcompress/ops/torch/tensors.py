@@ -6,8 +6,7 @@
 - ``moments``, ``max_abs``, ``count_above``, ``kth_magnitude``: thresholds are searched for on the host;
 - ``l2_norm``: the factor by which a gradient is clipped is a number of the host's;
 - ``head_bytes``: the header is checked before anything else is believed;
-- ``write``: whether indices repeat, and how often;
-- ``split``: the lengths of the pieces.
+- ``write``: whether indices repeat, and how often.
 
 Inside torch, ``nonzero`` and ``unique`` wait for the number of indices that they found (``top_k``, ``first_above``,
 ``first_equal``, ``find_bits``, ``merge``).
@@ -15,6 +14,7 @@ Inside torch, ``nonzero`` and ``unique`` wait for the number of indices that the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,13 @@ def uploaded(x: torch.Tensor, like: Array) -> Array:
     do (https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html). On the host it is ``x`` itself.
     """
     return x.to(like.device, non_blocking=True)
+
+
+def runs(lengths: Sequence[int], like: Array) -> tuple[Array, Array]:
+    """Return of runs of these lengths, end to end, which one each element is in, and its place there, both int64."""
+    each = uploaded(torch.tensor(lengths), like)
+    run = torch.repeat_interleave(each, output_size=sum(lengths))
+    return run, torch.arange(len(run), device=like.device) - (each.cumsum(0) - each)[run]
 
 
 def dtype_of(name: str) -> torch.dtype:

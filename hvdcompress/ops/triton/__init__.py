@@ -36,7 +36,6 @@ from hvdcompress.ops.torch import (
     matmul_transposed,
     max_abs,
     merge,
-    orthonormalise,
     pack_fields,
     permute,
     principal,
@@ -48,16 +47,17 @@ from hvdcompress.ops.torch import (
     scaled,
     set_bits,
     sort,
-    split,
     take,
     to_bytes,
+    top_k_parts,
     unpack_fields,
     zeros,
 )
-from hvdcompress.ops.triton.arithmetic import accumulate, blend, keep_if, look, subtract, write, zero_where
+from hvdcompress.ops.triton.arithmetic import accumulate, blend, keep_if, look, subtract, write, write_parts, zero_where
 from hvdcompress.ops.triton.bits import pack_bits, unpack_bits
 from hvdcompress.ops.triton.codes import dequantize, pack_signs, quantize, quantize_max, uniform, unpack_signs
 from hvdcompress.ops.triton.floats import from_bf16, from_fp16, to_bf16, to_fp16
+from hvdcompress.ops.triton.matrices import orthonormalise
 from hvdcompress.ops.triton.selection import chunk_argmax, count_above, first_above, first_equal, largest_of, top_k
 from hvdcompress.ops.triton.statistics import all_finite, moments
 
@@ -69,6 +69,6 @@ __all__ = [
     "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
     "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
     "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
-    "set_bits", "sort", "split", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "uniform",
-    "unpack_bits", "unpack_fields", "unpack_signs", "write", "zero_where", "zeros",
+    "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform",
+    "unpack_bits", "unpack_fields", "unpack_signs", "write", "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

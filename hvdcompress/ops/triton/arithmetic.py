@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -10,6 +11,7 @@ from hvdcompress.ops import torch as general
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
 from hvdcompress.ops.shared import Finders, end_to_end, find, find_rest, matmul_transposed, moments_of
 from hvdcompress.ops.torch import bucket_norms, concat, max_abs
+from hvdcompress.ops.torch.arithmetic import write_then_copy
 from hvdcompress.ops.torch.tensors import f32, flag, host
 from hvdcompress.ops.triton._kernels import arithmetic as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
@@ -130,6 +132,12 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         launch(kernels.zero_where, blocks(len(x)), x, x, own, len(x), BLOCK=BLOCK)
     else:
         general.zero_where(x, own)
+
+
+def write_parts(
+    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
+) -> None:
+    write_then_copy(outs, total, factor, write)
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:

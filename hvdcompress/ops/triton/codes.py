@@ -15,7 +15,7 @@ ROWS = BLOCK // 8  # a row is eight elements, which fill whole bytes
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
     out = empty(count, torch.float32, like)
-    launch(kernels.uniform, blocks(count), like, out, _word(key), start, count, BLOCK=BLOCK)
+    launch(kernels.uniform, blocks(count), like, out, word(key), start, count, BLOCK=BLOCK)
     return out
 
 
@@ -24,7 +24,7 @@ def quantize(x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, ou
     codes = empty(-(-n * bits // 8), torch.uint8, x) if out is None else out
     if not plain(x) or not plain(norms) or not plain_bytes(codes):
         return general.quantize(x, norms, bucket, bits, key, out)
-    given = x, norms, codes, _word(key), n, len(codes)
+    given = x, norms, codes, word(key), n, len(codes)
     launch(kernels.quantize, blocks(n), x, *given, BUCKET=_bucket(bucket, norms, n), BITS=bits, ROWS=ROWS)
     return codes
 
@@ -43,7 +43,7 @@ def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) 
     return out
 
 
-def _word(key: NumpyArray) -> int:
+def word(key: NumpyArray) -> int:
     """Return the int32 that has the bits of a key: one type for all keys."""
     word = int(key[0])
     return word - (word >> 31 << 32)

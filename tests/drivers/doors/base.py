@@ -30,6 +30,11 @@ class Counter:
     num_bytes: int = 0
 
 
+def on_host(array: Any) -> np.ndarray:
+    """A numpy array of a driver's array, which may be on a GPU."""
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
 class Handle(ABC):
     """One Compressor with its tensors, on this rank. What is not written here is the Compressor's own."""
 
@@ -60,12 +65,12 @@ class Handle(ABC):
         return self.compressor.ledger.counters()
 
     def residual(self, name: str) -> np.ndarray:
-        return np.asarray(self.compressor.residual(name))
+        return on_host(self.compressor.residual(name))
 
     def state(self) -> dict[str, Any]:
         """``state_dict()``, with numpy arrays."""
         saved = self.compressor.state_dict()
-        state = {name: {s: np.asarray(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+        state = {name: {s: on_host(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
         return {**saved, "state": state}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
@@ -115,6 +120,7 @@ class Door(ABC):
     expensive = False  #: making a Compressor takes most of a second
     by_tensor = False  #: a step is undone tensor by tensor
     shared = False  #: ranks live in one object
+    same_products = True  #: matrix products round as the loopback's
     grouping: Grouping | None = None  #: which tensors travel together unasked
     sums_in_order = False  #: float16 sums do not depend on what else is sent
     probe = 0  #: bytes that travel with each tensor
@@ -146,13 +152,17 @@ class Door(ABC):
         """Whether sums are the loopback's to the bit: two numbers are added alike in any order."""
         return self.world <= 2
 
+    def exact_with(self, method: str | Plan) -> bool:
+        """The same of a method's results. On a device, a matrix product's rounding depends on where the matrix lies."""
+        return self.exact and (self.same_products or hvdcompress.get(str(method)).exact)
+
     def variants(self) -> list[tuple[str, Settings]]:
         """The methods and settings that this door is tried with."""
         return VARIANTS
 
     def tolerance(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:
         """How far results may be from the loopback's: relative, and of a tensor's greatest number. None: any."""
-        if self.exact:
+        if self.exact_with(method):
             return 0.0, 0.0
         if has_half_sums(str(method), settings):
             return None

@@ -1,7 +1,11 @@
-"""The door of PyTorch's DistributedDataParallel, and gradients that a backward pass gives."""
+"""The door of PyTorch's DistributedDataParallel, and gradients that a backward pass gives.
+
+With ``DEVICE=cuda`` in the environment, gradients are on a GPU and collectives go over NCCL; one GPU is enough.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +21,8 @@ from hvdcompress import ddp
 from hvdcompress.ddp import transport
 from hvdcompress.plan import IN_ORDER
 
+DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
+
 
 class Net(torch.nn.Module):
     """Parameters of these shapes, of which a backward pass makes exactly the gradients that are asked for."""
@@ -24,12 +30,14 @@ class Net(torch.nn.Module):
     def __init__(self, shapes: Shapes, dtype: str = "float32"):
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype))))
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.zeros(shape, dtype=getattr(torch, dtype), device=DEVICE))
+            )
 
     def forward(self, gradients: Arrays) -> torch.Tensor:
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
         for name, gradient in gradients.items():
-            loss = loss + (getattr(self, name).double() * torch.from_numpy(gradient).double()).sum()
+            loss = loss + (getattr(self, name).double() * torch.from_numpy(gradient).to(DEVICE).double()).sum()
         return loss
 
 
@@ -44,7 +52,7 @@ def reduced(model: torch.nn.Module, gradients: Arrays, passes: int = 1) -> Array
     model(gradients).backward()
     out = {}
     for name, parameter in model.module.named_parameters():
-        grad = parameter.grad.detach().contiguous()
+        grad = parameter.grad.detach().contiguous().cpu()
         assert grad.dtype == parameter.dtype
         out[name] = (grad.float() if grad.dtype == torch.bfloat16 else grad).numpy().copy()
     return out
@@ -88,11 +96,15 @@ class DdpDoor(Door):
     name = "ddp"
     error = ddp.PeerError
     recovers = sums_in_order = True
+    same_products = DEVICE.type == "cpu"
     grouping = IN_ORDER
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        if DEVICE.type == "cuda":
+            torch.cuda.set_device(0)
+            os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # else NCCL refuses two ranks on one GPU
+        dist.init_process_group("gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
         self.rank, self.world, self.folder = dist.get_rank(), dist.get_world_size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> DdpHandle:

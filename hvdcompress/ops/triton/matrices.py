@@ -1,0 +1,24 @@
+"""Matrices in Triton: orthonormal rows (see :class:`hvdcompress.ops.spec.Ops`)."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdcompress.ops import torch as general
+from hvdcompress.ops.triton._kernels import matrices as kernels
+from hvdcompress.ops.triton._kernels.launching import launch
+from hvdcompress.ops.triton.codes import word
+from hvdcompress.ops.triton.tensors import empty, plain
+from hvdcompress.ops.vectors import Array, NumpyArray
+
+WIDEST = 16384  #: elements of a row that one program can hold
+
+
+def orthonormalise(x: Array, rows: int, key: NumpyArray | None = None) -> Array:
+    m = len(x) // rows
+    if m > WIDEST or not plain(x):
+        return general.orthonormalise(x, rows, key)
+    done, out, width = empty(len(x), torch.float64, x), torch.empty_like(x), 1 << (m - 1).bit_length()
+    given = x, done, out, 0 if key is None else word(key), rows, m
+    launch(kernels.orthonormalise, 1, x, *given, SPARE=key is not None, WIDTH=width)
+    return out
