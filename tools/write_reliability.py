@@ -5,6 +5,7 @@ python tools/write_reliability.py runs/torture runs/fuzz.jsonl runs/soak.jsonl
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,8 @@ def main() -> None:
     torture, fuzz, soaked = map(Path, sys.argv[1:])
     faults, mutated, rows = jsonl.read(torture / "results.jsonl"), jsonl.read(fuzz), jsonl.read(soaked)
     table, bugs = report.table(faults), report.bugs(faults)
+    # stacks without the folders of the machine that they are of
+    bugs = re.sub(r'"/[^"\n]*?/(site-packages/|(?=hvdcompress/))', '"', bugs)
     parts = [
         HEAD.format(words=" ".join(sys.argv[1:])),
         (DOCS / "reliability_notes.md").read_text(encoding="utf-8"),

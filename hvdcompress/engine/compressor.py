@@ -99,6 +99,10 @@ class Compressor(ABC):
     def _waits_for(self) -> str | None:
         """What a step that is under way waits for, in words; None outside of a step. The watchdog's thread asks."""
 
+    def _is_over(self) -> bool:
+        """Whether the ranks that this Compressor was made for are no more, as after a reset of an elastic training."""
+        return False
+
     # -- what users say and ask -----------------------------------------------------------------------------
 
     def observe(self, **metrics: float) -> None:
@@ -169,10 +173,20 @@ class Compressor(ABC):
         return loss_scale_now(self.loss_scale)
 
 
-def _place(compressor: Compressor | None) -> Place:
+def has_changed(process_set: Any, world: int) -> bool:
+    """Whether a process set of Horovod's has another number of ranks than it had, or none, as Horovod has ended."""
+    try:
+        return bool(process_set.size() != world)
+    except ValueError:
+        return True
+
+
+def _place(compressor: Compressor | None) -> Place | None:
     """Where a rank is, for its watchdog; one that has no Compressor any more is nowhere."""
     if compressor is None:
         return Place(0, None)
+    if compressor._is_over():
+        return None
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
     return Place(steps, compressor._waits_for())
 

@@ -54,13 +54,16 @@ class Watchdog:
     Args:
         rank, world: this rank, and their number.
         timeout: seconds after which a step that has not moved is ended; 0: never.
-        place: returns where the rank is; called by the thread.
+        place: returns where the rank is, or None once its ranks are no more; called by the thread.
         pulse: returns what changes when a step moves; called by the thread.
     """
 
-    def __init__(self, rank: int, world: int, timeout: float, place: Callable[[], Place], pulse: Callable[[], Any]):
+    def __init__(
+        self, rank: int, world: int, timeout: float, place: Callable[[], Place | None], pulse: Callable[[], Any]
+    ):
         self.rank, self.world, self.timeout = rank, world, timeout
         self.on = timeout > 0 and world > 1
+        self.over = False  # its ranks are no more: whatever comes after them is not its to watch
         self.seconds = 0.0  # since the step moved
         self.asked_by: int | None = None  # a rank that has waited too long
         self._place, self._pulse, self._last = place, pulse, object()
@@ -79,12 +82,21 @@ class Watchdog:
     # -- in the thread --------------------------------------------------------------------------------------
 
     def place(self) -> Place:
-        """Where this rank is."""
-        return self._place()._replace(seconds=self.seconds)
+        """Where this rank is.
+
+        Raises:
+            LookupError: its ranks are no more.
+        """
+        if self.over or (place := self._place()) is None:
+            raise LookupError("its ranks are no more")
+        return place._replace(seconds=self.seconds)
 
     def look(self) -> None:
         """At each tick: has the step moved? Ends the process if it has waited too long, or others have."""
         place, pulse = self._place(), self._pulse()
+        self.over = self.over or place is None
+        if self.over or place is None:
+            return
         self.seconds = 0.0 if place.waits_for is None or pulse != self._last else self.seconds + TICK
         self._last = pulse
         if self.seconds >= self.timeout or self.asked_by is not None:

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +46,18 @@ from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
-_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+_numbers: Counter[int] = Counter()
+
+
+def _number(process_set: Any) -> int:
+    """The next Compressor's number: ranks make theirs in one order, but one that joins an elastic training begins."""
+    set_id = process_set.process_set_id
+    number = _numbers[set_id]
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        name = f"hvdcompress.set{set_id}.number"
+        number = int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
+    _numbers[set_id] = number + 1
+    return number
 
 
 class Ticket:
@@ -104,7 +116,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
         set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.tf.set{set_id}.compressor{next(_numbers[set_id])}"
+        self.prefix = f"hvdcompress.tf.set{set_id}.compressor{_number(process_set)}"
         self.buckets: dict[str, Bucket] = {}
         self._segments = Segments(self.local, self.current_loss_scale)
         # names of what was traced, by outermost graph
@@ -319,6 +331,9 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     def _waits_for(self) -> str | None:
         return self._segments.waits_for()
+
+    def _is_over(self) -> bool:
+        return compressor.has_changed(self.process_set, self.local.world)
 
     # -- state -------------------------------------------------------------------------------------------
 

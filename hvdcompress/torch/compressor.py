@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
-from collections import defaultdict
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.compressor import has_changed
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
@@ -34,7 +35,18 @@ from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
 # Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
-_numbers: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+_numbers: Counter[int] = Counter()
+
+
+def _number(process_set: Any) -> int:
+    """The next Compressor's number: ranks make theirs in one order, but one that joins an elastic training begins."""
+    set_id = process_set.process_set_id
+    number = _numbers[set_id]
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        name = f"hvdcompress.set{set_id}.number"
+        number = int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
+    _numbers[set_id] = number + 1
+    return number
 
 
 class Ticket:
@@ -116,11 +128,12 @@ class Compressor(TensorCompressor):
         super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
         self.process_set = process_set
         set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.set{set_id}.compressor{next(_numbers[set_id])}"
+        self.prefix = f"hvdcompress.set{set_id}.compressor{_number(process_set)}"
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._arrivals: Arrivals | None = None
         self._agreed = False  # the ranks' plans have been compared
+        self._address = ""  # the watchdog's
         self._failure: PeerError | None = None
 
     # -- Horovod's interface --------------------------------------------------------------------------------
@@ -143,6 +156,7 @@ class Compressor(TensorCompressor):
         try:
             if not (self._agreed or arrivals.order):
                 self._refuse_ddp()
+                self._address = self.watchdog.address()  # from now on it watches
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._receive_gradient(arrivals, ticket)
             if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
@@ -209,6 +223,9 @@ class Compressor(TensorCompressor):
         arrivals = self._arrivals
         return arrivals.step.waits_for() if arrivals else None
 
+    def _is_over(self) -> bool:
+        return has_changed(self.process_set, self.local.world)
+
     def _drop(self) -> None:
         """Leave the step that is under way, if any, as if it had not been."""
         if self._arrivals:
@@ -269,7 +286,7 @@ class Compressor(TensorCompressor):
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
             step.hear()
             if self.watchdog.on:
-                self.watchdog.meet(step.collectives.gather_text("watchdog", self.watchdog.address()))
+                self.watchdog.meet(step.collectives.gather_text("watchdog", self._address))
 
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""

@@ -35,7 +35,8 @@ def environment(kind: str, **more: str) -> dict[str, str]:
 
 
 def world_of(kind: str) -> int:
-    """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2" or "torchrun-2"."""
+    """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2", "torchrun-2"
+    or "elastic-3" (Horovod's, at first; ``DISCOVER`` in the environment says which hosts there are)."""
     return 1 if kind == "alone" else int(kind.split("-")[1])
 
 
@@ -44,6 +45,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
     world = str(world_of(kind))
+    elastic = ("--gloo-timeout-seconds", "20", "--host-discovery-script", more.get("DISCOVER", ""))
     mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world]
     start = {
         "alone": [],
@@ -51,6 +53,7 @@ def launch(
         "mpi": [*mpirun, "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"],  # horovodrun's own line
         "horovodrun": ["horovodrun", "-np", world, "--mpi"],  # it imports every framework: five seconds
         "gloo": ["horovodrun", "-np", world, "--gloo"],
+        "elastic": ["horovodrun", "-np", world, "--min-np", "2", "--max-np", world, "--gloo", *elastic],
         "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world],
     }[kind.split("-")[0]]
     line = [*start, sys.executable, str(script), *arguments]

@@ -46,6 +46,17 @@ def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, 
         assert any(f"hvdcompress: rank {last} is outside of a step" in line for line in said), said
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_under_horovod_a_first_step_ends_too(tmp_path: Path) -> None:
+    """Ranks have not yet told each other where they can be asked."""
+    for module in MODULES["torch"]:
+        pytest.importorskip(module)
+    done = launch("mpi-2", HERE / "stuck.py", str(tmp_path), "new", seconds=120, DOOR="torch")
+    (said,) = [line for line in done.stdout.splitlines() if "hvdcompress: rank 0 has waited" in line]
+    assert done.returncode != 0 and "in step 0 for " in said and "this rank ends" in said, done.stdout[-3000:]
+
+
 @pytest.mark.timeout(100)
 def test_ranks_of_a_launcher_that_is_killed_end(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")

@@ -97,6 +97,17 @@ def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str]) -> None
     assert not said
 
 
+def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:
+    """Horovod's elastic mode has begun anew: a step that was under way stays so, in a Compressor that nobody uses."""
+    places = iter([Place(7, "tensor 'w'"), None, *[Place(7, "tensor 'w'")] * 9])
+    one = Watchdog(0, 2, 2 * TICK, lambda: next(places), lambda: 0)
+    for _ in range(10):
+        LOOK(one)
+    assert not said
+    with pytest.raises(LookupError):
+        one.place()
+
+
 def test_without_a_timeout_or_peers_there_is_none() -> None:
     for world, timeout in ((1, 120.0), (2, 0.0)):
         one = Watchdog(0, world, timeout, lambda: Place(0, None), lambda: 0)

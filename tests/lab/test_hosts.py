@@ -455,6 +455,58 @@ def test_the_rate_limits(truth):
         assert found["scalecom:density=0.05"]["seconds"] < dense["seconds"] / 2
 
 
+def within(seconds, holds):
+    """Wait until something holds; returns whether it does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not holds():
+        time.sleep(0.1)
+    return holds()
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.parallel
+@pytest.mark.alone
+@pytest.mark.timeout(200)
+def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(nothing_left, tmp_path):
+    pytest.importorskip("mpi4py")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    steps, said = tmp_path / "steps", [tmp_path / f"said-{rank}" for rank in range(3)]
+
+    def done():
+        return int(steps.read_text()) if steps.exists() else 0
+
+    def have_said():
+        return all(file.exists() and "hvdcompress: " in file.read_text() for file in said)
+
+    with Hosts(3, "100mbit") as network:
+        line = network.command(
+            "host0", "mpirun", "-H", network.slots, sys.executable, PARALLEL / "cut_off.py", str(tmp_path)
+        )
+        with subprocess.Popen(
+            line,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DOOR": "mpi"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+        ) as mpirun:  # fmt: skip
+            try:
+                assert within(60, lambda: done() >= 3)
+                slower = "qdisc replace dev eth0 root handle 1: tbf rate 200kbit burst 3100 limit 48100"
+                subprocess.run(network.command("host2", "tc", *slower.split()), check=True)
+                before = done()
+                assert within(60, lambda: done() >= before + 5) and not have_said()
+                cut = time.monotonic()
+                subprocess.run(["ip", "-n", f"hvdc-{network.id}-switch", "link", "set", "host2", "down"], check=True)
+                assert within(60, have_said), [file.read_text() for file in said]
+                assert time.monotonic() - cut < 20, "the timeout is 6 s, and asking the others takes 3"
+            finally:
+                mpirun.kill()
+    for rank, file in enumerate(said):
+        gone = [0, 1] if rank == 2 else [2]
+        text = file.read_text()
+        assert f"hvdcompress: rank {rank} has waited" in text and "in step" in text, text
+        assert all(f"rank {other} does not answer" in text for other in gone), text
+
+
 @pytest.mark.hosts
 @pytest.mark.parallel
 @pytest.mark.timeout(280)

@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1)  # asked for where a launch hangs
     case = Case.read(folder)
     training = trainings.of(case.door)
-    _write(folder, training.rank, pid=os.getpid())
+    _write(folder, training.rank)
     injector = Injector(case, training.rank, folder)
     try:
         _train(case, training, injector, folder)
@@ -101,7 +101,8 @@ def _named(**tables: Arrays) -> dict[str, Any]:
 
 
 def _write(folder: Path, rank: int, **record: object) -> None:
-    (folder / f"rank-{rank}.json").write_text(json.dumps(record), encoding="utf-8")
+    said = {"pid": os.getpid(), **record}  # asked for its stacks as long as it lives, whatever it has said
+    (folder / f"rank-{rank}.json").write_text(json.dumps(said), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""Run by every rank that Horovod's elastic launcher starts, and by those that take a lost one's place.
+
+``python elastic_ranks.py FOLDER``: a rank on host 127.0.0.1 is killed in step LOST; when the others have gone on for
+TIMEOUT seconds FOLDER/hosts has a host more, and MORE steps after its rank has come the training ends. FOLDER/kept has,
+for each world that there was (named by the step at which it began) and each commit, what a rank gave less what it
+received, and in the end what it keeps.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvdcompress.torch import Compressor
+
+SHAPES, COMMIT, LOST, MORE = {"w": (48, 64), "b": (64,)}, 3, 7, 6
+PAUSE = 0.1  #: seconds between steps
+TIMEOUT = 25  #: the plan's; more than Horovod needs to see that a peer is gone, by HOROVOD_GLOO_TIMEOUT_SECONDS
+faulthandler.dump_traceback_later(200, exit=True)
+torch.set_num_threads(1)
+out = Path(sys.argv[1])
+
+
+def write(name: str, **tables: dict[str, Any]) -> None:
+    """Write arrays, all or nothing."""
+    arrays = {f"{what}.{key}": value for what, table in tables.items() for key, value in table.items()}
+    with (out / f"{name}.tmp").open("wb") as file:
+        np.savez(file, **arrays)
+    (out / f"{name}.tmp").rename(out / "kept" / f"{name}.npz")
+
+
+@hvd.elastic.run
+def train(state: Any) -> None:
+    """Train from the last commit until a rank is lost or has come, or to the end."""
+    torch.manual_seed(0)
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
+    settings = {"density": 0.05, "feedback": "plain", "min_elements": 0, "timeout": TIMEOUT}
+    compressor = Compressor("topk", model.named_parameters(), **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compressor)
+    first, began = state.step, time.monotonic()
+    if first:
+        model.load_state_dict(state.model)
+        compressor.load(out / "state")
+    pending = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    alone = os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1"
+    last = first + MORE if first and hvd.size() == 3 else sys.maxsize
+    while state.step < last:
+        time.sleep(PAUSE)
+        torch.manual_seed(1000 * state.step + hvd.rank())
+        given = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        optimizer.zero_grad()
+        sum((model[name] * gradient).sum() for name, gradient in given.items()).backward()
+        if alone and state.step == LOST:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        for name, parameter in model.items():
+            pending[name] += given[name].numpy() - parameter.grad.numpy()
+        state.step += 1
+        if first and hvd.size() == 2 and hvd.rank() == 0 and time.monotonic() > began + TIMEOUT:
+            (out / "hosts").write_text("localhost:2\n127.0.0.1:1\n127.1:1\n")
+        if state.step % COMMIT == 0:
+            write(f"{first}-{state.step}-{hvd.rank()}", pending=pending)
+            compressor.save(out / "state")
+            state.model = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            state.commit()
+    residual = {name: np.asarray(compressor.residual(name)) for name in SHAPES}
+    parameters = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    write(f"{first}-end-{hvd.rank()}", pending=pending, residual=residual, parameters=parameters)
+
+
+hvd.init()
+train(hvd.elastic.TorchState(step=0, model=None))
