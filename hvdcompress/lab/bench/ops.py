@@ -15,6 +15,7 @@ the device begins with the first call to its end of the last one, waits for the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -96,6 +97,9 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
     packed_signs, codes, norms, levels, one, words = map(place, (packed_signs, codes, norms, levels, one, words))
     matrix, image, p, q, bounds, ranged = map(place, (matrix, image, p, q, bounds, ranged))
     shares, other, waves = (Sparse(*map(place, each)) for each in (shares, other, waves))
+    sizes = [n * (part + 1) // 16 - n * part // 16 for part in range(16)]
+    stops = itertools.accumulate(sizes)
+    parts = [out[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
     candidates, coded = Sparse(near, found), tuple(map(place, coded))
     by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
     fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
@@ -131,6 +135,12 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("subtract", "sparse", 16 * k, lambda o: o.subtract(out, Sparse(index, values), 1.0)),
         Case("scaled", "", 8 * n, lambda o: o.scaled(x, 0.3)),
         Case("write", "sparse, 2 shares", 4 * n + 32 * k, lambda o: o.write(out, shares, 0.5)),
+        Case(
+            "write_parts",
+            "sparse, 2 shares, 16 parts",
+            4 * n + 32 * k,
+            lambda o: o.write_parts(parts, shares, 0.5, [False] * len(parts)),
+        ),
         Case("zero_where", "sparse", 16 * k, lambda o: o.zero_where(out, Sparse(index, values))),
         Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),
         Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
@@ -163,6 +173,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("range_mantissa", "10 bits", 4 * 1024, lambda o: o.range_mantissa(x[:1024], bounds, 10)),
         Case("range_values", "10 bits", 12 * n, lambda o: o.range_values(ranged, bounds, 10, 6)),
         Case("top_k", "", 4 * n + 4 * k, lambda o: o.top_k(x, k)),
+        Case("top_k_parts", "16 parts", 4 * n + 4 * k, lambda o: o.top_k_parts(x, [k // 16 + 1] * len(parts), sizes)),
         Case("chunk_argmax", "chunks of 100", 4 * n + 4 * k, lambda o: o.chunk_argmax(x, chunk)),
         Case("max_abs", "", 4 * n, lambda o: o.max_abs(x)),
         Case("kth_magnitude", "", 4 * n, lambda o: o.kth_magnitude(x, k)),
