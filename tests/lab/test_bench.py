@@ -80,7 +80,7 @@ def test_the_benchmarks_that_come_along(file):
         return
     bench = Bench.open(file)
     assert bench.name == file.stem
-    assert bench.beside == list(BESIDE) or file.stem in ("fit", "alexnet", "saved", "ddp_hooks")
+    assert bench.beside == list(BESIDE) or file.stem in ("fit", "alexnet", "saved", "ddp_hooks", "ddp_cuda")
     again = Bench.open(bench.model_dump(exclude_none=True))
     assert [str(turn) for turn in again.turns(again.rates)] == [str(turn) for turn in bench.turns(bench.rates)]
 
@@ -93,6 +93,14 @@ def test_the_benchmarks_that_come_along(file):
         (["methods: [topk]", "sets:", "- {net: vgg16, only: [conv*]}"], r"line 3: sets.0: no tensor matches conv\*"),
         (["methods: [topk]", "sets:", "- {gradients: nowhere, label: x}"], "line 3: sets.0: nowhere does not exist"),
         (["methods: [topk]", "sets:", "- {net: vgg16, gradients: x}"], "line 3: sets.0: give either net or gradients"),
+        (
+            ["sets: [vgg16]", "methods: [topk]", "beside: [none ddp]", "device: cuda"],
+            "line 2: methods.0.over: must be ddp where device is cuda",
+        ),
+        (
+            ["sets: [vgg16]", "methods: [{method: topk, over: ddp}]", "beside: [none ring]", "device: cuda"],
+            "line 3: beside.0: must be over ddp where device is cuda",
+        ),
         (["sets: [vgg16]", "methods: [topkk]"], "line 2: methods.0.*topkk.*did you mean"),
         (["sets: [vgg16]", "methods:", "- {method: topk, density: 7}"], "line 3: methods.0.density"),
         (["sets: [vgg16]", "methods:", "- {method: topk, over: ether}"], "line 3: methods.0.over.*'ether'"),
