@@ -160,7 +160,6 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
         Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
         Case("take", "", 12 * k, lambda o: o.take(x, index)),
-        Case("concat", "2 of k", 16 * k, lambda o: o.concat([values, values])),
         Case("write", "rank 4", 4 * n, lambda o: o.write(image, low, 0.5)),
         Case("subtract", "rank 4", 8 * n, lambda o: o.subtract(image, low, 1.0)),
         Case("write", "frequencies, 2 shares", 4 * n + 24 * k, lambda o: o.write(out, sparse, 0.5)),

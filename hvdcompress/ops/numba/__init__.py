@@ -29,7 +29,7 @@ from hvdcompress.ops.numba.codes import (
 )
 from hvdcompress.ops.numba.floats import add_all, from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
-from hvdcompress.ops.numba.memory import concat, take
+from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
     chunk_positions,
@@ -46,6 +46,7 @@ from hvdcompress.ops.numpy import (
     all_below,
     asarray,
     combine,
+    concat,
     fill,
     float_bounds,
     from_bytes,

@@ -1,4 +1,4 @@
-"""Memory, compiled: take elements by their indices, and join arrays (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Memory, compiled: take elements by their indices (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,3 @@ def take(x: Array, index: Array) -> Array:
     out = pool.empty(index.size, x.dtype)
     kernels.take(x, index, out)
     return out
-
-
-def concat(arrays: list[Array], out: Array | None = None) -> Array:
-    if out is None and len(arrays) > 1 and plain(arrays[0], dtype=arrays[0].dtype):
-        out = pool.empty(sum(array.size for array in arrays), np.result_type(*arrays))
-    return reference.concat(arrays, out)
