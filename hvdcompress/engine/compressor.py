@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,24 @@ def has_changed(process_set: Any, world: int) -> bool:
         return bool(process_set.size() != world)
     except ValueError:
         return True
+
+
+def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int]) -> int:
+    """The next Compressor's number within its process set: collectives are named by it.
+
+    Ranks make their Compressors in one order, and ranks outside of a set make none; but one that joins an elastic
+    training of Horovod's begins to count.
+
+    Args:
+        numbers: the next ones, by process set.
+        set_id: the process set's.
+        largest: brings the largest of all ranks' numbers.
+    """
+    number = numbers[set_id]
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        number = largest(number)
+    numbers[set_id] = number + 1
+    return number
 
 
 def _place(compressor: Compressor | None) -> Place | None:

@@ -33,7 +33,19 @@ def end_to_end(shares: Shares, concat: Callable[[list[Array]], Array]) -> Sparse
     return Sparse(concat([each.index for each in shares.each]), concat([each.values for each in shares.each]))
 
 
-def pieces_of(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Sequence[Any]:
+def write_pieces(
+    outs: Sequence[Array],
+    total: Array | Sparse | Shares | Coded,
+    factor: float,
+    cleared: Sequence[bool],
+    write: Callable[[Array, Any, float, bool], None],
+) -> None:
+    """Write each piece of a vector in host memory by itself; see ``write_parts`` of the spec."""
+    for out, piece, clear in zip(outs, _pieces(total, [len(out) for out in outs]), cleared, strict=True):
+        write(out, piece, factor, clear)
+
+
+def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the consecutive pieces of a vector in host memory.
 
     Args:
@@ -41,7 +53,7 @@ def pieces_of(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> S
         sizes: The pieces' numbers of elements.
     """
     if isinstance(total, Shares):
-        return [Shares(list(each)) for each in zip(*(pieces_of(share, sizes) for share in total.each), strict=True)]
+        return [Shares(list(each)) for each in zip(*(_pieces(share, sizes) for share in total.each), strict=True)]
     stops = np.cumsum(sizes, dtype=np.int64)
     starts = stops - sizes
     if not isinstance(total, Sparse):

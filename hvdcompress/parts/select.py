@@ -53,10 +53,10 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Sparse:
     Returns:
         The elements [Σ counts], their indices ascending.
     """
-    if not isinstance(x, np.ndarray) and len(counts) > 1:  # on a device, a few calls for all parts
+    on_host = isinstance(x, np.ndarray)  # on a device, to ask for thresholds would cost more than it saves
+    if not on_host and len(counts) > 1:  # a few calls for all parts
         index = ops.top_k_parts(x, counts, ctx.spec.parts)
         return Sparse(index, ops.take(x, index))
-    on_host = isinstance(x, np.ndarray)  # on a device, to ask for thresholds would cost more than it saves
 
     def choose(part: Array, place: int) -> Sparse:
         k, near = counts[place], candidates.of(place, ctx)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import weakref
 from collections import Counter
@@ -45,19 +44,18 @@ from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 
-# Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
-_numbers: Counter[int] = Counter()
+_numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 
 
 def _number(process_set: Any) -> int:
-    """The next Compressor's number: ranks make theirs in one order, but one that joins an elastic training begins."""
+    """The next Compressor's number."""
     set_id = process_set.process_set_id
-    number = _numbers[set_id]
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+
+    def largest(number: int) -> int:
         name = f"hvdcompress.set{set_id}.number"
-        number = int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
-    _numbers[set_id] = number + 1
-    return number
+        return int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
+
+    return compressor.next_number(_numbers, set_id, largest)
 
 
 class Ticket:

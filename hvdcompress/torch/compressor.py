@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.compressor import has_changed
+from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
@@ -34,19 +33,18 @@ from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
-# Collectives are named by the number of their Compressor within its process set: ranks outside of a set make none
-_numbers: Counter[int] = Counter()
+_numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 
 
 def _number(process_set: Any) -> int:
-    """The next Compressor's number: ranks make theirs in one order, but one that joins an elastic training begins."""
+    """The next Compressor's number."""
     set_id = process_set.process_set_id
-    number = _numbers[set_id]
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+
+    def largest(number: int) -> int:
         name = f"hvdcompress.set{set_id}.number"
-        number = int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
-    _numbers[set_id] = number + 1
-    return number
+        return int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
+
+    return next_number(_numbers, set_id, largest)
 
 
 class Ticket:

@@ -31,7 +31,7 @@ from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, 
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of, pieces_of
+from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of, write_pieces
 from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -203,8 +203,7 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
 def write_parts(
     outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
 ) -> None:
-    for out, piece, clear in zip(outs, pieces_of(total, [len(out) for out in outs]), cleared, strict=True):
-        write(out, piece, factor, clear)
+    write_pieces(outs, total, factor, cleared, write)
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:

@@ -13,7 +13,7 @@ from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum, pieces_of
+from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum, write_pieces
 from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -121,8 +121,7 @@ def dense(x: Array | Coded) -> Array:
 def write_parts(
     outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
 ) -> None:
-    for out, piece, clear in zip(outs, pieces_of(total, [len(out) for out in outs]), cleared, strict=True):
-        write(out, piece, factor, clear)
+    write_pieces(outs, total, factor, cleared, write)
 
 
 def add_all(arrays: list[Array], into_first: bool = False) -> Array:

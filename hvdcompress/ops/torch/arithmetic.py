@@ -108,8 +108,9 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
 def _add_in_order(out: Array, index: Array, values: Array) -> None:
     """Add values to ``out``, those of equal indices in the order in which they stand.
 
-    So they are added in rounds, in each of which an index occurs once: the first occurrences, then the second ones, …,
-    as many rounds as there are ranks. Zeros add nothing, and are left out.
+    A device adds duplicates in an order of its own, in which float sums differ. So they are added in rounds, in each
+    of which an index occurs once: the first occurrences, then the second ones, …, as many rounds as there are ranks.
+    Zeros add nothing, and are left out.
     """
     if host((index[1:] > index[:-1]).all()):
         _add_at(out, index, values)
@@ -127,7 +128,7 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
 
 
 def _add_at(out: Array, index: Array, values: Array) -> None:
-    """Add values at places that are all different, or have the same value where they are not.
+    """Add values at places that are all different.
 
     Not by ``index_add_``: on a GPU that adds atomically, which takes denormals for zeros
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red).

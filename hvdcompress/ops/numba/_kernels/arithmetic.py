@@ -78,6 +78,7 @@ def accumulate_velocity(gradient, residual, scale, out, clear, low, index, value
 @compiled
 def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, totals, squared):
     """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
+    # the loop of accumulate_above again: as a function of both it took 5 to 15 % longer
     found, most, flag = 0, np.int32(0), np.zeros(2 * LANES, np.int8)
     for start in range(0, out.size, 2 * LANES):
         stop = start + 2 * LANES
