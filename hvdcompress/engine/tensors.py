@@ -171,11 +171,11 @@ class TensorCompressor(compressor.Compressor):
 
     def _take(self, step: Step, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
         """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        exchange = step.open(bucket, gradient, self._ops(gradient))
-        dtype = DTYPES[exchange.dtype]
+        ops, dtype = self._ops(gradient), DTYPES[self.local.work_dtype(bucket)]
         same = gradient.dtype == dtype and gradient.is_contiguous()
-        flat = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
-        flat = flat.numpy() if exchange.ops is fast else flat
+        flat: Any = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
+        flat = flat.numpy() if ops is fast else flat
+        exchange = step.open(bucket, flat, ops)
         if not same:
             self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
         step.receive(exchange, place, flat, flat, clear=True)

@@ -120,6 +120,7 @@ class Door(ABC):
     expensive = False  #: making a Compressor takes most of a second
     by_tensor = False  #: a step is undone tensor by tensor
     shared = False  #: ranks live in one object
+    on_host = True  #: gradients lie in host memory
     same_products = True  #: matrix products round as the loopback's
     grouping: Grouping | None = None  #: which tensors travel together unasked
     sums_in_order = False  #: float16 sums do not depend on what else is sent

@@ -96,7 +96,7 @@ class DdpDoor(Door):
     name = "ddp"
     error = ddp.PeerError
     recovers = sums_in_order = True
-    same_products = DEVICE.type == "cpu"
+    on_host = same_products = DEVICE.type == "cpu"
     grouping = IN_ORDER
 
     def __init__(self, folder: Path):

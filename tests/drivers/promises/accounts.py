@@ -97,6 +97,22 @@ def payloads_are_the_loopbacks(door: Any) -> None:
 
 
 @promise()
+def gradients_are_taken_in_as_they_come(door: Any) -> None:
+    """On the host each gradient makes its one pass over memory when it comes, also where tensors are joined, and not
+    when the last has come."""
+    shapes = {name: (64, 65 + number) for number, name in enumerate("vwxyz")}
+    handle, watcher = door.make("topk", {"density": 0.05}, shapes), Watcher(door.rank)
+    handle.watch(watcher)
+    for step in range(4):
+        watcher.events.clear()
+        handle.reduce(door.gradients(step, shapes))
+    # what is encoded: each gradient as it comes, and each bucket's selection
+    buckets, each = 1 if door.grouping else len(shapes), len(shapes) if door.on_host else 0
+    assert watcher.events["encoded"] == each + buckets == each + watcher.events["begun"], dict(watcher.events)
+    handle.close()
+
+
+@promise()
 def what_one_sees_is_the_ledgers(door: Any) -> None:
     """``summary()`` fits into 80 columns and names every method; ``openmetrics()`` and ``log_to(writer)`` have the
     ledger's numbers; observers are told of each round, with its method, its verb and its bytes."""
