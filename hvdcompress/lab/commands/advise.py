@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.commands.shared import RUNS, FormatOption, console_of, methods_of, network_of, split
@@ -80,8 +79,7 @@ def advise(
     from hvdcompress.lab.scale.run import seconds
 
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
-    # a launcher puts words of its own between ours: its terminal is no place for moving lines
-    console = Console(width=160, force_terminal=False) if under else console_of()
+    console = console_of()
     measured: Mapping[str, list[float]] = {}
     given = run.link_of(link) if link else None
     with contextlib.nullcontext() if under else console.status("…") as status:

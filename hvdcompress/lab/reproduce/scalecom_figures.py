@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture, Result
+from hvdcompress.lab.reproduce.pictures import entitled
 
 Row = dict[str, Any]
 
@@ -22,7 +23,7 @@ def drawing(height: float, name: str, title: str, caption: str, into: list[Pictu
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(height)
         yield figure
-        figure.suptitle(title, fontsize=10)
+        entitled(figure, title)
         into.append(Picture(name, caption, plots.svg(figure, name, caption.replace('"', "'"))))
 
 
