@@ -31,7 +31,7 @@ def advise(
     task: Annotated[str | None, typer.Option(help="Or a net of the quickstart's: digits, bytes.")] = None,
     shapes: Annotated[str | None, typer.Option(help="Or a net's shapes: resnet50, or a file of shapes.")] = None,
     backward: Annotated[str, typer.Option(help="How long its backward pass waits, for --shapes.")] = "0s",
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples a rank and step, for --task.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per rank and step, for --task.")] = 32,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Or a profile that --save wrote.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Keep what was measured.")] = None,
     link: Annotated[str | None, typer.Option(help="A link's speed and latency instead: 10gbit,50us.")] = None,

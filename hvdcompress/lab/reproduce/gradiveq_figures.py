@@ -16,7 +16,7 @@ from hvdcompress.lab.reproduce.rows import Row, grouped
 
 
 def spectra(rows: Sequence[Row], net: str) -> Picture:
-    """The oracle's error against the rank, a line a layer and order, median over windows and seeds."""
+    """The oracle's error against the rank, a line per layer and order, median over windows and seeds."""
     those = [row for row in rows if row["net"] == net and row["default"]]
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(3.8)
@@ -123,7 +123,7 @@ def accuracies(rows: Sequence[Row], net: str) -> Picture:
 
 
 def speedups(rows: Sequence[Row], net: str) -> Picture:
-    """How many times faster than dense a whole cycle is, by link, a bar a scheme."""
+    """How many times faster than dense a whole cycle is, by link, a bar per scheme."""
     those = [row for row in rows if row["net"] == net]
     links = list(dict.fromkeys(row["link"] for row in those))
     schemes = list(dict.fromkeys(row["scheme"] for row in those))

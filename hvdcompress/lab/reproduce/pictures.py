@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,8 @@ def style(line: Any, number: int) -> None:
 
 def entitled(figure: Any, title: str) -> None:
     """Put a title on a figure, in as many lines as it needs: longer ones were cut off at both ends."""
-    figure.suptitle(textwrap.fill(title, LINE), fontsize=10)
+    together = re.sub(r"(\d) (seeds?\b)", "\\1\N{NO-BREAK SPACE}\\2", title)
+    figure.suptitle(textwrap.fill(together, LINE), fontsize=10)
 
 
 def picture(figure: Any, name: str, title: str, caption: str) -> Picture:

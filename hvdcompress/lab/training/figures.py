@@ -55,7 +55,7 @@ def loss(rows: Sequence[Row], order: Sequence[str], x: str, name: str) -> str:
                 FuncFormatter(lambda value, _: numbers.num_bytes(value).replace(".00", "").replace(".0", ""))
             )
             axes.xaxis.set_minor_formatter(NullFormatter())
-        return plots.svg(figure, name, f"Training loss against {axes.get_xlabel()}, a line a method")
+        return plots.svg(figure, name, f"Training loss against {axes.get_xlabel()}, a line per method")
 
 
 def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
