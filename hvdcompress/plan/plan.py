@@ -182,7 +182,8 @@ class Plan:
         Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
         has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent
         uncompressed are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one
-        bucket. Buckets of fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent uncompressed.
+        bucket. Buckets of fewer than ``min_elements`` elements, and those whose shape the method does not suit, are
+        sent uncompressed.
 
         Where the plan does not say ``bucket_elements``, tensors travel together by ``grouping``, and each gets what it
         would get alone.
