@@ -31,6 +31,7 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 myst_enable_extensions = ["colon_fence"]
+smartquotes_action = "qe"  # no dashes of --options
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

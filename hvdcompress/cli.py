@@ -1,6 +1,6 @@
 """The ``hvdcompress`` command: its commands in groups, and what becomes of errors.
 
-The commands are in ``lab/commands``, a file a subject. Frameworks, and all that is slow to import, are imported where
+The commands are in ``lab/commands``, a file per subject. Frameworks, and all that is slow to import, are imported where
 they are used.
 """
 

@@ -63,10 +63,16 @@ step() {
 
 step_log() { tail -n "+$((STEP_START + 1))" "$LOG"; }
 
-# What the step's log says last about its progress: ninja's counter, or what pip is at.
+# What the step is at, by the last line of its log that tells: pip's, CMake's or ninja's.
 last_news() {
-    step_log | grep -oE '^ *\[[0-9]+/[0-9]+\]|Downloading [^ /]+ \([^)]*\)|Installing collected packages' |
-        tail -n 1 | sed 's/^ *//' | cut -c 1-60
+    step_log | awk '
+        match($0, /Downloading [^ \/]+ \([^)]*\)/) { news = "d" substr($0, RSTART + 1, RLENGTH - 1) }
+        /^ *Installing collected packages:/        { news = "installing " NF - 3 " packages" }
+        /^ *Building wheel for .* started/         { news = "preparing the build of " $4 }
+        /^ *Running CMake in /                     { news = "configuring (CMake)" }
+        /^ *\[[0-9]+\/[0-9]+\]/                    { split($1, of, /[][\/]/); news = "compiling: " of[2] " of " of[3] " steps" }
+        /^ *Building wheel for .* finished/        { news = "built; packing the wheel" }
+        END { print substr(news, 1, 60) }'
 }
 
 # The compiler's own errors, which pip buries under its closing remarks, then the last lines.

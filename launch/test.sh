@@ -46,7 +46,7 @@ run() {
 }
 
 run "in one process" "not parallel and not hosts" -n "$cores" "$@"
-# While the ranks of one launch wait for each other, another's work. What one launch serves stands in one file.
+# While the ranks of one launch wait for each other, another's work. What one launch serves is in one file.
 # Ranks on emulated hosts are bound to processors, so they have the machine for themselves.
 run "launched" "parallel and not hosts and not alone" -n $((cores > 1 ? 2 : 1)) --dist loadfile "$@"
 run "launched, one at a time" "(hosts or alone)" "$@"

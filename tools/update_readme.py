@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "exchange.svg"
 QUICKSTART = DOCS / "quickstart-table.md"
-PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "guides" / "pytorch.md", DOCS / "guides" / "new-method.md")
+PAGES = (ROOT / "README.md", DOCS / "index.md", *sorted((DOCS / "guides").glob("*.md")))
 DRAWN = {  # what the picture shows, by its row in the benchmark: (name, whether it is a baseline)
     "DDP none (best dense)": ("dense", True),
     "DDP fp16": ("fp16 (DDP's hook)", True),
@@ -143,7 +143,9 @@ def picture() -> str:
 
 def parts() -> dict[str, str]:
     """Every generated part but the training's table."""
-    found = {"which": which(), "file examples/roundrobin.py": file("examples/roundrobin.py")}
+    found = {"which": which()}
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        found[f"file examples/{path.name}"] = file(f"examples/{path.name}")
     for kind in ("torch", "ddp", "tensorflow", "keras"):
         found[f"{kind} diff"], found[f"{kind} core"] = diff(kind), core(kind)
     return found

@@ -16,6 +16,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLACE = re.compile(r"(<!-- validation: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def folded(table: str) -> str:
+    """The tables, of which the long one, of every plan, is shown to who asks for it."""
+    verdicts, _, plans = table.partition("Predicted and measured:")
+    summary = "<summary>Every plan: predicted and measured steps</summary>"
+    return f"{verdicts}<details>\n{summary}\n\n{plans.strip()}\n\n</details>\n"
+
+
 def main() -> None:
     """Read the folder, and write the page's part."""
     if len(sys.argv) != 2:
@@ -30,7 +37,7 @@ def main() -> None:
     text = (
         f"`hvdcompress advise --validate advise_truth`, {hosts[1] if hosts else '?'} emulated hosts on one machine, "
         f"{' and '.join(days)}. A case's mean error is that of all its plans.\n\n"
-        f"![Predicted against measured steps](advise/truth.svg)\n\n{table}"
+        f"![Predicted against measured steps](advise/truth.svg)\n\n{folded(table)}"
     )
     page = DOCS / "advise.md"
     page.write_text(PLACE.sub(lambda found: found[1] + text + found[2], page.read_text(encoding="utf-8")), "utf-8")

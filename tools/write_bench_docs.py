@@ -1,4 +1,4 @@
-"""Write docs/bench.md, a page a benchmark and their plots from the folders of benchmarks, and of trainings to a loss:
+"""Write docs/bench.md, a page per benchmark and their plots from the folders of benchmarks, and of trainings to a loss:
 
     python tools/write_bench_docs.py runs/bench-resnet50 … runs/end_to_end-100mbit … digits=0.3 bytes=2.8
 
@@ -58,6 +58,12 @@ TO_LOSS = f"""`hvdcompress run end_to_end --hosts 4 --rate RATE`, which launches
 below. Forward and backward pass included; the first moment at which the mean of the last {to_loss.WINDOW} logged
 training losses is at or below the given one. One seed.
 """
+READ = """\
+One exchange of all gradients among emulated hosts, nothing of it hidden behind a backward pass. A bar says how many
+times as fast as the fastest uncompressed all-reduce of the same run it is: longer is better, and left of the line is
+slower. Thin lines are the least and the greatest of that over the rounds.
+[How to read the tables](../bench.md#how-to-read-it).
+"""
 
 
 class Group(NamedTuple):
@@ -75,14 +81,14 @@ def question(name: str) -> str:
 
 
 def _place(page: Path) -> tuple[int, str]:
-    """Where a page stands in the index."""
+    """Where a page is in the index."""
     names = list(QUESTIONS)
     return names.index(page.stem) if page.stem in names else len(names), page.stem
 
 
 def bench_page(name: str, command: str, version: str, notes: Sequence[str], groups: Sequence[Group]) -> str:
     """The page of one benchmark: pictures and comparisons, then the command, the machine and the tables, folded."""
-    lines = [f"# {question(name)}", ""]
+    lines = [f"# {question(name)}", "", READ]
     for group in groups:
         lines += [f"## {group.heading}", "", f"![Times faster than the best dense all-reduce]({group.plot})", ""]
         shown = [said for said in group.said if said.startswith("Best dense")]
@@ -97,8 +103,6 @@ def bench_page(name: str, command: str, version: str, notes: Sequence[str], grou
         "```",
         "",
         f"Version measured: {version}.",
-        "",
-        "[How to read it](../bench.md#how-to-read-it).",
         "",
     ]
     return "\n".join([*lines, *folded("Notes on the machine and the links", "\n".join(f"- {note}" for note in notes))])

@@ -1,4 +1,4 @@
-"""Write docs/methods: a page a method, from its file and from the tables that are printed in the documentation.
+"""Write docs/methods: a page per method, from its file and from the tables that are printed in the documentation.
 
     python tools/write_methods.py [--check]
 

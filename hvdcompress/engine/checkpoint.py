@@ -1,4 +1,4 @@
-"""State on disk: one safetensors file a rank, plain arrays with the plan, the steps and the world beside them.
+"""State on disk: one safetensors file per rank, plain arrays with the plan, the steps and the world next to them.
 
 What all ranks save after one step is a *set*: ``step-120-rank-0-of-4.safetensors`` …
 ``step-120-rank-3-of-4.safetensors``. The newest complete one of a folder is loaded; the one before it is kept until the

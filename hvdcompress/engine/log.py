@@ -12,7 +12,7 @@ LOGGER = logging.getLogger("hvdcompress")
 
 
 class RoundLog(Observer):
-    """Writes a line a round: tensor, method, round, verb, bytes, milliseconds, rank."""
+    """Writes a line per round: tensor, method, round, verb, bytes, milliseconds, rank."""
 
     def answered(
         self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float

@@ -71,7 +71,7 @@ def _table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Mapping) and all(map(of, value.values()))
 
 
-#: what a saved state must have beside its format and arrays
+#: what a saved state must have besides its format and arrays
 _HOLDS: dict[str, Callable[[Any], bool]] = {
     "plan": lambda value: isinstance(value, Mapping),
     "world": lambda value: _is_count(value) and value > 0,

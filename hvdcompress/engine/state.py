@@ -98,7 +98,9 @@ def describe(buckets: Iterable[Bucket]) -> str:
     for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
         elements, tensors = sum(bucket.spec.size for bucket in group), sum(len(bucket.members) for bucket in group)
         megabytes = sum(memory(bucket) for bucket in group) / 1e6
-        lines.append(f"{text}: {tensors} tensors, {elements:,} elements, {megabytes:.2f} MB of state")
+        lines.append(
+            f"{text}: {tensors} tensor{'s' * (tensors != 1)}, {elements:,} elements, {megabytes:.2f} MB of state"
+        )
     return "\n".join(lines)
 
 

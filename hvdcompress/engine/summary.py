@@ -16,7 +16,7 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
-    """The table: a line for each program, one for what ranks tell each other beside tensors, and a total.
+    """The table: a line for each program, one for what ranks tell each other besides tensors, and a total.
 
     Columns: the method of the next step (an arrow leads to the one that its program ends with), tensors, bytes of
     the gradients in their own dtype, bytes sent, the ratio of these two, the l2-norm of the residuals (what error

@@ -31,7 +31,7 @@ TICK = 0.5  #: seconds between two looks
 ASKING = 3.0  #: seconds that ranks have for an answer
 LINE = 1 << 16  #: bytes of a question or an answer, at most
 
-#: variables of launchers that start one process a rank, whose size is that of this host's ranks, and of all
+#: variables of launchers that start one process per rank, whose size is that of this host's ranks, and of all
 _SIZES = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),

@@ -1,4 +1,4 @@
-"""A Compressor's files, one a rank, in a folder that goes with a framework's checkpoint."""
+"""A Compressor's files, one per rank, in a folder that goes with a framework's checkpoint."""
 
 from __future__ import annotations
 

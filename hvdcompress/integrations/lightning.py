@@ -31,7 +31,7 @@ __all__ = ["CompressedDDP"]
 class CompressedDDP(DDPStrategy):
     """``DDPStrategy`` with compressed gradients.
 
-    Each rank's residuals are saved beside a checkpoint, in a folder of its name with ``.hvdcompress`` for ``.ckpt``;
+    Each rank's residuals are saved next to a checkpoint, in a folder of its name with ``.hvdcompress`` for ``.ckpt``;
     ``Trainer.fit(ckpt_path=…)`` restores them with the optimizers' state, and ``ModelCheckpoint`` removes both
     together. A checkpoint of the weights alone has none.
 
@@ -109,7 +109,7 @@ def folder_of(filepath: str | Path) -> Path:
         ValueError: it is not on this machine.
     """
     if "://" in str(filepath):
-        raise ValueError(f"{filepath}: residuals are saved to local paths only, a file a rank; give the checkpoint one")
+        raise ValueError(f"{filepath}: residuals are saved to local paths only, one file per rank")
     path = Path(filepath).resolve()
     return path.with_name(path.name.removesuffix(".ckpt") + f".{beside.NAME}")
 

@@ -6,7 +6,7 @@
     trainer.add_callback(CompressionCallback(trainer, "scalecom", density=0.01))
     trainer.train()
 
-Each checkpoint gets a folder ``hvdcompress`` with a file a rank; ``train(resume_from_checkpoint=…)`` restores them.
+Each checkpoint gets a folder ``hvdcompress`` with a file per rank; ``train(resume_from_checkpoint=…)`` restores them.
 """
 
 from __future__ import annotations

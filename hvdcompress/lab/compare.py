@@ -175,5 +175,5 @@ COLUMNS: tuple[Column[Outcome], ...] = (
 
 
 def table(outcomes: Sequence[Outcome]) -> Table[Outcome]:
-    """The outcomes as a table, a row a method."""
+    """The outcomes as a table, a row per method."""
     return Table(COLUMNS, outcomes)

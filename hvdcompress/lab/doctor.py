@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from hvdcompress.lab.cluster import hosts, launcher, selftest
 from hvdcompress.lab.cluster.stopping import Stopped, stoppable
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import MISSING, Column, Format, Table
 
 SETUP = "launch/setup.sh of the project's sources builds Horovod and installs the rest"
@@ -195,7 +196,7 @@ def run(console: Console, timeout: float, form: str = Format.text) -> int:
     if form != Format.text:
         try:
             with stoppable():
-                rows = list(_findings(Console(stderr=True), timeout))
+                rows = list(_findings(console_of(stderr=True), timeout))
         except Stopped as stopped:
             return stopped.code
         Table(COLUMNS, rows).print(console, form)

@@ -38,7 +38,7 @@ from hvdcompress.parts import pack, select
 
 @method
 class {cls}(Method):
-    """The class's first line stands in the reference."""
+    """The class's first line is in the reference."""
 
     paper = "Author et al., Conference Year (arXiv number)"
     sends = "k values + k indices, gathered: received bytes grow with p"

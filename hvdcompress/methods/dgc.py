@@ -10,7 +10,7 @@ Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for
 
 **Use it with plain SGD: an optimizer with momentum of its own would apply momentum twice.** u and v belong to the
 feedback "momentum" (``parts/feedback.py``), which other sparse methods accept too. With feedback "plain" or "none",
-only DGC's selection remains. Tensors that are sent dense (fewer than two dimensions, fewer than ``min_elements``
+only DGC's selection remains. Tensors that are sent uncompressed (fewer than two dimensions, fewer than ``min_elements``
 elements, or any tensor during a plan's ``warmup``) get no momentum here: put their parameters into a parameter group
 of the optimizer that has momentum.
 
@@ -101,7 +101,7 @@ class DGC(Method):
     feedback: FeedbackName = "momentum"
 
     def suits(self, spec: TensorSpec) -> bool:
-        """Return True for two or more dimensions (matrices, convolutions). Biases and other vectors are sent dense."""
+        """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""
         return len(spec.shape) >= 2
 
     def capacity(self, n: int) -> int:

@@ -26,8 +26,8 @@ compressed one. Fewer by the width of ``dense_values`` and ``values``.
 State: M·slice floats of samples (at most ``max_samples``·slice, 2.4 MB for slices of 576) and D·slice of the basis
 (0.2 MB); with ``mean``, n more.
 
-Tensors of less than a slice, and convolutions with 1×1 windows, are sent dense. The dense steps start again when the
-learning rate drops (``retrain_drop``) or the approximation error grows (``retrain_error``).
+Tensors of less than a slice, and convolutions with 1×1 windows, are sent uncompressed. The dense steps start again when
+the learning rate drops (``retrain_drop``) or the approximation error grows (``retrain_error``).
 
 Departures from the paper, which ``paper: true`` takes back:
 - Samples are all slices (``samples: all``), up to ``max_samples``, of which each step takes its share in turn. The

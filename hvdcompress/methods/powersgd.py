@@ -13,7 +13,7 @@ for the next step: over many steps this is the power iteration, which converges 
 gradient of rank r is transmitted exactly. The first Q is random, equal on all ranks.
 
 What is sent: P [rows × r], then Q [columns × r], each by one all-reduce. Vectors, and matrices that the factorization
-does not make smaller, are sent dense.
+does not make smaller, are sent uncompressed.
 
 Bytes: 4·r·(rows + columns); half of it for values fp16, by scatter-reduce for the others.
 

@@ -140,7 +140,7 @@ class Plan:
 
     program: Program  #: of tensors that no rule matches
     rules: tuple[Rule, ...] = ()  #: the first that matches applies
-    min_elements: int = 1024  #: smaller tensors are sent dense
+    min_elements: int = 1024  #: smaller tensors are sent uncompressed
     bucket_elements: int | None = None  #: smaller tensors are joined into buckets (0 means none)
     seed: int = 0  #: of the methods' random numbers
     timeout: int = (
@@ -180,9 +180,10 @@ class Plan:
         """Group tensors into buckets that are exchanged together.
 
         Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
-        has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent dense
-        are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket. Buckets of
-        fewer than ``min_elements`` elements, and those whose shape the method does not suit, are sent dense.
+        has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent
+        uncompressed are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one
+        bucket. Buckets of fewer than ``min_elements`` elements, and those whose shape the method does not suit, are
+        sent uncompressed.
 
         Where the plan does not say ``bucket_elements``, tensors travel together by ``grouping``, and each gets what it
         would get alone.

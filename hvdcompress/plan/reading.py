@@ -35,7 +35,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         schedule:                   # hyper-parameters by steps or epochs, see schedule.py
           density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
         steps_per_epoch: 391        # required if anything is given in epochs
-        min_elements: 1024          # smaller tensors are sent dense
+        min_elements: 1024          # smaller tensors are sent uncompressed
         bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
                                     # that knows all tensors joins them where results stay the same
         seed: 0

@@ -51,7 +51,7 @@ def check_bytes(case: Case) -> None:
     small.allreduce(case.gradients(49), "small")
     require(
         small.ledger.bytes_sent(0) == 4 * math.prod(case.shape(49)),
-        "a tensor below min_elements must be sent dense, with 4 bytes per element",
+        "a tensor below min_elements must be sent uncompressed, with 4 bytes per element",
     )
     require(not small.residual("small", 0).any(), "a tensor below min_elements must have a residual of zeros")
 

@@ -327,7 +327,7 @@ class Case:
     def shape(self, n: int) -> tuple[int, ...]:
         """Return a shape of n elements, or slightly fewer, that the method suits: vector, matrix or convolution.
 
-        If there is none, as for one element and a method for matrices, it is a vector, which is sent dense.
+        If there is none, as for one element and a method for matrices, it is a vector, which is sent uncompressed.
         """
         side = math.isqrt(n)
         wide = max(1, n // 24)

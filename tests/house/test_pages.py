@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 import nav
 from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, words, wrong_names
 
+from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.summary import summary
+
+HEADING = summary((), Ledger(2, 0), 0).splitlines()[0]  # of the table that summary() returns
 PUBLIC = (
     "hvdcompress",
     "hvdcompress.loopback",
@@ -25,8 +31,20 @@ PUBLIC = (
     "hvdcompress.method",
     "hvdcompress.testing",
 )
+# The guides that show a script of examples/, by the script's name.
+SCRIPTS = {
+    "accelerate_compressed": "accelerate",
+    "ddp_compressed": "ddp",
+    "keras_compressed": "keras",
+    "lightning_compressed": "lightning",
+    "mpi_numpy": "mpi",
+    "tensorflow_compressed": "tensorflow",
+    "torch_compressed": "pytorch",
+    "transformers_compressed": "transformers",
+}
+GUIDES = ROOT / "docs" / "guides"
 # Pages whose examples need a launch of several ranks and a framework; the scripts in examples/ that they show are run.
-LAUNCHED = {"ddp.md", "tensorflow.md", "pytorch.md", "mpi.md", "advise.md", "reliability.md"}
+LAUNCHED = {*(f"{name}.md" for name in (*SCRIPTS.values(), "fsdp")), "advise.md", "reliability.md"}
 # Longer pages, each with the reason.
 LONG = {
     "fft.md": "a report that `hvdcompress reproduce` writes: a verdict per claim, with its numbers in sentences",
@@ -46,6 +64,32 @@ def test_pages_are_short(page: str) -> None:
     file = ROOT / page
     long = file.name in LONG and (file.parent.name == "papers" or file.parent == ROOT)
     assert words(file) <= MOST_WORDS or long
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda file: file.stem)
+def test_a_guide_is_one_page(guide: Path) -> None:
+    assert words(guide) <= 600
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_guide_says_what_a_stranger_asks(script: str) -> None:
+    """The lines, the whole script, the launch, what to look at, checkpoints, refusals; the diff is the script's."""
+    text = (GUIDES / f"{SCRIPTS[script]}.md").read_text()
+    example = (ROOT / "examples" / f"{script}.py").read_text()
+    for heading in ("What changes", "Launch", "See that it works", "What is saved", "What is refused", "Read on"):
+        assert re.search(rf"^## {heading}", text, re.M), heading
+    assert example in text and f"examples/{script}.py\n" in text
+    ((diff, _),) = blocks(text, "diff")
+    assert not list(untrue(diff, example))
+    assert "summary()" in text and HEADING in text
+
+
+def untrue(diff: str, example: str) -> Iterator[str]:
+    """Lines of a diff that the changed script has not, and those that it still has."""
+    lines = example.splitlines()
+    for line in diff.splitlines():
+        if line[1:] and (line[1:] in lines) == line.startswith("-"):
+            yield line
 
 
 def test_the_readme_is_two_screens() -> None:
@@ -119,6 +163,10 @@ class TestTheChecksNotice:
         assert words(page) > MOST_WORDS
         page.write_text("<details>\n" + "word " * (MOST_WORDS + 1) + "\n</details>\n\n| " + "word " * 99 + "|\n")
         assert words(page) == 0
+
+    @pytest.mark.parametrize("diff", ["+b = 2", "-a = 1", " b = 2", "+ a = 1"])
+    def test_a_diff_that_is_not_the_scripts(self, diff: str) -> None:
+        assert list(untrue(f"+a = 1\n-b = 2\n{diff}", "a = 1\n")) == [diff]
 
     @pytest.mark.parametrize("code", ["from hvdcompress.torch import Compresor", "from hvdcompress.pytorch import x"])
     def test_a_wrong_import(self, code: str) -> None:

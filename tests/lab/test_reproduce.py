@@ -151,8 +151,10 @@ def test_a_page_says_all_of_a_claim(tmp_path):
     assert files[-1].name == "toy.md" and "the toy's command" in text
     for words in ("## T2: Squares are below 9.", "*How it was tested:* Squared.", "*The rule:* true", "| 9 |"):
         assert words in text
-    assert "**It holds.** at most 9" in text
-    assert "**It holds under these conditions: n = 1; n = 2 (2 of 3).** at most 9" in text
+    assert "**It holds**.\n" in text and "**It holds under these conditions**: n = 1; n = 2 (2 of 3).\n" in text
+    assert "| [T1](#t1-squares-are-positive) | Squares are positive. | holds |" in text
+    assert "| [T2](#t2-squares-are-below-9) | Squares are below 9. | holds under 2 of 3 conditions |" in text
+    assert text.count("<summary>All figures</summary>\n\nat most 9\n\nSquares.\n\n| square |") == 2
     data = json.loads((tmp_path / "toy" / "toy.json").read_text())
     assert [claim["kind"] for claim in data["claims"]] == ["holds", "holds under these conditions"]
 

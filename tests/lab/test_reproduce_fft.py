@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from hvdcompress.lab import nets  # noqa: E402
-from hvdcompress.lab.reproduce import fft, fft_exchange, fft_measures, run, simulate  # noqa: E402
+from hvdcompress.lab.reproduce import fft, fft_exchange, fft_measures, fft_reports, run, simulate  # noqa: E402
 from hvdcompress.lab.reproduce.claims import Kind, Scale, Unit, judge_by  # noqa: E402
 from hvdcompress.method import TensorSpec  # noqa: E402
 from hvdcompress.plan import load  # noqa: E402
@@ -150,7 +150,7 @@ def tiny_units():
 
 def test_the_page_of_tiny_trainings(tmp_path, small_net, monkeypatch):
     pytest.importorskip("sklearn")
-    monkeypatch.setattr(fft, "NET", "small")
+    monkeypatch.setattr(fft_reports, "NET", "small")
     units = tiny_units()
     claims = [dataclasses.replace(claim, units=lambda _, id=claim.id: units[id]) for claim in fft.PAPER.claims]
     paper = dataclasses.replace(fft.PAPER, claims=claims)

@@ -24,7 +24,7 @@ __all__ = ["DENSE", "Candidate", "Case", "candidates"]
 
 DENSE = "dense"
 NOTHING = 1e-3  # of a step: what a tensor must gain at least to be compressed
-RATES = (1e6, 1e12)  # bits a second: break-even is looked for between these
+RATES = (1e6, 1e12)  # bits per second: break-even is looked for between these
 SCAN = 49  # rates at which that begins
 
 
@@ -98,7 +98,7 @@ class Case:
         return found
 
     def predict(self, plan: Plan, rate: float | None = None) -> Step:
-        """A step under a plan, over the case's link or one of another rate (bits a second of its payload)."""
+        """A step under a plan, over the case's link or one of another rate (bits per second of its payload)."""
         return self._step(plan, self.buckets(plan), rate)
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:

@@ -1,4 +1,4 @@
-"""Pictures: a step's time against the link's speed, a line a candidate; predicted against measured steps."""
+"""Pictures: a step's time against the link's speed, a line per candidate; predicted against measured steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALLOWED = 0.15  # the error that the adviser may have on average
 
 
 def steps(case: Case, candidates: list[Candidate], title: str) -> str:
-    """An SVG file: seconds of a step against bits a second of the link, both logarithmic.
+    """An SVG file: seconds of a step against bits per second of the link, both logarithmic.
 
     Args:
         case: what is predicted.

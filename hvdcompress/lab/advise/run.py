@@ -27,7 +27,7 @@ def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -
     """A link by its speed and latency; what else collectives cost is as fitted to measured exchanges.
 
     Args:
-        words: ``10gbit`` or ``10gbit,50us``: bits a second, and seconds a message.
+        words: ``10gbit`` or ``10gbit,50us``: bits per second, and seconds a message.
         fitted: the constants of ``hvdcompress scale``.
 
     Raises:

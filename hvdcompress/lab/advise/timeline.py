@@ -29,7 +29,7 @@ __all__ = ["Call", "Link", "Step", "Times", "Unit", "simulate"]
 class Link:
     """What a collective costs.
 
-    ``rate``: bits a second; ``message``: α, seconds of a message that waits for another; ``round``: seconds of a
+    ``rate``: bits per second; ``message``: α, seconds of a message that waits for another; ``round``: seconds of a
     collective beside its messages; ``call``: processor seconds that it takes to ask for one; ``overlap``: the share of
     its speed at which the processor computes while the link is busy, from 0 to 1; ``window``: of a round's seconds,
     those in which others of the kind may still join, as in Horovod's cycle; ``share``: the part of the speed that the
@@ -46,7 +46,7 @@ class Link:
 
     @property
     def speed(self) -> float:
-        """Bits a second by which the link is known: 10 Gbit/s of a link that is sold as such."""
+        """Bits per second by which the link is known: 10 Gbit/s of a link that is sold as such."""
         return self.rate / self.share
 
     def seconds(self, kind: Kind, lengths: Sequence[int], line: float, world: int) -> float:

@@ -197,7 +197,7 @@ def _is_right(group: Sequence[Outcome]) -> bool:
 
 
 def tables(found: Sequence[Outcome]) -> tuple[Table[list[Outcome]], Table[Outcome]]:
-    """A line a case, with its verdict; and a line a plan, with its predicted and measured step."""
+    """A line per case, with its verdict; and a line per plan, with its predicted and measured step."""
 
     def least(group: list[Outcome]) -> Outcome:
         return min(group, key=lambda one: one.measured)

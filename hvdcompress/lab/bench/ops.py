@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
 from hvdcompress.lab.bench.devices import machine
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
@@ -232,7 +232,7 @@ def medians(calls: Sequence[Callable[..., Any]], runs: int, repeat: int) -> list
 def time_verbs(n: int, runs: int) -> list[list[str]]:
     """Rows: verb, elements, milliseconds of both, GB/s of both, ratio."""
     rows = []
-    for case in track(cases(n), f"verbs, {n:,} elements", transient=True):
+    for case in track(cases(n), f"verbs, {n:,} elements", transient=True, console=console_of()):
         calls = [lambda case=case, ops=ops: case.call(ops) for ops in (reference, compiled)]
         rows.append(row_of(case, n, *medians(calls, runs, max(1, 1_000_000 // n))))
     return rows
@@ -258,7 +258,7 @@ def time_on_device(n: int, runs: int) -> list[list[str]]:
         return general.asarray(array.view(np.int16) if array.dtype == np.uint16 else array, like=somewhere)
 
     somewhere, repeat, rows = torch.zeros(1, device="cuda"), max(1, 10_000_000 // n), []
-    for case in track(cases_on_device(n, on_device), f"verbs, {n:,} elements", transient=True):
+    for case in track(cases_on_device(n, on_device), f"verbs, {n:,} elements", transient=True, console=console_of()):
         times: list[list[float]] = [[], []]
         for _ in range(runs + 1):
             for ops, seconds in zip((general, fused), times, strict=True):
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the verbs run (default: cpu)")
     parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
-    sizes, console = arguments.size or SIZES, Console()
+    sizes, console = arguments.size or SIZES, console_of()
     if arguments.device == "cuda":
         if arguments.write:
             parser.error("--write is for the page of the processor's verbs")

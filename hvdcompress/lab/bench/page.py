@@ -19,7 +19,7 @@ BASELINE, METHOD = 0, 1  # grey for Horovod's and DDP's own, a colour for our me
 
 
 def time_split(rows: Sequence[Row], name: str) -> str:
-    """Stacked bars, a line a method: where the time of an exchange goes."""
+    """Stacked bars, a line per method: where the time of an exchange goes."""
     rows = sorted((row for row in rows if row.time), key=lambda row: row.time.middle if row.time else 0.0)
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(1.35 + 0.3 * len(rows))
@@ -39,11 +39,11 @@ def time_split(rows: Sequence[Row], name: str) -> str:
         axes.set_xlabel("seconds an exchange (bar: median; line: least to most)")
         axes.set_title("Where the time of an exchange goes, the fastest first", loc="left", fontsize=10)
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8.5)
-        return plots.svg(figure, name, "Where the time of an exchange goes, a bar a method")
+        return plots.svg(figure, name, "Where the time of an exchange goes, a bar per method")
 
 
 def speed_up(rows: Sequence[Row], name: str) -> str:
-    """Bars, a line a method: how many times faster than the best dense all-reduce."""
+    """Bars, a line per method: how many times faster than the best dense all-reduce."""
     rows = sorted((row for row in rows if row.speed_up), key=lambda row: -row.speed_up.middle if row.speed_up else 0.0)
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(0.95 + 0.3 * len(rows))
@@ -62,7 +62,7 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         axes.axvline(1, color=plots.INK, linewidth=0.8)
         axes.set_xlabel("times faster than the best dense all-reduce (line: over the rounds)")
         axes.set_title("Speed-up: methods in blue, baselines in grey", loc="left", fontsize=10)
-        return plots.svg(figure, name, "Speed-up over the best dense all-reduce, a bar a method")
+        return plots.svg(figure, name, "Speed-up over the best dense all-reduce, a bar per method")
 
 
 def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:

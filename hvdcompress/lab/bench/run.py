@@ -25,6 +25,7 @@ from hvdcompress.lab.cluster.hosts import HostsError
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.cluster.stopping import Stopped, stoppable
 from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Format
 
 
@@ -87,7 +88,7 @@ def run(bench: Bench, folder: Path, loopback: bool, console: Console, form: str 
     Returns:
         The exit status: 0; 1 if something failed; 128 plus the signal's number if it was stopped by one.
     """
-    tables, console = console, console if form == Format.text else Console(stderr=True)
+    tables, console = console, console if form == Format.text else console_of(stderr=True)
     line = ["hvdcompress", *sys.argv[1:]]
     here = notes.notes(line, "mpi")
     here.pop("link")

@@ -23,7 +23,7 @@ from hvdcompress.lab import nets
 from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.tensorflow import Compressor
 
-# a rank a core: threads of several ranks would fight for the same ones
+# one core per rank: threads of several ranks would fight for the same ones
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 

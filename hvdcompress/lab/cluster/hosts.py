@@ -168,7 +168,7 @@ class Hosts:
         return [Traffic(*map(int, line.split()[1:])) for line in done.stdout.splitlines()]
 
     def measure(self, seconds: float = 2.0) -> list[float]:
-        """Bits a second of TCP payload that each host gets across while all send to their successors at once.
+        """Bits per second of TCP payload that each host gets across while all send to their successors at once.
 
         Where that is less than 0.9 of a rate, this machine's processors are the limit and not the link.
 

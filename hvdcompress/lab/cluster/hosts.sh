@@ -80,7 +80,7 @@ check_kernel() {
 # What was asked for
 # ----------------------------------------------------------------------------------------------------------------------
 
-# bits RATE: in bits a second. tc's kbit is 1000 bits.
+# bits RATE: in bits per second. tc's kbit is 1000 bits.
 bits() {
     [[ $1 =~ ^([0-9]+(\.[0-9]+)?)(k|m|g)?bit$ ]] ||
         die "hosts.sh: $1 is not a rate: write 100mbit, 1gbit or 2.5gbit (bits, not bytes, a second)"
@@ -89,7 +89,7 @@ bits() {
     awk -v rate="${BASH_REMATCH[1]}" -v factor="$factor" 'BEGIN { printf "%.0f\n", rate * factor }'
 }
 
-# pair RATE: "SENDS/RECEIVES" in bits a second, from RATE or RATE/RATE.
+# pair RATE: "SENDS/RECEIVES" in bits per second, from RATE or RATE/RATE.
 pair() {
     local up down
     up=$(bits "${1%%/*}") && down=$(bits "${1#*/}") || exit 1
@@ -156,7 +156,7 @@ quiet_ipv6() {
         file=/proc/sys/net/ipv6/conf/$each/disable_ipv6; [[ ! -w $file ]] || echo 1 >$file; done'
 }
 
-# make_host NUMBER SENDS RECEIVES: both in bits a second.
+# make_host NUMBER SENDS RECEIVES: both in bits per second.
 make_host() {
     local host=host$1 name
     name=$(space "$host")

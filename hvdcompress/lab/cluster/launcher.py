@@ -104,7 +104,7 @@ def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
         "HVDCOMPRESS_THREADS": os.environ.get("HVDCOMPRESS_THREADS", "1"),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
-        # Methods of two rounds use several collectives a tensor; Horovod's default is 1024 cached ones.
+        # Methods of two rounds use several collectives per tensor; Horovod's default is 1024 cached ones.
         "HOROVOD_CACHE_CAPACITY": os.environ.get("HOROVOD_CACHE_CAPACITY", "8192"),
         # A rank that never comes would leave the others waiting for ever.
         "HOROVOD_STALL_CHECK_TIME_SECONDS": os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "30"),

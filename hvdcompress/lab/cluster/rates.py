@@ -20,7 +20,7 @@ HEADERS, ACKNOWLEDGEMENTS = 66 / 1448, 66 / (2 * 1448)
 
 @dataclass(frozen=True)
 class Rate:
-    """The rates at which a host sends and receives, in bits a second."""
+    """The rates at which a host sends and receives, in bits per second."""
 
     up: int
     down: int
@@ -73,7 +73,7 @@ def ring(ranks: int) -> dict[str, str]:
 
 
 def speed(bits: float) -> str:
-    """Bits a second for a reader.
+    """Bits per second for a reader.
 
     >>> speed(100_000_000), speed(2.5e9), speed(94_123_456)
     ('100 Mbit/s', '2.5 Gbit/s', '94.1 Mbit/s')

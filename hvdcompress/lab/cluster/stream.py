@@ -17,7 +17,7 @@ def stream(count: int, seconds: float) -> float:
         seconds: how long to receive; the first quarter is not counted.
 
     Returns:
-        What this host received, in bits a second.
+        What this host received, in bits per second.
     """
     number = int(socket.gethostname().removeprefix("host"))
     server = socket.create_server(("", 5001))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from hvdcompress.lab.commands.shared import RUNS, FormatOption, console_of, methods_of, network_of, split
@@ -32,7 +31,7 @@ def advise(
     task: Annotated[str | None, typer.Option(help="Or a net of the quickstart's: digits, bytes.")] = None,
     shapes: Annotated[str | None, typer.Option(help="Or a net's shapes: resnet50, or a file of shapes.")] = None,
     backward: Annotated[str, typer.Option(help="How long its backward pass waits, for --shapes.")] = "0s",
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples a rank and step, for --task.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per rank and step, for --task.")] = 32,
     profile: Annotated[Path | None, typer.Option(metavar="FILE", help="Or a profile that --save wrote.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Keep what was measured.")] = None,
     link: Annotated[str | None, typer.Option(help="A link's speed and latency instead: 10gbit,50us.")] = None,
@@ -80,8 +79,7 @@ def advise(
     from hvdcompress.lab.scale.run import seconds
 
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
-    # a launcher puts words of its own between ours: its terminal is no place for moving lines
-    console = Console(width=160, force_terminal=False) if under else console_of()
+    console = console_of()
     measured: Mapping[str, list[float]] = {}
     given = run.link_of(link) if link else None
     with contextlib.nullcontext() if under else console.status("…") as status:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Format
 
 if TYPE_CHECKING:
@@ -43,13 +42,6 @@ def config_argument(help: str, *kinds: str) -> typer.models.ArgumentInfo:
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Print tables in this form.")]
-
-
-def console_of(stderr: bool = False) -> Console:
-    """The terminal: colours and progress only on one, and no colours where NO_COLOR is set."""
-    # Where there is no terminal rich assumes 80 columns, which would cut tables in logs.
-    console = Console(stderr=stderr)
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=160)
 
 
 def fail(message: object, code: int = 2) -> typer.Exit:

@@ -135,7 +135,7 @@ class Table(Generic[R]):
     # -- text ------------------------------------------------------------------------------------
 
     def markdown(self) -> str:
-        """The table without its title, a line a row."""
+        """The table without its title, a line per row."""
 
         def line(cells: Sequence[str]) -> str:
             return "| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |\n"

@@ -101,7 +101,7 @@ def by_theta(results: Iterable[Result], thetas: Sequence[float]) -> Picture:
 
 
 def causes(rows: Sequence[Row], ratio: Callable[[Row], float], rival: str) -> Picture:
-    """The ratio of errors against what might decide it, a point a tensor."""
+    """The ratio of errors against what might decide it, a point per tensor."""
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(3.6)
         panels = figure.subplots(1, len(CAUSES), sharey=True)
@@ -124,7 +124,7 @@ def causes(rows: Sequence[Row], ratio: Callable[[Row], float], rival: str) -> Pi
 
 
 def losses(rows: Sequence[Row], net: str) -> Picture:
-    """Training loss by step, the mean over seeds, a line a plan."""
+    """Training loss by step, the mean over seeds, a line per plan."""
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(4.0)
         axes = figure.add_subplot()
@@ -147,7 +147,7 @@ def losses(rows: Sequence[Row], net: str) -> Picture:
 
 
 def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
-    """Error against bits, a line a family of formats; least to largest over seeds."""
+    """Error against bits, a line per family of formats; least to largest over seeds."""
     families: dict[str, Callable[[int], str]] = {
         "range float": lambda n: f"rangefloat{n}",
         "uniform": lambda n: "uniform",
@@ -176,7 +176,7 @@ def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
 
 
 def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], world: int) -> Picture:
-    """Predicted seconds of AlexNet's exchange by link, a panel a host, a line a method."""
+    """Predicted seconds of AlexNet's exchange by link, a panel per host, a line per method."""
     hosts = grouped(rows, "host")
     speeds = [Rate.parse(rate).slower / 1e9 for rate in rates]
     with matplotlib.rc_context(plots.STYLE):

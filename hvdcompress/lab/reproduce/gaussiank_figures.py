@@ -127,7 +127,7 @@ def counts(rows: Sequence[Row], rules: Sequence[str], densities: Sequence[float]
 
 
 def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
-    """Seconds against n, a line a selector (values from a Laplace distribution; least to largest over seeds)."""
+    """Seconds against n, a line per selector (values from a Laplace distribution; least to largest over seeds)."""
     those = [row for row in rows if row["draws"] == "laplace"]
     ns = sorted({row["n"] for row in those})
     with matplotlib.rc_context(plots.STYLE):
@@ -150,7 +150,7 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
 
 
 def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Picture:
-    """Held-out accuracy against density, a line a method; least to largest over seeds."""
+    """Held-out accuracy against density, a line per method; least to largest over seeds."""
     those = [row for row in rows if row["net"] == net]
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(3.2)

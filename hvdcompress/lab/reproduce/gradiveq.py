@@ -80,7 +80,7 @@ def watched(scale: Scale) -> list[Unit]:
 
 
 def quantized(scale: Scale) -> list[Unit]:
-    """The same with GradiVeQ, QSGD and both at equal rates, in the 40 steps after 60 dense ones."""
+    """The same with GradiVeQ, QSGD and both at equal ratios, in the 40 steps after 60 dense ones."""
     units = []
     for net in ("lenet5",) if scale.quick else tuple(LAYERS):
         found = windows(net, scale) | {"starts": [200], "dense_steps": 60, "compressed_steps": 40, "every": 2}
@@ -104,7 +104,7 @@ def quantized(scale: Scale) -> list[Unit]:
 
 
 def trainings(net: str, scale: Scale) -> dict[str, Row]:
-    """The methods that are trained with, by name; those with a rate in their name might reach 5x overall.
+    """The methods that are trained with, by name; those with a ratio in their name might reach 5x overall.
 
     These do not train their basis again when the learning rate falls (``retrain_drop``), as the rate falls in each step
     here, and the last steps would all be dense.
@@ -244,12 +244,12 @@ PAPER = Paper(
         ),
         Claim(
             "V5",
-            "With QSGD it is better than either alone at an equal rate.",
+            "With QSGD it is better than either alone at an equal compression ratio.",
             "GradiVeQ combined with QSGD",
             f"{SETTING}. Errors of LeNet-5's layers (with --full of ResNet-20's, too) in the 40 steps after 60 dense "
             "ones from step 200 on, the basis from 512 slices; times of the rings of V4. Without feedback; every slice "
             "keeps exactly its share (λ = 0).",
-            "at least one combination of the rate has a lower error and a shorter step than each alone.",
+            "at least one combination of the ratio has a lower error and a shorter step than each alone.",
             mixed,
             reports.together,
         ),

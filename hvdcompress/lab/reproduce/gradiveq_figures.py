@@ -16,7 +16,7 @@ from hvdcompress.lab.reproduce.rows import Row, grouped
 
 
 def spectra(rows: Sequence[Row], net: str) -> Picture:
-    """The oracle's error against the rank, a line a layer and order, median over windows and seeds."""
+    """The oracle's error against the rank, a line per layer and order, median over windows and seeds."""
     those = [row for row in rows if row["net"] == net and row["default"]]
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(3.8)
@@ -93,7 +93,7 @@ def over_time(rows: Sequence[Row], net: str) -> Picture:
 
 
 def accuracies(rows: Sequence[Row], net: str) -> Picture:
-    """Points of accuracy against the same seed's dense training, by the overall rate, every training a point."""
+    """Points of accuracy against the same seed's dense training, by the overall compression ratio, one per training."""
     those = [row for row in rows if row["net"] == net and row["value"] == row["value"]]
     dense = {row["seed"]: row["value"] for row in those if row["method"] == "dense"}
     with matplotlib.rc_context(plots.STYLE):
@@ -110,17 +110,20 @@ def accuracies(rows: Sequence[Row], net: str) -> Picture:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xticks([1, 2, 3, 5, 8, 12])
-        axes.set_xlabel("overall rate, bytes on the wire, dense steps counted (logarithmic; 5x is marked)")
+        axes.set_xlabel("compression ratio on the wire, dense steps counted (logarithmic; 5x is marked)")
         axes.set_ylabel("points against dense (−1 is marked)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
         title = f"{net} on Fashion-MNIST: held-out accuracy, 10 000 pictures, {seeds_of(those)}"
         return picture(
-            figure, f"accuracy-{net}", title, f"Held-out accuracy of {net} by the overall rate, a point a training."
+            figure,
+            f"accuracy-{net}",
+            title,
+            f"Held-out accuracy of {net} by the overall compression ratio, a point per training.",
         )
 
 
 def speedups(rows: Sequence[Row], net: str) -> Picture:
-    """How many times faster than dense a whole cycle is, by link, a bar a scheme."""
+    """How many times faster than dense a whole cycle is, by link, a bar per scheme."""
     those = [row for row in rows if row["net"] == net]
     links = list(dict.fromkeys(row["link"] for row in those))
     schemes = list(dict.fromkeys(row["scheme"] for row in those))
@@ -159,7 +162,7 @@ def speedups(rows: Sequence[Row], net: str) -> Picture:
 
 
 def mixes(rows: Sequence[Row]) -> Picture:
-    """Errors against the rate on the wire: GradiVeQ alone, QSGD alone, and both."""
+    """Errors against the compression ratio on the wire: GradiVeQ alone, QSGD alone, and both."""
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(3.4)
         axes = figure.add_subplot()
@@ -181,8 +184,8 @@ def mixes(rows: Sequence[Row]) -> Picture:
         axes.set_xticks([8, 16, 32])
         axes.set_xlim(5.5, 55)
         axes.set_ylim(0, None)
-        axes.set_xlabel("rate of compressed steps, bytes on the wire (logarithmic)")
+        axes.set_xlabel("compression ratio of compressed steps, on the wire (logarithmic)")
         axes.set_ylabel("‖ĝ − ḡ‖/‖ḡ‖, median of layers and steps")
         axes.legend(frameon=False, fontsize=8, loc="upper left")
-        title = f"GradiVeQ, QSGD, and both at equal rates, {seeds_of(rows)} (median, least to largest)"
-        return picture(figure, "mixes", title, "Errors of GradiVeQ, of QSGD and of both together, at equal rates.")
+        title = f"GradiVeQ, QSGD, and both at equal ratios, {seeds_of(rows)} (median, least to largest)"
+        return picture(figure, "mixes", title, "Errors of GradiVeQ, of QSGD and of both together, at equal ratios.")

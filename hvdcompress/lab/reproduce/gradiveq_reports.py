@@ -21,7 +21,7 @@ SETTINGS = {"default": "the default", "paper": "the paper's"}
 SMALL = 192  #: elements of a slice, far fewer than by default
 LASTS = 1.2  #: times the oracle's error that a basis may have while it is used
 POINTS = 1.0  #: of held-out accuracy, which count as no loss
-FASTER = 5.0  #: times, for claims of speed and of the overall rate
+FASTER = 5.0  #: times, for claims of speed and of the overall compression ratio
 EARLY = 0.2  #: share of a training after which at the latest steps are compressed
 CYCLE = (100, 400)  #: Lt and Lc of the paper
 
@@ -207,7 +207,7 @@ def training(results: Sequence[Result]) -> Report:
         text("net", "net", "left"),
         text("method", "method", "left"),
         text("from", "compressed from"),
-        text("rate", "overall rate"),
+        text("rate", "overall ratio"),
         text("value", "held-out accuracy, %"),
         text("gap", "against dense, points"),
     ]
@@ -228,11 +228,13 @@ def training(results: Sequence[Result]) -> Report:
         best.append(f"{net} with {said}" if within else f"none for {net}, the nearest being {said}")
     return Report(
         judge(cells, f"more than {POINTS:g} point is lost in some seed with either settings"),
-        f"Against dense, in points: default settings {default}; the paper's {paper}. The highest overall rate within "
+        f"Against dense, in points: default settings {default}; the paper's {paper}. The highest overall ratio within "
         f"{POINTS:g} point in every seed and of {FASTER:g}x at least, dense steps counted: {'; '.join(best)}.",
         [
             Table(
-                columns, lines, "Median over seeds (least to largest); rates by bytes on the wire, dense steps counted."
+                columns,
+                lines,
+                "Median over seeds (least to largest); ratios by bytes on the wire, dense steps counted.",
             )
         ],
         [figures.accuracies(rows, net) for net in nets],
@@ -242,9 +244,9 @@ def training(results: Sequence[Result]) -> Report:
             "each of warm-up and dense steps, and then one basis to the end, or, “refreshed”, cycles of that ratio.",
             "The first three train their basis again whenever the learning rate has halved (`retrain_drop: 0.5`). With "
             "the cosine to zero here, which halves for ever, that makes most late steps dense: the others do not.",
-            f"Of Lt dense and 4·Lt compressed steps at 8x, the rate is {number(5 / (1 + 4 / 8))}x, whatever the "
-            f"network: {FASTER:g}x overall needs quantized dense steps, fewer of them, or compressed steps "
-            f"of a higher rate.",
+            f"Of Lt dense and 4·Lt compressed steps at 8x, the overall ratio is {number(5 / (1 + 4 / 8))}x, whatever "
+            f"the network: {FASTER:g}x overall needs quantized dense steps, fewer of them, or compressed steps "
+            f"of a higher ratio.",
         ],
     )
 
@@ -403,7 +405,7 @@ def _bits(bits: float) -> str:
 
 
 def together(results: Sequence[Result]) -> Report:
-    """At an equal rate, are both together better than either alone, in error and in time?"""
+    """At an equal compression ratio, are both together better than either alone, in error and in time?"""
     seen = [result for result in results if "carried" in result.found]
     timed = list(ring_rows([result for result in results if "seconds" in result.found]))
     rates = {name: result["rates"][name] for result in seen for name in result["rates"]}
@@ -446,7 +448,7 @@ def together(results: Sequence[Result]) -> Report:
     columns = [
         text("rate", "ratio"),
         text("name", "what is sent", "left"),
-        text("wire", "measured rate"),
+        text("wire", "measured ratio"),
         text("error", "error"),
         *(text(place, place) for place in places),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,22 @@ from typing import Any
 import hvdcompress
 from hvdcompress.lab.bench.devices import machine
 from hvdcompress.lab.output.table import Column, Table, as_json
-from hvdcompress.lab.reproduce.claims import Claim, Paper, Report, Scale
+from hvdcompress.lab.reproduce.claims import Claim, Kind, Paper, Report, Scale
 
 COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     Column("id", "claim", lambda row: row["id"], align="left"),
     Column("says", "what the paper says", lambda row: row["says"], align="left", wrap=True),
     Column("verdict", "here it", lambda row: row["verdict"], align="left", wrap=True),
     Column("number", "number", lambda row: row["number"], align="left", wrap=True),
+)
+BRIEF: tuple[Column[dict[str, Any]], ...] = (
+    Column("id", "claim", lambda row: row["link"], align="left"),
+    Column("says", "what the paper says", lambda row: row["says"], align="left", wrap=True),
+    Column("verdict", "here it", lambda row: brief(row), align="left", wrap=True),
+)
+READ = (
+    "*Holds* means in every condition that was tried; *under 3 of 8 conditions* in those alone, which the claim's part "
+    "names. In each condition the rule must be met in every seed.\n"
 )
 
 
@@ -60,28 +70,62 @@ def row(claim: Claim, report: Report) -> dict[str, Any]:
 
 
 def markdown(paper: Paper, reports: Sequence[tuple[Claim, Report]], data: dict[str, Any]) -> str:
-    """The page."""
+    """The page: claims and verdicts, then a part for each claim, whose figures are folded."""
     seeds = ", ".join(map(str, data["seeds"]))
     parts = [
         f"# {paper.title}: its claims, tested\n",
         f"{paper.source}\n",
-        f"Made by `{data['command']}` of hvdcompress {data['version']}, on {machine()}, with the seeds {seeds}. A "
-        "claim holds if its rule is met in every seed.\n",
-        Table(COLUMNS, data["claims"]).markdown(),
+        f"Made by `{data['command']}` of hvdcompress {data['version']}, on {machine()}, with the seeds {seeds}.\n",
+        READ,
+        linked(data["claims"]).markdown(),
     ]
-    for claim, report in reports:
+    for (claim, report), told in zip(reports, data["claims"], strict=True):
         parts += [
-            f"## {claim.id}: {claim.says}\n",
+            f"## {title(told)}\n",
             f"*In the paper:* {claim.where}\n",
             f"*How it was tested:* {claim.tested}\n",
             f"*The rule:* {claim.rule}\n",
-            f"**It {report.verdict}.** {report.number}\n",
+            f"{said(told)}\n",
         ]
         parts += [f"![{p.caption}]({paper.id}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
-        parts += [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
+        tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
+        parts.append(folded([told["number"], *tables]))
         if report.notes:
             parts.append("".join(f"* {note}\n" for note in report.notes))
     return "\n".join(parts)
+
+
+def title(claim: dict[str, Any]) -> str:
+    """The heading of a claim's part."""
+    return f"{claim['id']}: {claim['says']}"
+
+
+def brief(claim: dict[str, Any]) -> str:
+    """The verdict in a few words: conditions are counted."""
+    counted = re.search(r"\((\d+ of \d+)\)$", claim["verdict"])
+    if claim["kind"] != Kind.CONDITIONS:
+        return str(claim["kind"])
+    return f"holds under {counted[1] if counted else 'some'} conditions"
+
+
+def said(claim: dict[str, Any]) -> str:
+    """The verdict as a sentence, with where or why."""
+    return f"**It {claim['kind']}**{claim['verdict'].removeprefix(claim['kind'])}."
+
+
+def folded(texts: Sequence[str]) -> str:
+    """Figures that are shown to who asks for them."""
+    inner = "\n\n".join(text.strip() for text in texts)
+    return f"<details>\n<summary>All figures</summary>\n\n{inner}\n\n</details>\n"
+
+
+def linked(claims: Sequence[dict[str, Any]], page: str = "") -> Table[dict[str, Any]]:
+    """Claims and brief verdicts; each claim's id is a link to its part of a page (by default, the same)."""
+    rows = []
+    for claim in claims:
+        anchor = re.sub(r"[^\w\- ]", "", title(claim).lower()).replace(" ", "-")
+        rows.append({**claim, "link": f"[{claim['id']}]({page}#{anchor})"})
+    return Table(BRIEF, rows)
 
 
 def verdicts(file: Path) -> Table[dict[str, Any]]:

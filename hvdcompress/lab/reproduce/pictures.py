@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture
 from hvdcompress.lab.reproduce.rows import Row
+
+LINE = 76  #: characters of a title that a figure of the page's width has room for, in the widest of its fonts
 
 
 def seeds_of(rows: Sequence[Row]) -> str:
@@ -22,7 +26,13 @@ def style(line: Any, number: int) -> None:
         line.set_dashes(plots.dashes(number))
 
 
+def entitled(figure: Any, title: str) -> None:
+    """Put a title on a figure, in as many lines as it needs: longer ones were cut off at both ends."""
+    together = re.sub(r"(\d) (seeds?\b)", "\\1\N{NO-BREAK SPACE}\\2", title)
+    figure.suptitle(textwrap.fill(together, LINE), fontsize=10)
+
+
 def picture(figure: Any, name: str, title: str, caption: str) -> Picture:
     """A drawn figure, with its title on it."""
-    figure.suptitle(title, fontsize=10)
+    entitled(figure, title)
     return Picture(name, caption, plots.svg(figure, name, caption.replace('"', "'")))

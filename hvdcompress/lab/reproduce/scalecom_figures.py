@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture, Result
+from hvdcompress.lab.reproduce.pictures import entitled
 
 Row = dict[str, Any]
 
@@ -22,7 +23,7 @@ def drawing(height: float, name: str, title: str, caption: str, into: list[Pictu
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(height)
         yield figure
-        figure.suptitle(title, fontsize=10)
+        entitled(figure, title)
         into.append(Picture(name, caption, plots.svg(figure, name, caption.replace('"', "'"))))
 
 
@@ -141,7 +142,7 @@ def losses(rows: Sequence[Row], tasks: Sequence[str]) -> Picture:
     found: list[Picture] = []
     names = [m for m in dict.fromkeys(row["method"] for row in rows) if m != "none"]
     at = [rate for rate in dict.fromkeys(row["at"] for row in rows) if rate]
-    caption = "What is lost against dense training, by rate, selection and β; a cross is a seed's."
+    caption = "What is lost against dense training, by compression ratio, selection and β; a cross is a seed's."
     with drawing(1.3 + 1.15 * len(tasks), "losses", "Behind dense training, a point a seed", caption, found) as figure:
         panels = figure.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
         for axes, task in zip(panels, tasks, strict=True):

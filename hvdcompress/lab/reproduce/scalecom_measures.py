@@ -19,7 +19,7 @@ from hvdcompress.plan import plan_of
 
 Vector = np.ndarray[Any, Any]
 Settings = dict[str, Any]
-LEAST = 1000  #: elements of a tensor that is looked at; smaller ones are sent dense, or nearly
+LEAST = 1000  #: elements of a tensor that is looked at; smaller ones are sent uncompressed, or nearly
 SHARES = np.linspace(0.005, 0.995, 41)  #: at which quantiles of two ranks' residuals are compared
 
 

@@ -236,7 +236,7 @@ class Constants:
     codec: float = 0.0
 
     def parts(self, work: Work, rate: float, shared: float = 1.0) -> dict[str, float]:
-        """Seconds of an exchange over links of ``rate`` bits a second, by what they are spent on.
+        """Seconds of an exchange over links of ``rate`` bits per second, by what they are spent on.
 
         ``shared``: ranks that share a processor.
         """
@@ -266,7 +266,7 @@ class Point:
 
     label: str
     set: str
-    rate: float  #: bits a second
+    rate: float  #: bits per second
     shared: float  #: ranks that share a processor, at least 1
     seconds: float
     work: Work

@@ -22,7 +22,7 @@ def curves(
     title: str,
     legend: bool = False,
 ) -> str:
-    """Draw a line a method against the number of workers, both logarithmic.
+    """Draw a line per method against the number of workers, both logarithmic.
 
     Args:
         rows: the methods.

@@ -2,8 +2,8 @@
 
     mpirun -np 4 python -m mpi4py -m hvdcompress.lab.scale.ring_run --out runs/ring
 
-``launch/ring.sh`` builds that line. All exchange one vector a rank, in turns; rank 0 prints the table and draws a plot.
-A turn's time is that of the slowest rank, between two barriers.
+``launch/ring.sh`` builds that line. All exchange one vector per rank, in turns; rank 0 prints the table and draws
+a plot. A turn's time is that of the slowest rank, between two barriers.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="launch/ring.sh", description="The ring all-reduce experiment across MPI ranks."
     )
-    parser.add_argument("--elements", type=int, default=1_000_000, help="float32 values a rank (default: %(default)s)")
+    parser.add_argument(
+        "--elements", type=int, default=1_000_000, help="float32 values per rank (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, default=9, help="exchanges that are timed (default: %(default)s)")
     parser.add_argument(
         "--method",
@@ -179,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if comm.size == 1:
         sys.exit("one rank alone sends nothing: start several, mpirun -np 4")
     if given.elements < comm.size or given.runs < 1:
-        parser.error(f"--elements must be {comm.size} or more, a value a rank, and --runs 1 or more")
+        parser.error(f"--elements must be {comm.size} or more, a value per rank, and --runs 1 or more")
     try:
         plans = asked_for(given.method or ())
     except ValueError as error:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from hvdcompress.lab import nets, packaged
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.configfile import MethodEntry
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Format
 from hvdcompress.lab.scale import files, report
 from hvdcompress.lab.scale.model import Model, model_from
@@ -79,7 +80,7 @@ def run(
         if latency:
             model = replace(fitted, constants=replace(fitted.constants, message=seconds(latency)))
         rows = predict(model, entries, tensors, rates, numbers, lambda label: status.update(f"{label} …"))
-    aside = console if form == Format.text else Console(stderr=True)  # what is not the tables
+    aside = console if form == Format.text else console_of(stderr=True)  # what is not the tables
     if fit:
         fitted.save(constants)  # now, with the codecs of all methods
         report.show_fit(fitted, aside)
@@ -92,7 +93,7 @@ def run(
     prediction = Prediction(name, rows, model, file, command, timed)
     report.show(prediction, console, form)
     for warning in report.warnings(prediction):
-        Console(stderr=True).print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
+        console_of(stderr=True).print(f"[yellow]warning:[/] {escape(warning)}", highlight=False, soft_wrap=True)
     if out:
         written = ", ".join(shown(each) for each in files.write(prediction, out))
         aside.print(f"written: {escape(written)}", highlight=False, soft_wrap=True)

@@ -27,7 +27,7 @@ class Task(BaseModel):
     """The name used in tables; the id unless given."""
     steps: int = Field(600, ge=1)
     batch_size: int = Field(32, ge=1)
-    """Examples a rank and step."""
+    """Examples per rank and step."""
     learning_rate: Real = Field(0.05, gt=0)
     """The largest one, reached after ``warmup_steps``."""
     warmup_steps: int = Field(50, ge=0)

@@ -55,11 +55,11 @@ def loss(rows: Sequence[Row], order: Sequence[str], x: str, name: str) -> str:
                 FuncFormatter(lambda value, _: numbers.num_bytes(value).replace(".00", "").replace(".0", ""))
             )
             axes.xaxis.set_minor_formatter(NullFormatter())
-        return plots.svg(figure, name, f"Training loss against {axes.get_xlabel()}, a line a method")
+        return plots.svg(figure, name, f"Training loss against {axes.get_xlabel()}, a line per method")
 
 
 def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
-    """Side by side, a line a method: the rate, and the held-out measurement with its spread over seeds."""
+    """Side by side, a line per method: compression ratio, and the held-out measurement with its spread over seeds."""
     rows = [row for row in rows if "value" in row.mean]
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(0.9 + 0.36 * len(rows))
@@ -80,7 +80,7 @@ def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
         left.set_xlim(0.9, largest * 4)
         left.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
         left.xaxis.set_minor_formatter(NullFormatter())
-        left.set_xlabel("rate (logarithmic)")
+        left.set_xlabel("compression ratio (logarithmic)")
         left.set_yticks(range(len(rows)), [row.method for row in rows], color=plots.INK)
         left.set_ylim(len(rows) - 0.4, -0.75)
         dense = next((row for row in rows if row.method.rpartition("/")[2] == "none"), None)
@@ -120,7 +120,7 @@ def time_split(rows: Sequence[Row], name: str) -> str:
         axes.set_yticks(range(len(rows)), [row.method for row in rows], color=plots.INK)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, 1.15 * max(left, default=1.0))
-        axes.set_xlabel("milliseconds a step, mean over ranks")
+        axes.set_xlabel("milliseconds per step, mean over ranks")
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
         figure.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=9)

@@ -14,6 +14,7 @@ from hvdcompress.lab.cluster import launcher, notes
 from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.launcher import shown
 from hvdcompress.lab.cluster.stopping import Stopped
+from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Format, print_tables
 from hvdcompress.lab.training import files, launch, report, results
 from hvdcompress.lab.training.experiment import Experiment
@@ -66,7 +67,7 @@ def run(
     except launcher.LaunchError as error:
         code = 1
         words = f"{error}\nThe whole log: {shown(folder / 'log.txt')}"
-        Console(stderr=True).print(f"[red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
+        console_of(stderr=True).print(f"[red]error:[/] {escape(words)}", highlight=False, soft_wrap=True)
     except Stopped as stopped:
         code = stopped.code
         console.print("[yellow]stopped: every rank has ended[/]")

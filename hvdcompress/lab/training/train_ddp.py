@@ -23,7 +23,7 @@ from hvdcompress.lab.training.loop import Clock
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images
 from hvdcompress.lab.training.torch_trainer import TorchTrainer
 
-torch.set_num_threads(1)  # a rank a core: threads of several ranks would fight for the same ones
+torch.set_num_threads(1)  # one core per rank: threads of several ranks would fight for the same ones
 
 
 class Ranks:

@@ -21,7 +21,7 @@ from hvdcompress.lab.training.loop import Clock
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
 from hvdcompress.tensorflow import Compressor
 
-# a rank a core: threads of several ranks would fight for the same ones
+# one core per rank: threads of several ranks would fight for the same ones
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 

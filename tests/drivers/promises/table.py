@@ -46,6 +46,13 @@ _SOME = (  # between them they use every collective, and what fails
     "different_plans_are_one_message",
 )
 
+_OF_EVERY_METHOD = (  # of one exchange of each method and option
+    "results_are_the_loopbacks",
+    "residuals_are_the_loopbacks",
+    "bytes_are_the_loopbacks",
+    "ranks_get_the_same_bits",
+)
+
 #: (door, launch) -> the promises and cases that are tried there without --slow, where it is not all: another launch of
 #: the door tries the others, on other numbers of ranks
 QUICK: dict[tuple[str, str], tuple[str, ...]] = {
@@ -56,6 +63,8 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("ddp", "torchrun-4"): (),
     ("tensorflow", "mpi-3"): (),
     ("tensorflow", "gloo-2"): (),
+    ("mpi", "alone"): (*_SOME, "results_are_the_loopbacks", "state_is_restored_to_the_bit"),
+    ("mpi", "mpirun-3"): (*_SOME, *_OF_EVERY_METHOD, "another_number_of_ranks_takes_over", "odd_shapes_go_through"),
     ("mpi", "mpirun-4"): (),
 }
 

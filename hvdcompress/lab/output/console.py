@@ -1,0 +1,37 @@
+"""The terminal that commands print to: moving lines and colours only where a person watches."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+#: what launchers set for their ranks: Open MPI, also under horovodrun; Gloo under horovodrun; torchrun; other MPIs
+_RANKS = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK")
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process: mpirun, horovodrun, torchrun, or srun with several tasks."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return any(name in os.environ for name in _RANKS) or (tasks.isdecimal() and int(tasks) > 1)
+
+
+def console_of(stderr: bool = False) -> Console:
+    """The terminal, or what is in its place.
+
+    A spinner, and other lines that are written over, need a terminal of one's own. A launcher gives each of its ranks
+    one, and mixes what they print, with words of its own before each line.
+
+    Args:
+        stderr: print to the error stream.
+
+    Returns:
+        A console that counts as a terminal only where it is one, and this process is no rank. Colours are rich's choice
+        there; elsewhere there are some only if FORCE_COLOR asks for them.
+    """
+    terminal = (sys.stderr if stderr else sys.stdout).isatty() and not is_rank()
+    colours = "auto" if terminal or not os.environ.get("FORCE_COLOR") else "standard"
+    # Where there is no terminal rich assumes 80 columns, which would cut tables in logs.
+    width = None if terminal or "COLUMNS" in os.environ else 160
+    return Console(stderr=stderr, force_terminal=terminal, color_system=colours, width=width)  # type: ignore[arg-type]
