@@ -183,6 +183,11 @@ def has_changed(process_set: Any, world: int) -> bool:
         return True
 
 
+def is_elastic() -> bool:
+    """Whether Horovod's elastic launcher has started this rank."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog) -> int:
     """The next Compressor's number within its process set: collectives are named by it.
 
@@ -196,7 +201,7 @@ def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int
         watchdog: the new Compressor's.
     """
     number = numbers[set_id]
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if is_elastic():
         with watchdog.meeting("every rank's Compressor"):
             number = largest(number)
     numbers[set_id] = number + 1

@@ -116,7 +116,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self.process_set = process_set
         self._segments = Segments(self.local, self.current_loss_scale)
         number = _number(process_set, self.watchdog)  # ranks may wait for each other here
-        self.prefix = f"hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
+        # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
+        self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
         self.buckets: dict[str, Bucket] = {}
         # names of what was traced, by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
@@ -391,8 +392,13 @@ def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: 
     """
 
     def run(*arrays: Any) -> Any:
-        with denormals_count():
-            result = function(*arrays)
+        try:
+            with denormals_count():
+                result = function(*arrays)
+        except Exception as error:
+            if compressor.is_elastic():  # hvd.elastic.run ends in silence at an UnknownError, which most become
+                raise ValueError(str(error)) from error
+            raise
         return np.int32(0) if result is None else result
 
     return tf.numpy_function(run, inputs, dtypes, stateful=False)
