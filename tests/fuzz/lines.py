@@ -1,7 +1,7 @@
 """Which lines of the decoders the corpus reaches: ``python tests/fuzz/lines.py``.
 
 Valid inputs and the corpus go through every decoder. The lines of the functions that are entered count: the others
-write, or serve other parts of the package; ``--missed`` lists both. What numba has compiled is one call.
+mostly write, or serve other parts of the package; ``--missed`` lists both. What numba has compiled is one call.
 """
 
 from __future__ import annotations
