@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdcompress.ddp.transport import ProcessGroupTransport
+from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
@@ -150,8 +150,7 @@ class Compressor(TensorCompressor):
         queue_callback(lambda: queue_callback(self._raise))
         self.cut_short()
         if self._transport is None:
-            self._transport = ProcessGroupTransport(self._parent, buffer.device)
-            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
+            self._transport = joined(self._parent, buffer.device, self.watchdog)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._arrivals = SimpleQueue()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdcompress.ddp.transport import ProcessGroupTransport
+from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
@@ -117,8 +117,7 @@ class ShardedCompressor(TensorCompressor):
             PeerError: a replica failed, or replicas disagree; on every one.
         """
         if self._transport is None:
-            self._transport = ProcessGroupTransport(self._parent, gradient.device)
-            self.watchdog.meet(self._transport.tell_all("watchdog", self.watchdog.address()))
+            self._transport = joined(self._parent, gradient.device, self.watchdog)
         transport = self._transport
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from hvdcompress.engine.agreement import PeerError, failure
 from hvdcompress.engine.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
+from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Array
 from hvdcompress.ops.vectors import dtype_name
 
@@ -184,23 +187,62 @@ class ProcessGroupTransport:
 
     def _tell_all(self, text: str) -> list[tuple[str, list[Call]]]:
         """Every rank's text and what it has begun, by the store."""
-        everyone = [json.loads(said) for said in self.tell_all(f"end.{self.step}", json.dumps([text, self._calls]))]
+        keys = [f"end.{self.step}.{rank}" for rank in range(self.world)]
+        try:
+            told = tell_all(self._store, keys, self.rank, json.dumps([text, self._calls]), self.timeout)
+        except TimeoutError as error:
+            raise self._lost(error) from error
+        everyone = map(json.loads, told)
         return [(text, [Call(*map(_plain, call)) for call in calls]) for text, calls in everyone]
 
-    def tell_all(self, what: str, text: str) -> list[str]:
-        """Every rank's text, in rank order, by the store; waits for all.
 
-        Raises:
-            PeerLost: a rank has not told its own within the group's timeout.
-        """
-        keys = [f"{what}.{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], text)
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                raise self._lost(TimeoutError(f"not all ranks have ended step {self.step}"))
-            time.sleep(LISTEN)
-        return [self._store.get(key).decode() for key in keys]
+_meetings: Counter[str] = Counter()  # of a group's ranks, by the group's name: keys in its store are named by it
+
+
+def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:
+    """The transport of a new group, once all ranks of ``parent`` have come and told their watchdogs' addresses.
+
+    That goes by the parent's store: there, unlike in PyTorch's own wait for a group, one can see who has come.
+
+    Raises:
+        PeerLost: a rank has not come within the group's timeout.
+    """
+    store, name, rank = dist.distributed_c10d._get_process_group_store(parent), parent.group_name, dist.get_rank(parent)
+    keys = [f"hvdcompress.meeting{_meetings[name]}.{each}" for each in range(dist.get_world_size(parent))]
+    _meetings[name] += 1
+
+    def come() -> list[int]:
+        return [each for each, key in enumerate(keys) if store.check([key])]
+
+    with watchdog.meeting("every rank's first backward pass", come):
+        try:
+            timeout = parent._get_backend(device).options._timeout
+            watchdog.meet(tell_all(store, keys, rank, watchdog.address(), timeout))
+        except TimeoutError as error:
+            raise PeerLost(f"not all ranks have come to their first backward pass; rank {rank}: {error}") from error
+        return ProcessGroupTransport(parent, device)
+
+
+def tell_all(store: Any, keys: Sequence[str], mine: int, text: str, timeout: timedelta) -> list[str]:
+    """Every rank's text, in rank order, by a store; waits for all.
+
+    Args:
+        store: torch.distributed's.
+        keys: a key for each rank, which is used once.
+        mine: this rank.
+        text: its text.
+        timeout: how long to wait.
+
+    Raises:
+        TimeoutError: a rank has not told its own by then.
+    """
+    store.set(keys[mine], text)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{keys} are not all there after {timeout}")
+        time.sleep(LISTEN)
+    return [store.get(key).decode() for key in keys]
 
 
 def _plain(value: Any) -> Any:

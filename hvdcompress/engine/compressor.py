@@ -183,7 +183,12 @@ def has_changed(process_set: Any, world: int) -> bool:
         return True
 
 
-def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int]) -> int:
+def is_elastic() -> bool:
+    """Whether Horovod's elastic launcher has started this rank."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog) -> int:
     """The next Compressor's number within its process set: collectives are named by it.
 
     Ranks make their Compressors in one order, and ranks outside of a set make none; but one that joins an elastic
@@ -193,10 +198,12 @@ def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int
         numbers: the next ones, by process set.
         set_id: the process set's.
         largest: brings the largest of all ranks' numbers.
+        watchdog: the new Compressor's.
     """
     number = numbers[set_id]
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
-        number = largest(number)
+    if is_elastic():
+        with watchdog.meeting("every rank's Compressor"):
+            number = largest(number)
     numbers[set_id] = number + 1
     return number
 
@@ -208,7 +215,7 @@ def _place(compressor: Compressor | None) -> Place | None:
     if compressor._is_over():
         return None
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
-    return Place(steps, compressor._waits_for())
+    return Place(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 
 
 def _pulse(compressor: Compressor | None) -> Any:

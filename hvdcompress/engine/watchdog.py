@@ -5,6 +5,10 @@ Horovod's controller itself may sit in MPI, waiting for a rank that is stopped. 
 own, from a thread, where each of its Compressors is. One whose step has not moved for its plan's ``timeout`` asks all
 ranks, prints what it waits for and which ranks are missing, and ends the process; so does every rank that is asked.
 
+Before that, ranks must meet once, to tell each other where to ask. To that meeting, and to the first step, a rank may
+well come late, as it compiles or loads its data: who waits for it says so after ``timeout``, and ends only after
+``FIRST`` times as long.
+
 A question is answered to those alone who prove, by an HMAC of a number that is drawn for it, that they were told the
 process's secret. Where all ranks are on one host the socket is bound to this host. Time is counted in ticks: a process
 that was itself stopped has not waited.
@@ -24,11 +28,12 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 TICK = 0.5  #: seconds between two looks
 ASKING = 3.0  #: seconds that ranks have for an answer
+FIRST = 10  #: timeouts that ranks may take to come to the first step: 20 minutes by default; PyTorch gives them 30
 LINE = 1 << 16  #: bytes of a question or an answer, at most
 
 #: variables of launchers that start one process per rank, whose size is that of this host's ranks, and of all
@@ -41,11 +46,19 @@ _SIZES = (
 
 
 class Place(NamedTuple):
-    """Where a rank is: the steps it has done, what it waits for (None outside of a step), and for how long."""
+    """Where a rank is.
+
+    Attributes:
+        steps: that it has done, those of the training that it goes on with, too.
+        waits_for: what it waits for; None outside of a step.
+        seconds: for how long.
+        first: whether none of its steps has come to its end yet.
+    """
 
     steps: int
     waits_for: str | None
     seconds: float = 0.0
+    first: bool = False
 
 
 class Watchdog:
@@ -68,12 +81,32 @@ class Watchdog:
         self.asked_by: int | None = None  # a rank that has waited too long
         self._place, self._pulse, self._last = place, pulse, object()
         self._peers: list[dict[str, Any]] = []
+        self._address: dict[str, Any] = {}
+        self._meets: str | None = None  # what this rank waits for in a meeting
+        self._come: Callable[[], Sequence[int]] = tuple
 
     # -- ranks meet -----------------------------------------------------------------------------------------
 
     def address(self) -> str:
-        """How other ranks ask this one, in JSON; every rank gives all of them to :meth:`meet`."""
-        return json.dumps(_service().watch(self) if self.on else {})
+        """How others ask this one, in JSON; every rank gives all of them to :meth:`meet`. It watches from now on."""
+        if self.on and not self._address:
+            self._address = _service().watch(self)
+        return json.dumps(self._address)
+
+    @contextlib.contextmanager
+    def meeting(self, what: str, come: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+        """Inside, outside of any step, this rank waits for all others to come.
+
+        Args:
+            what: what it waits for, in words.
+            come: returns the ranks that have come, where that can be known; called by the thread.
+        """
+        self.address()
+        self._meets, self._come = what, come
+        try:
+            yield
+        finally:
+            self._meets = None
 
     def meet(self, addresses: Sequence[str]) -> None:
         """From now on the ranks can ask each other; ``addresses``: every rank's, in rank order."""
@@ -87,31 +120,38 @@ class Watchdog:
         Raises:
             LookupError: its ranks are no more.
         """
-        if self.over or (place := self._place()) is None:
+        if self.over or (place := self._now()) is None:
             raise LookupError("its ranks are no more")
         return place._replace(seconds=self.seconds)
 
+    def _now(self) -> Place | None:
+        place = self._place()
+        return place._replace(waits_for=self._meets) if place and self._meets else place
+
     def look(self) -> None:
         """At each tick: has the step moved? Ends the process if it has waited too long, or others have."""
-        place, pulse = self._place(), self._pulse()
+        place, pulse = self._now(), self._pulse()
         self.over = self.over or place is None
         if self.over or place is None:
             return
         self.seconds = 0.0 if place.waits_for is None or pulse != self._last else self.seconds + TICK
         self._last = pulse
-        if self.seconds >= self.timeout or self.asked_by is not None:
-            say(self.report(self.everyones_place()))
+        patient = place.first or not self._peers
+        ends = self.seconds >= self.timeout * (FIRST if patient else 1) or self.asked_by is not None
+        if ends or self.timeout <= self.seconds < self.timeout + TICK:  # who is patient says it once
+            say(self.report(self.everyones_place(ends), ends))
+        if ends:
             threading.Event().wait(ASKING + 4 * TICK)  # the others ask, too, and ended ranks do not answer
             os._exit(1)
 
-    def everyones_place(self) -> list[Place | None]:
-        """Every rank's place, None of one that does not answer; asks all at once."""
+    def everyones_place(self, ends: bool = True) -> list[Place | None]:
+        """Every rank's place, None of one that does not answer; asks all at once. ``ends``: and they, too, end."""
         found: list[Place | None] = [None] * self.world
         found[self.rank] = self.place()
 
         def ask(rank: int) -> None:
             with contextlib.suppress(OSError, ValueError, LookupError):
-                found[rank] = _ask(self._peers[rank], self.rank)
+                found[rank] = _ask(self._peers[rank], self.rank, ends)
 
         ranks = [rank for rank in range(len(self._peers)) if rank != self.rank]
         threads = [threading.Thread(target=ask, args=(rank,), daemon=True) for rank in ranks]
@@ -122,16 +162,24 @@ class Watchdog:
             threading.Event().wait(TICK / 10)
         return list(found)
 
-    def report(self, places: Sequence[Place | None]) -> str:
-        """What is printed: what this rank waits for, and which ranks are missing."""
+    def report(self, places: Sequence[Place | None], ends: bool = True) -> str:
+        """What is printed: what this rank waits for, which ranks are missing, and whether it ends."""
         mine = places[self.rank]
         assert mine is not None
         if mine.waits_for is None:
             said = f"rank {self.rank} is outside of a step, after {mine.steps}, and rank {self.asked_by} waits in vain"
         else:
             said = f"rank {self.rank} has waited {mine.seconds:.0f} s in step {mine.steps} for {mine.waits_for}"
-        if not self._peers:
-            return f"{said}; in the first step ranks cannot be asked where they are; this rank ends"
+        who = self._absent(places) if self._peers else self._unmet()
+        if ends:
+            return f"{said}; {who}. This rank ends. `timeout` in the plan is {self.timeout:g} s; 0 waits for ever"
+        return (
+            f"{said}; {who}. In the first step a rank may still load or compile: this one waits on, and ends after "
+            f"{FIRST * self.timeout:g} s, {FIRST} times `timeout` in the plan; 0 waits for ever"
+        )
+
+    def _absent(self, places: Sequence[Place | None]) -> str:
+        """Which ranks are missing, of those that have met."""
         most = max(place.steps for place in places if place)
         absent, waiting = [], []
         for rank, place in enumerate(places):
@@ -144,10 +192,18 @@ class Watchdog:
             elif rank != self.rank:
                 waiting.append(f"rank {rank} waits for {place.waits_for}")
         missing = f"missing: {'; '.join(absent)}" if absent else "no rank is missing"
-        others = f" ({'; '.join(waiting)})" if waiting else ""
-        return (
-            f"{said}; {missing}{others}. This rank ends. `timeout` in the plan is {self.timeout:g} s; 0 waits for ever"
-        )
+        return f"{missing} ({'; '.join(waiting)})" if waiting else missing
+
+    def _unmet(self) -> str:
+        """Which ranks are missing where they are to meet."""
+        come: Sequence[int] = ()
+        with contextlib.suppress(RuntimeError):  # torch.distributed's, whose store may be gone
+            come = self._come()
+        away = "; ".join(f"rank {rank} has not come" for rank in range(self.world) if rank not in come)
+        who = f"missing: {away}" if away else "no rank is missing any more"
+        if not come:
+            who = "which ranks are missing is not known before they have met"
+        return f"there {self.world} ranks meet for the first time; {who}; look at every rank's log and stack"
 
 
 def say(text: str) -> None:
@@ -217,14 +273,16 @@ class _Answer(socketserver.StreamRequestHandler):
     timeout = ASKING
 
     def handle(self) -> None:
-        """Answer one question: {"number": …, "rank": who asks, "proof": …}."""
+        """Answer one question: {"number": …, "rank": who asks, "proof": …, "ends": whether this rank is to end}."""
         service, drawn = self.server.service, secrets.token_hex(16)
         self.wfile.write(f"{drawn}\n".encode())
         question = json.loads(self.rfile.readline(LINE))
         if not hmac.compare_digest(str(question["proof"]), _proof(service.secret, drawn)):
             return
         watchdog = service.watched[question["number"]]
-        place, watchdog.asked_by = watchdog.place(), int(question["rank"])
+        place = watchdog.place()
+        if question["ends"]:
+            watchdog.asked_by = int(question["rank"])
         self.wfile.write(json.dumps(place).encode() + b"\n")
 
 
@@ -232,8 +290,8 @@ def _proof(secret: str, drawn: str) -> str:
     return hmac.new(secret.encode(), drawn.encode(), "sha256").hexdigest()
 
 
-def _ask(address: dict[str, Any], rank: int) -> Place:
-    """Where the rank of this address is.
+def _ask(address: dict[str, Any], rank: int, ends: bool = True) -> Place:
+    """Where the rank of this address is; ``rank`` asks, and ``ends`` it by that.
 
     Raises:
         OSError, ValueError: it does not answer.
@@ -244,10 +302,11 @@ def _ask(address: dict[str, Any], rank: int) -> Place:
             with line.makefile("rwb") as file:
                 drawn = file.readline(LINE).decode().strip()
                 proof = _proof(address["secret"], drawn)
-                file.write(json.dumps({"number": address["number"], "rank": rank, "proof": proof}).encode() + b"\n")
+                question = {"number": address["number"], "rank": rank, "proof": proof, "ends": ends}
+                file.write(json.dumps(question).encode() + b"\n")
                 file.flush()
-                steps, waits_for, seconds = json.loads(file.readline(LINE))
-                return Place(steps, waits_for, seconds)
+                steps, waits_for, seconds, first = json.loads(file.readline(LINE))
+                return Place(steps, waits_for, seconds, first)
     raise ConnectionError("no answer")
 
 

@@ -75,13 +75,15 @@ class Compressor(compressor.Compressor):
         except Exception as caught:  # the others wait to compare plans: tell them first
             error, plan = caught, plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
-        self._transport = MPITransport(comm)
-        self._silence = weakref.finalize(self, self._transport.silence)
-        self._collectives = Collectives(self._transport, self.local.observers)
         self._tensors: _Tensors | None = None  # those of the last step
         self._step: Step | None = None  # under way
-        said = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.address()])
-        texts, plans, addresses = zip(*map(json.loads, self._collectives.gather_text("plan", said)), strict=True)
+        with self.watchdog.meeting("every rank's Compressor"):
+            self._transport = MPITransport(comm)
+            self._silence = weakref.finalize(self, self._transport.silence)
+            self._collectives = Collectives(self._transport, self.local.observers)
+            said = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.address()])
+            everyone = self._collectives.gather_text("plan", said)
+        texts, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
             raise error
         if any(texts):

@@ -39,7 +39,8 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
                                     # that knows all tensors joins them where results stay the same
         seed: 0
-        timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never
+        timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never;
+                                    # the first step has ten times as many
         verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob

@@ -40,6 +40,7 @@ from hvdcompress.engine import checkpoint, compressor
 from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
+from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
@@ -47,7 +48,7 @@ from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 
 
-def _number(process_set: Any) -> int:
+def _number(process_set: Any, watchdog: Watchdog) -> int:
     """The next Compressor's number."""
     set_id = process_set.process_set_id
 
@@ -55,7 +56,7 @@ def _number(process_set: Any) -> int:
         name = f"hvdcompress.set{set_id}.number"
         return int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
 
-    return compressor.next_number(_numbers, set_id, largest)
+    return compressor.next_number(_numbers, set_id, largest, watchdog)
 
 
 class Ticket:
@@ -113,10 +114,11 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self.names = None if names is None else list(names)
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.tf.set{set_id}.compressor{_number(process_set)}"
-        self.buckets: dict[str, Bucket] = {}
         self._segments = Segments(self.local, self.current_loss_scale)
+        number = _number(process_set, self.watchdog)  # ranks may wait for each other here
+        # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
+        self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
+        self.buckets: dict[str, Bucket] = {}
         # names of what was traced, by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
         self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
@@ -309,7 +311,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         """
         if self._agreed:
             return
-        with tf.init_scope():
+        with tf.init_scope(), self.watchdog.meeting("every rank's first trace"):
             said = [self.plan.to_dict(), self.names, self.watchdog.address()]
             texts = self._gather(np.frombuffer(json.dumps(said).encode(), np.uint8))
         everyone = [json.loads(text) for text in texts]
@@ -390,8 +392,13 @@ def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: 
     """
 
     def run(*arrays: Any) -> Any:
-        with denormals_count():
-            result = function(*arrays)
+        try:
+            with denormals_count():
+                result = function(*arrays)
+        except Exception as error:
+            if compressor.is_elastic():  # hvd.elastic.run ends in silence at an UnknownError, which most become
+                raise ValueError(str(error)) from error
+            raise
         return np.int32(0) if result is None else result
 
     return tf.numpy_function(run, inputs, dtypes, stateful=False)

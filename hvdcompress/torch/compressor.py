@@ -27,6 +27,7 @@ from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Method
 from hvdcompress.ops import fast
 from hvdcompress.ops.torch.tensors import uploaded
@@ -36,7 +37,7 @@ from hvdcompress.torch.transport import HorovodTransport
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 
 
-def _number(process_set: Any) -> int:
+def _number(process_set: Any, watchdog: Watchdog) -> int:
     """The next Compressor's number."""
     set_id = process_set.process_set_id
 
@@ -44,7 +45,7 @@ def _number(process_set: Any) -> int:
         name = f"hvdcompress.set{set_id}.number"
         return int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
 
-    return next_number(_numbers, set_id, largest)
+    return next_number(_numbers, set_id, largest, watchdog)
 
 
 class Ticket:
@@ -125,11 +126,11 @@ class Compressor(TensorCompressor):
         plan, rank, world = plan_of(method, **settings), process_set.rank(), process_set.size()
         super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
         self.process_set = process_set
-        set_id = process_set.process_set_id
-        self.prefix = f"hvdcompress.set{set_id}.compressor{_number(process_set)}"
+        self._arrivals: Arrivals | None = None
+        number = _number(process_set, self.watchdog)  # ranks may wait for each other here
+        self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
-        self._arrivals: Arrivals | None = None
         self._agreed = False  # the ranks' plans have been compared
         self._address = ""  # the watchdog's
         self._failure: PeerError | None = None

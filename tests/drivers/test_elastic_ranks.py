@@ -21,16 +21,17 @@ def read(folder: Path, stem: str, ranks: int) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parallel
 @pytest.mark.alone  # a step that takes half a minute is stuck
 @pytest.mark.timeout(400)
-def test_others_go_on_without_a_lost_rank_and_with_its_successor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("door,script", [("torch", "elastic_ranks.py"), ("tensorflow", "elastic_ranks_tf.py")])
+def test_others_go_on_without_a_lost_rank_and_with_its_successor(door: str, script: str, tmp_path: Path) -> None:
     """Nothing that was committed is lost: what the ranks of each world gave is what they received, or the last keep."""
-    for module in MODULES["torch"]:
+    for module in MODULES[door]:
         pytest.importorskip(module)
     (tmp_path / "kept").mkdir()
     (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")  # a host of which a rank fails is not asked again
     discover = tmp_path / "discover.sh"
     discover.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts\n")
     discover.chmod(0o755)
-    done = launch("elastic-3", HERE / "elastic_ranks.py", str(tmp_path), seconds=300, DISCOVER=str(discover))
+    done = launch("elastic-3", HERE / script, str(tmp_path), seconds=300, DISCOVER=str(discover))
     ends = sorted((tmp_path / "kept").glob("*-end-*.npz"))
     assert len(ends) == 3, done.stdout[-4000:]
     begun = int(ends[0].name.split("-")[0])

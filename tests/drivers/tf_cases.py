@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import horovod.tensorflow as hvd
@@ -149,6 +150,24 @@ def the_rank_that_failed_names_the_cause() -> None:
 
 
 @case
+def an_error_does_not_end_an_elastic_training_as_if_it_were_done() -> None:
+    """hvd.elastic.run returns at an UnknownError that has none of Horovod's words, without an error."""
+    faulty = Faulty("topk", {"density": 0.05})
+    for elastic, kind in (("0", tf.errors.UnknownError), ("1", tf.errors.InvalidArgumentError)):
+        model = Model(compressor(faulty.plan))
+        with faulty.failing((1,), 0):
+            try:
+                os.environ["HOROVOD_ELASTIC"] = elastic
+                model(everyone(0)[hvd.rank()])
+            except kind as error:
+                assert (FAULT if hvd.rank() == 1 else "rank 1 failed") in str(error), str(error)
+            else:
+                raise AssertionError("no error")
+            finally:
+                del os.environ["HOROVOD_ELASTIC"]
+
+
+@case
 def other_operations_are_refused() -> None:
     for op in (hvd.Min, hvd.Max, hvd.Product):
         for method in ("none", "topk"):
@@ -174,7 +193,7 @@ def bad_arguments_are_refused() -> None:
 def names_in_horovods_timeline() -> None:
     comp = compressor("scalecom", density=0.05)
     model = Model(comp)
-    assert re.fullmatch(r"hvdcompress\.tf\.set0\.compressor\d+", comp.prefix)
+    assert re.fullmatch(r"HorovodAllreduce\.hvdcompress\.tf\.set0\.compressor\d+", comp.prefix)
 
     def steps() -> None:
         for step in range(3):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdcompress.engine import watchdog
-from hvdcompress.engine.watchdog import TICK, Place, Watchdog
+from hvdcompress.engine.watchdog import FIRST, TICK, Place, Watchdog
 
 
 class Exited(Exception):
@@ -95,6 +95,35 @@ def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str]) -> None
         LOOK(moving)
         LOOK(resting)
     assert not said
+
+
+def test_where_ranks_meet_it_says_so_and_has_patience(said: list[str]) -> None:
+    one = Watchdog(0, 3, 2 * TICK, lambda: Place(0, None), lambda: 0)
+    LOOK(one)
+    with one.meeting("every rank's first backward pass", lambda: [0, 2]):
+        for _ in range(2 * FIRST - 1):
+            LOOK(one)
+        assert len(said) == 1 and "rank 0 has waited 1 s in step 0 for every rank's first backward pass" in said[0]
+        assert "missing: rank 1 has not come" in said[0] and "This rank ends" not in said[0], said
+        with pytest.raises(Exited):
+            LOOK(one)
+        assert len(said) == 2 and "This rank ends" in said[1]
+    for _ in range(3 * FIRST):  # they have met
+        LOOK(one)
+    assert len(said) == 2
+
+
+def test_in_the_first_step_it_asks_and_ends_nobody(said: list[str]) -> None:
+    """A rank may still load its data, though all have met."""
+    one, other = ranks(Place(0, "tensor 'w'", first=True), Place(0, None, first=True), timeout=2 * TICK)
+    for _ in range(2 * FIRST):
+        LOOK(one)
+        LOOK(other)
+    assert len(said) == 1 and "missing: rank 1 is outside of a step, after 0" in said[0], said
+    assert "waits on, and ends after" in said[0] and other.asked_by is None
+    with pytest.raises(Exited):
+        LOOK(one)
+    assert other.asked_by == 0
 
 
 def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:

@@ -41,6 +41,8 @@ class Injector:
         self.case, self.folder = case, folder
         self.fault = case.fault if rank == case.victim else ""
         self._armed, self._calls, self._in_step = False, 0, 1
+        self._at = 0  # the step that is on
+        self._signals: tuple[int, threading.Thread] | None = None  # since which step, and what sends the signal
 
     def happens(self) -> None:
         """Write down that the fault comes now."""
@@ -99,7 +101,9 @@ class Injector:
     @contextlib.contextmanager
     def in_step(self, step: int) -> Iterator[None]:
         """Inside, the step of the fault has it."""
-        self._in_step, self._calls = max(self._calls, 1), 0
+        if self._signals and step > self._signals[0] + 1:  # however late its thread is, it is not after the last step
+            self._signals[1].join()
+        self._in_step, self._calls, self._at = max(self._calls, 1), 0, step
         self._armed = step == self.case.step
         if self._armed and self.fault == "killed":
             self._signal(signal.SIGKILL)
@@ -132,7 +136,8 @@ class Injector:
             self.happens()
             os.kill(os.getpid(), number)
 
-        threading.Timer(self.case.moment * STEP_SECONDS, send).start()
+        self._signals = self._at, threading.Timer(self.case.moment * STEP_SECONDS, send)
+        self._signals[1].start()
 
     def _raise(self) -> None:
         self._armed = False
