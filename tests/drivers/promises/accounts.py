@@ -56,8 +56,8 @@ class Watcher:
         if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
             raise AttributeError(event)
 
-        def note(*rest: Any, **more: Any) -> None:
-            self.events[event] += 1
+        def note(rank: int, *rest: Any, **more: Any) -> None:
+            self.events[event] += rank == self.rank
 
         return note
 
