@@ -15,17 +15,15 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, write
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
 
-SHAPES, SAVE, LOST, MORE = {"w": (48, 64), "b": (64,)}, 3, 7, 6
-PAUSE = 0.1  #: seconds between steps
 faulthandler.dump_traceback_later(200, exit=True)
 torch.set_num_threads(1)
 out = Path(sys.argv[1])
@@ -41,15 +39,6 @@ class Net(torch.nn.Module):
 
     def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum((getattr(self, name) * gradient).sum() for name, gradient in given.items())
-
-
-def write(file: Path, **tables: dict[str, Any]) -> None:
-    """Write arrays, all or nothing."""
-    arrays = {f"{what}.{key}": np.asarray(value) for what, table in tables.items() for key, value in table.items()}
-    temporary = file.with_suffix(f".{os.getpid()}")
-    with temporary.open("wb") as stream:
-        np.savez(stream, **arrays)
-    temporary.rename(file)
 
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -79,7 +68,7 @@ while step < last:
     for name, parameter in net.named_parameters():
         pending[name] += given[name].numpy() - parameter.grad.numpy()
     step += 1
-    if step % SAVE == 0:
+    if step % COMMIT == 0:
         write(out / "kept" / f"{first}-{step}-{rank}.npz", pending=pending)
         if rank == 0:
             write(out / f"model-{step}.npz", parameters=net.state_dict())

@@ -17,24 +17,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 from horovod.common.elastic import ObjectState
 
 from hvdcompress.engine.observer import Observer
 from hvdcompress.tensorflow import Compressor
 
-SHAPES, COMMIT, LOST, MORE = {"w": (48, 64), "b": (64,)}, 3, 7, 6
-PAUSE = 0.1  #: seconds between steps
-TIMEOUT = 25  #: the plan's; more than Horovod needs to see that a peer is gone, by HOROVOD_GLOO_TIMEOUT_SECONDS
 faulthandler.dump_traceback_later(200, exit=True)
 out = Path(sys.argv[1])
-
-
-def write(name: str, **tables: dict[str, Any]) -> None:
-    """Write arrays, all or nothing."""
-    arrays = {f"{what}.{key}": value for what, table in tables.items() for key, value in table.items()}
-    with (out / f"{name}.tmp").open("wb") as file:
-        np.savez(file, **arrays)
-    (out / f"{name}.tmp").rename(out / "kept" / f"{name}.npz")
 
 
 class Killer(Observer):
@@ -82,13 +72,13 @@ def train(state: Any) -> None:
         if first and hvd.size() == 2 and hvd.rank() == 0 and time.monotonic() > began + TIMEOUT:
             (out / "hosts").write_text("localhost:2\n127.0.0.1:1\n127.1:1\n")
         if state.step % COMMIT == 0:
-            write(f"{first}-{state.step}-{hvd.rank()}", pending=pending)
+            write(out / "kept" / f"{first}-{state.step}-{hvd.rank()}.npz", pending=pending)
             compressor.save(out / "state")
             state.model = {name: variable.numpy() for name, variable in variables.items()}
             state.commit()
     residual = {name: np.asarray(compressor.residual(name)) for name in SHAPES}
     parameters = {name: variable.numpy() for name, variable in variables.items()}
-    write(f"{first}-end-{hvd.rank()}", pending=pending, residual=residual, parameters=parameters)
+    write(out / "kept" / f"{first}-end-{hvd.rank()}.npz", pending=pending, residual=residual, parameters=parameters)
 
 
 hvd.init()
