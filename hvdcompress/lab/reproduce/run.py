@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.reproduce import cache, page
-from hvdcompress.lab.reproduce.claims import Paper, Result, Scale, Unit
+from hvdcompress.lab.reproduce.claims import Claim, Paper, Result, Scale, Unit
 from hvdcompress.lab.training.tasks import TASKS
 
 CACHE = "cache"  #: the folder of results in a paper's folder
@@ -33,7 +33,15 @@ def check(paper: Paper, scale: Scale) -> None:
             raise ValueError(f"--data {problem}")
 
 
-def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Console, command: str) -> list[Path]:
+def reproduce(
+    paper: Paper,
+    folder: Path,
+    scale: Scale,
+    jobs: int,
+    console: Console,
+    command: str,
+    claims: Sequence[Claim] | None = None,
+) -> list[Path]:
     """Measure what is not yet measured, and write the page.
 
     Args:
@@ -43,6 +51,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Cons
         jobs: units side by side; with 1 they run in this process.
         console: for progress.
         command: the command line, which the page shows.
+        claims: only these of the paper; the page's other parts stay as they are.
 
     Returns:
         The files that were written.
@@ -50,11 +59,11 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Cons
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C; what was measured is kept.
     """
-    wanted = {claim.id: list(claim.units(scale)) for claim in paper.claims}
+    wanted = {claim.id: list(claim.units(scale)) for claim in claims or paper.claims}
     found = measure([unit for units in wanted.values() for unit in units], folder / CACHE, jobs, console)
     reports = [
         (claim, claim.report([Result(unit, found[cache.file_of(folder, unit).name]) for unit in wanted[claim.id]]))
-        for claim in paper.claims
+        for claim in claims or paper.claims
     ]
     return page.write(paper, reports, folder, command, scale)
 
