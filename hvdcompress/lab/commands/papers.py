@@ -35,8 +35,6 @@ def reproduce(
     Writes PAPER.md, PAPER.json and pictures. What was measured is kept in OUTPUT/cache: the same command goes on where
     it was interrupted. `reproduce summary` prints the verdicts of all pages in OUTPUT, build/reproduce by default.
 
-    A claim that is named by --claims may be tested under more conditions than --quick has time for else.
-
     Exit status: 0; 2 if data is missing; 130 after Ctrl-C.
     """
     from hvdcompress.lab.reproduce import page, papers, run
@@ -47,7 +45,7 @@ def reproduce(
         if paper == "summary":
             page.summary(output or parent).print(console, form)
             return
-        found, scale = papers.find(paper), Scale(quick=not full, path=data, named=claims is not None)
+        found, scale = papers.find(paper), Scale(quick=not full, path=data)
         only = papers.named(found, [id.strip() for id in claims.split(",")]) if claims else None
         run.check(found, scale)
         folder = output or parent / paper

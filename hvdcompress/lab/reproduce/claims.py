@@ -135,15 +135,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: quick (minutes) or full (hours), where the user's data is, and whether claims are named.
-
-    A claim that is named, and not one of all, may have more conditions: it has the time of the others.
-    """
+    """How much is measured: quick (minutes) or full (hours), and where the user's data is."""
 
     quick: bool = True
     path: str | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
-    named: bool = False
 
 
 @dataclass(frozen=True)

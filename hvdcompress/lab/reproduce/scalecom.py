@@ -478,8 +478,7 @@ PAPER = Paper(
             "Tables 2 and 3",
             "Four trainings on pictures (300 steps; 2400 with --full) and one on text (500; 2500), 2 simulated ranks, "
             "SGD with momentum, the same learning rate for all of a task. The text's gradient is clipped after the "
-            "exchange. By itself (--claims S5) and with --full also before it, each rank's own, and the text is learnt "
-            "by an LSTM, too; --full has β 0.3 and 80x.",
+            "exchange; with --full also before it, each rank's own, and an LSTM learns the text, too; β 0.3 and 80x.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
             settings.trained,
             no_loss,

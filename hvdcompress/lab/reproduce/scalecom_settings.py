@@ -195,10 +195,10 @@ def wanted(task: str, method: str, rate: str, scale: Scale) -> bool:
     """Whether a scale has a training.
 
     Pictures have all settings with --full; with --quick two rates, and no β of 0.3. Text, which is slow, has those of
-    ``READ``; of all claims at once, with --quick, the first task of it alone, and no rate between.
+    ``READ``; with --quick the first task of it alone, two rates, and no chunks without the filter.
     """
     if task not in TEXTS:
         return not scale.quick or (rate != "80x" and not method.endswith("β 0.3"))
-    if scale.quick and not scale.named and (task != TEXT or rate == "80x" or method == "chunk, β 1"):
+    if scale.quick and (task != TEXT or rate == "80x" or method == "chunk, β 1"):
         return False
     return method in READ[task].get(rate, ())
