@@ -92,6 +92,17 @@ def test_units_run_side_by_side(tmp_path):
     assert Path(log).read_text().split()[-1] == "9"  # nothing ran at the same time: it came last
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_times_are_of_one_core(tmp_path, monkeypatch, jobs):
+    """Also where nothing is measured side by side, as with --claims G4: our kernels would have had all cores."""
+    for name in ("HVDCOMPRESS_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "4")
+        monkeypatch.delenv(name)
+    lone = Unit("alone", toy_claims.square, {"number": 9, "log": str(tmp_path / "log")}, alone=True)
+    run.measure([lone], tmp_path / "cache", jobs, Console(file=io.StringIO()))
+    assert os.environ["HVDCOMPRESS_THREADS"] == os.environ["OMP_NUM_THREADS"] == "1"
+
+
 def test_time_left_follows_what_was_measured():
     units = [Unit(str(n), toy_claims.square, {"number": n}, seconds=10) for n in range(4)]
     progress = run.Progress(units, 0, 2, Console(file=io.StringIO()))

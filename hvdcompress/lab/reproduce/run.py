@@ -73,6 +73,8 @@ def measure(units: Iterable[Unit], folder: Path, jobs: int, console: Console) ->
 
     A unit that several claims ask for is measured once. Those that must be alone come last, one at a time.
     """
+    for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
+        os.environ.setdefault(threads, "1")  # a process a core: units run side by side, and times are of one core
     different = {cache.file_of(folder, unit).name: unit for unit in units}
     found = {name: kept for name, unit in different.items() if (kept := cache.load(folder, unit)) is not None}
     missing = [unit for name, unit in different.items() if name not in found]
@@ -108,8 +110,6 @@ def _in_turn(units: Sequence[Unit], folder: Path, progress: Progress) -> None:
 def _side_by_side(units: Sequence[Unit], folder: Path, jobs: int, progress: Progress) -> None:
     if not units:
         return
-    for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
-        os.environ.setdefault(threads, "1")  # a process a core: threads would fight for the same ones
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), context, initializer=_leave_ctrl_c) as pool:
         futures: dict[Future[float], Unit] = {pool.submit(carry_out, unit, folder): unit for unit in units}

@@ -31,8 +31,8 @@ RATES: dict[str, Row] = {
 NETS = ("fnn3", "lenet5")
 WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
 FACTORS = (1, 4)  #: of the learning rate with many workers
-WARM = "exact, β 1, warm-up"
-_FEW = {"": ("none",), "48x": ("topk", "exact, β 1", "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
+WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
+_FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
 _MORE = {**_FEW, "48x": (*_FEW["48x"], "chunk, β 1")}
 READ = {
     TEXT: {**_MORE, "80x": ("exact, β 1",), "over 100x": ("topk", "exact, β 1", "chunk, β 0.1")},
@@ -71,13 +71,14 @@ def scalecom(select: str, beta: float, **more: Any) -> Row:
 
 
 def settings(steps: int) -> dict[tuple[str, str], Row]:
-    """What the tasks are trained with, by name and rate: dense, top-k, each selection with each β, and a warm-up."""
+    """What tasks are trained with, by name and rate: dense, top-k, each selection with each β, 16 bits, a warm-up."""
     found: dict[tuple[str, str], Row] = {("none", ""): {"method": "none"}}
     for rate, sparse in RATES.items():
         found["topk", rate] = {"method": "topk", **sparse}
         for select in ("exact", "chunk"):
             for beta in BETAS:
                 found[f"{select}, β {beta:g}", rate] = scalecom(select, beta, **sparse)
+    found[HALF, "48x"] = scalecom("exact", 1.0, density=1 / 35, values="fp16")  # shorter values, and more of them
     rate = "over 100x"
     found[WARM, rate] = scalecom("exact", 1.0, **RATES[rate], warmup={"steps": steps // 10})
     return found
