@@ -195,11 +195,11 @@ def trained(scale: Scale) -> list[Unit]:
 def wanted(task: str, method: str, rate: str, scale: Scale) -> bool:
     """Whether a scale has a training.
 
-    Pictures have all settings with --full; with --quick two rates, and no β of 0.3. Text, which is slow, has those of
-    ``READ``; with --quick the first task of it alone, two rates, and no chunks without the filter.
+    With --full, pictures have all settings, and text, which is slow, those of ``READ``. With --quick: Fashion-MNIST,
+    with two rates and no β of 0.3; and the first task of text, with what the defaults do.
     """
-    if task not in TEXTS:
-        return not scale.quick or (rate != "80x" and not method.endswith("β 0.3"))
-    if scale.quick and (task != TEXT or rate == "80x" or method == "chunk, β 1"):
-        return False
-    return method in READ[task].get(rate, ())
+    if not scale.quick:
+        return task not in TEXTS or method in READ[task].get(rate, ())
+    if task in TEXTS:
+        return task == TEXT and method in ("none", "exact, β 1", HALF) and rate != "80x"
+    return PICTURES[task]["task"] == "fashion_mnist" and rate != "80x" and method != HALF and "β 0.3" not in method
