@@ -477,7 +477,7 @@ PAPER = Paper(
             "Models train without loss at 47x to 65x and at more than 100x.",
             "Tables 2 and 3",
             "Three trainings on Fashion-MNIST (300 steps; 2400 with --full), and a transformer on text (500; 2500; "
-            "with --quick exact selection with β = 1 alone), 2 simulated ranks, SGD with momentum, the same learning "
+            "with --quick fewer settings), 2 simulated ranks, SGD with momentum, the same learning "
             "rate for all of a task. The text's gradient is clipped after the exchange. With --full, also before it, "
             "each rank's own; an LSTM learns the text, too, and convolutions noisy digits; β 0.3 and 80x are tried.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",

@@ -32,12 +32,12 @@ NETS = ("fnn3", "lenet5")
 WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
 FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
-_FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
-_MORE = {**_FEW, "48x": (*_FEW["48x"], "chunk, β 1")}
+FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
+_MORE = {**FEW, "48x": (*FEW["48x"], "chunk, β 1")}
 READ = {
     TEXT: {**_MORE, "80x": ("exact, β 1",), "over 100x": ("topk", "exact, β 1", "chunk, β 0.1")},
     f"{TEXT}, clipped before": _MORE,
-    "LSTM, text": _FEW,
+    "LSTM, text": FEW,
 }  #: the settings that text is learnt with, by task and rate
 
 
@@ -201,5 +201,5 @@ def wanted(task: str, method: str, rate: str, scale: Scale) -> bool:
     if not scale.quick:
         return task not in TEXTS or method in READ[task].get(rate, ())
     if task in TEXTS:
-        return task == TEXT and method in ("none", "exact, β 1", HALF) and rate != "80x"
-    return PICTURES[task]["task"] == "fashion_mnist" and rate != "80x" and method != HALF and "β 0.3" not in method
+        return task == TEXT and method in FEW.get(rate, ())
+    return PICTURES[task]["task"] == "fashion_mnist" and rate != "80x" and "β 0.3" not in method
