@@ -45,11 +45,13 @@ KNOWN = {
     ("lab/training/loop.py", "allgather_object"): "Horovod's own, between ranks of one experiment",
     ("lab/training/loop.py", "broadcast_object"): "Horovod's own, between ranks of one experiment",
     ("lab/bench/tensorflow_steps.py", "allgather_object"): "Horovod's own, between ranks of one benchmark",
-    ("lab/training/train_ddp.py", "all_gather_object"): "PyTorch's own, between ranks of one experiment",
-    ("lab/training/train_ddp.py", "broadcast_object_list"): "PyTorch's own, between ranks of one experiment",
+    (
+        "lab/training/torch_ranks.py",
+        "all_gather_object",
+    ): "PyTorch's own, between ranks of one experiment",
+    ("lab/training/torch_ranks.py", "broadcast_object_list"): "PyTorch's own, between ranks of one experiment",
     ("lab/commands/files.py", "shell"): "the name of a shell, for which the completion script is printed",
     ("lab/advise/fabric.py", "allgather_object"): "Horovod's own, between ranks of one measurement",
-    ("lab/advise/fabric.py", "all_gather_object"): "PyTorch's own, between ranks of one measurement",
 }
 
 
