@@ -28,7 +28,7 @@ from rich.progress import track
 
 from hvdcompress.lab.bench.devices import machine
 from hvdcompress.lab.output.console import console_of
-from hvdcompress.lab.output.table import Column, Table
+from hvdcompress.lab.output.table import Column, Table, folded
 from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
@@ -312,7 +312,7 @@ numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
 
 Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
 
-{table_of(VERB_HEAD, verbs).markdown()}"""
+{folded(table_of(VERB_HEAD, verbs).markdown())}"""
 
 
 def main() -> None:

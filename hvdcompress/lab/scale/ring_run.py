@@ -141,7 +141,7 @@ def plot(found: Sequence[Contender], title: str) -> str:
         axes.set_yticks(range(len(rows)), [one.name for one in rows], color=plots.INK, fontsize=8.5)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, 1.5e3 * max(one.median for one in rows))
-        axes.set_xlabel("milliseconds an exchange (median of the slowest rank)")
+        axes.set_xlabel("milliseconds per exchange (median of the slowest rank)")
         axes.set_title(title, loc="left", fontsize=9)
         axes.grid(visible=False, axis="y")
         return plots.alone(plots.svg(figure, "ring", title))
