@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hvdcompress.engine import compiling
 from hvdcompress.engine.observer import Observer
 from hvdcompress.method import Array
 
@@ -85,7 +86,8 @@ class Ledger(Observer):
             entry.collectives += 1
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select"."""
+        """Codec work; counted as "select", without what numba compiled meanwhile."""
+        seconds = max(0.0, seconds - compiling.taken())
         self._seconds[rank, "select"] += seconds
         self._tensors[rank, name].seconds += seconds
 
