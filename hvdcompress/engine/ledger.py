@@ -126,7 +126,7 @@ class Ledger(Observer):
         sent = self.bytes_sent(rank)
         if self.world == 1 and not sent:
             warnings.warn(
-                "one rank alone sends nothing, so there is no rate: start several, such as `horovodrun -np 2 python "
+                "one rank alone sends nothing, so there is no ratio: start several, such as `horovodrun -np 2 python "
                 "train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
                 stacklevel=2,
             )
