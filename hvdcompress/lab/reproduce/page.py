@@ -10,7 +10,8 @@ from typing import Any
 
 import hvdcompress
 from hvdcompress.lab.bench.devices import machine
-from hvdcompress.lab.output.table import Column, Table, as_json, folded
+from hvdcompress.lab.output.table import Column, Table, as_json
+from hvdcompress.lab.output.table import folded as folded_text
 from hvdcompress.lab.reproduce.claims import Claim, Kind, Paper, Report, Scale
 
 COLUMNS: tuple[Column[dict[str, Any]], ...] = (
@@ -89,7 +90,7 @@ def markdown(paper: Paper, reports: Sequence[tuple[Claim, Report]], data: dict[s
         ]
         parts += [f"![{p.caption}]({paper.id}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
         tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
-        parts.append(folded("\n\n".join(text.strip() for text in (told["number"], *tables))))
+        parts.append(folded([told["number"], *tables]))
         if report.notes:
             parts.append("".join(f"* {note}\n" for note in report.notes))
     return "\n".join(parts)
@@ -111,6 +112,11 @@ def brief(claim: dict[str, Any]) -> str:
 def said(claim: dict[str, Any]) -> str:
     """The verdict as a sentence, with where or why."""
     return f"**It {claim['kind']}**{claim['verdict'].removeprefix(claim['kind'])}."
+
+
+def folded(texts: Sequence[str]) -> str:
+    """Figures that are shown to who asks for them."""
+    return folded_text("\n\n".join(text.strip() for text in texts))
 
 
 def linked(claims: Sequence[dict[str, Any]], page: str = "") -> Table[dict[str, Any]]:

@@ -292,7 +292,7 @@ def same(task: Row, other: Row) -> bool:
 
 
 def no_loss(results: Sequence[Result]) -> Report:
-    """What is lost against dense training, by task, ratio, selection and β?"""
+    """What is lost against dense training, by task, rate, selection and β?"""
     rows = compared(results)
     cells: dict[str, list[bool]] = {}
     for (task, rate, method), some in grouped(rows, "task", "at", "method").items():
@@ -335,7 +335,7 @@ def no_loss(results: Sequence[Result]) -> Report:
         [Table(columns, lines, "Behind dense: of the first seed, or median over seeds (least to largest); dense: its "
                "own value, % or bits per byte.")],
         [figures.losses(rows, tasks)],
-        ["Ratios are those of large tensors; with what stays dense, exact selection has " + "; ".join(measured) + "."],
+        ["Rates are those of large tensors; with what stays dense, exact selection has " + "; ".join(measured) + "."],
     )  # fmt: skip
 
 

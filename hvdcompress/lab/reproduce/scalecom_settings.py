@@ -11,7 +11,7 @@ Row = dict[str, Any]
 TEXT = "transformer, text"
 PICTURES: dict[str, Row] = {
     "FNN-3, Fashion-MNIST": {"task": "fashion_mnist", "net": "fnn3"},
-    "FNN-3, learning rate 0.01": {"task": "fashion_mnist", "net": "fnn3", "learning_rate": 0.01},
+    "FNN-3, a fifth of the rate": {"task": "fashion_mnist", "net": "fnn3", "learning_rate": 0.01},
     "LeNet-5, Fashion-MNIST": {"task": "fashion_mnist", "net": "lenet5"},
     "convolutions, noisy digits": {"task": "noisy_digits", "weight_decay": 0.0005},
 }
@@ -21,7 +21,7 @@ RATES: dict[str, Row] = {
     "48x": {"density": 1 / 60},
     "80x": {"density": 0.01},
     "over 100x": {"density": 0.0085, "values": "fp16"},
-}  #: by the compression ratio of a large tensor with exact selection; biases and the like stay dense
+}  #: by the rate of a large tensor with exact selection; biases and the like stay dense
 NETS = ("fnn3", "lenet5")
 WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
 FACTORS = (1, 4)  #: of the learning rate with many workers
@@ -58,7 +58,7 @@ def scalecom(select: str, beta: float, **more: Any) -> Row:
 
 
 def settings(steps: int) -> dict[tuple[str, str], Row]:
-    """What the tasks are trained with, by name and ratio: dense, top-k, each selection with each β, and a warm-up."""
+    """What the tasks are trained with, by name and rate: dense, top-k, each selection with each β, and a warm-up."""
     found: dict[tuple[str, str], Row] = {("none", ""): {"method": "none"}}
     for rate, sparse in RATES.items():
         found["topk", rate] = {"method": "topk", **sparse}
@@ -179,7 +179,7 @@ def trained(scale: Scale) -> list[Unit]:
 
 
 def skipped(task: str, method: str, rate: str, first: bool) -> bool:
-    """Whether --quick leaves a training out: the text has one seed and a few settings, other seeds have two ratios."""
+    """Whether --quick leaves a training out: the text has one seed and a few settings, other seeds have two rates."""
     if task == TEXT:
         return not first or rate == "80x" or method in ("exact, β 0.3", "exact, β 0.1", "chunk, β 1", WARM)
     return not first and (rate == "80x" or method == WARM or method.endswith("β 0.3"))
