@@ -207,7 +207,7 @@ def ties_go_to_the_highest_index(patch: Patch) -> None:
 
 
 def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
-    def sum_of_halves(x: Any, ctx: Any, ops: Any, stream: int = 0) -> Any:
+    def sum_of_halves(x: Any, ctx: Any, ops: Any, stream: int = 0, saturated: Any = None) -> Any:
         payload, _ = ops.to_fp16(x, 1.0)
         return Half((yield AllReduce(payload)), 1.0), ops.from_fp16(payload, 1.0)
 
