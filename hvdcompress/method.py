@@ -311,8 +311,7 @@ class Method:
     their payloads travel together (``engine/together.py``)."""
     elementwise: ClassVar[bool] = False
     """Whether what is sent of an element depends on that alone, without a state of the method's own, so that payloads
-    of joined tensors are those of each, end to end. On a device such a method runs on tensors that are joined unasked,
-    as calls cost more than memory there."""
+    of joined tensors are those of each, end to end. Such a method runs once on tensors that are joined unasked."""
     uneven: ClassVar[bool] = False
     """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
     says."""

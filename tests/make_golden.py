@@ -50,7 +50,7 @@ def golden_variants(id: str) -> dict[str, dict[str, Any]]:
 
     def needed(settings: dict[str, Any]) -> bool:
         rest = {key: value for key, value in settings.items() if key not in ("feedback", "beta")}
-        option = len(rest) > 1 or rest.get("density", 0.1) != 0.1  # something beside density = 0.1
+        option = len(rest) > 1 or rest.get("density", 0.1) != 0.1  # something besides density = 0.1
         return not (option and "feedback" in settings and rest in found.values()) and rest.get("density") != 0.34
 
     return {name: settings for name, settings in found.items() if needed(settings)}

@@ -95,7 +95,7 @@ def wrong(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> Table[dict[str, Any]]:
-    """A line a method."""
+    """A line per method."""
 
     def slope(row: dict[str, Any]) -> str:
         return f"{row['slope']:.2f} ± {row['error']:.2f} B"
@@ -111,13 +111,13 @@ def table(rows: list[dict[str, Any]]) -> Table[dict[str, Any]]:
     columns: list[Column[dict[str, Any]]] = [
         Column("method", "method", lambda row: row["method"], align="left"),
         Column("steps", "steps", lambda row: str(row["steps"])),
-        Column("slope", "memory a step", slope, value=lambda row: row["slope"], unit="B"),
+        Column("slope", "memory per step", slope, value=lambda row: row["slope"], unit="B"),
         Column("grown", "in the run", lambda row: num_bytes(row["slope"] * row["steps"])),
         Column("residual", "largest residual", lambda row: number(row["residual"])),
         Column("late", "residual, last two thirds", lambda row: number(row["residual_late"])),
         Column("drift", "and its growth in them", drift),
-        Column("own", "rank 0's own, a step", lambda row: f"{row['own_slope']:+.5f}"),
-        Column("first", "a step, first third", lambda row: seconds_of(row["first"])),
+        Column("own", "rank 0's own, per step", lambda row: f"{row['own_slope']:+.5f}"),
+        Column("first", "per step, first third", lambda row: seconds_of(row["first"])),
         Column("last", "last third", lambda row: seconds_of(row["last"])),
         Column("equal", "ranks", lambda row: "equal" if row["equal"] else "differ"),
         Column("wrong", "wrong", lambda row: wrong(row) or "nothing", align="left"),

@@ -12,15 +12,16 @@ import shutil
 import sys
 from pathlib import Path
 
+from hvdcompress.lab.output.table import folded
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLACE = re.compile(r"(<!-- validation: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def folded(table: str) -> str:
+def parts(table: str) -> str:
     """The tables, of which the long one, of every plan, is shown to who asks for it."""
     verdicts, _, plans = table.partition("Predicted and measured:")
-    summary = "<summary>Every plan: predicted and measured steps</summary>"
-    return f"{verdicts}<details>\n{summary}\n\n{plans.strip()}\n\n</details>\n"
+    return verdicts + folded(plans, "Every plan: predicted and measured steps")
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     text = (
         f"`hvdcompress advise --validate advise_truth`, {hosts[1] if hosts else '?'} emulated hosts on one machine, "
         f"{' and '.join(days)}. A case's mean error is that of all its plans.\n\n"
-        f"![Predicted against measured steps](advise/truth.svg)\n\n{folded(table)}"
+        f"![Predicted against measured steps](advise/truth.svg)\n\n{parts(table)}"
     )
     page = DOCS / "advise.md"
     page.write_text(PLACE.sub(lambda found: found[1] + text + found[2], page.read_text(encoding="utf-8")), "utf-8")

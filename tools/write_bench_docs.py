@@ -21,11 +21,13 @@ from hvdcompress.lab.bench.report import LEGEND, heading, table
 from hvdcompress.lab.bench.results import Result, Row, best_dense, ratio
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import numbers, plots
+from hvdcompress.lab.output.table import folded
 from hvdcompress.lab.training import results as trainings
 from hvdcompress.lab.training import to_loss
 
 DOCS = ROOT / "docs"
 PLOTS = DOCS / "bench"
+NOTES = "Notes on the machine and the links"
 HEAD = """# How long an exchange of gradients takes
 
 Each page answers one question: a picture first, then the tables, folded, with the command that made them. Figures of
@@ -94,7 +96,7 @@ def bench_page(name: str, command: str, version: str, notes: Sequence[str], grou
         shown = [said for said in group.said if said.startswith("Best dense")]
         hidden = [said for said in group.said if said not in shown]
         lines += [line for said in shown for line in (said, "")]
-        lines += folded("All figures", "\n\n".join([group.table.strip(), *hidden]))
+        lines.append(folded("\n\n".join([group.table.strip(), *hidden])))
     lines += [
         "## How it was measured",
         "",
@@ -105,12 +107,7 @@ def bench_page(name: str, command: str, version: str, notes: Sequence[str], grou
         f"Version measured: {version}.",
         "",
     ]
-    return "\n".join([*lines, *folded("Notes on the machine and the links", "\n".join(f"- {note}" for note in notes))])
-
-
-def folded(summary: str, text: str) -> list[str]:
-    """Markdown that is shown on a click, on GitHub and on the site."""
-    return ["<details>", f"<summary>{summary}</summary>", "", text.strip(), "", "</details>", ""]
+    return "\n".join([*lines, folded("\n".join(f"- {note}" for note in notes), NOTES)])
 
 
 def section(result: Result) -> str:
@@ -132,7 +129,7 @@ def training(folder: Path, targets: dict[str, float]) -> str:
     found = trainings.read([folder])
     command, notes = str(found.launches[0].get("command", "?")), "\n".join(f"- {note}" for note in found.notes)
     table = to_loss.table(folder, targets).markdown()
-    return "\n".join(["```", command, "```", "", table, "", *folded("Notes on the machine and the links", notes)])
+    return "\n".join(["```", command, "```", "", table, "", folded(notes, NOTES)])
 
 
 def brief(result: Result) -> str:

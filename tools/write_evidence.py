@@ -22,7 +22,7 @@ HEADING = "## All methods, on the quickstart's tasks"
 
 
 def rows(text: str) -> list[dict[str, Any]]:
-    """The rows of the section's tables: task, measure, label, method, rate, held-out and its difference to dense."""
+    """The rows of the section's tables: task, measure, label, method, ratio, held-out and its difference to dense."""
     section = text[text.index(HEADING) :]
     section = section[: section.index("\n## ", 1)]
     found = []

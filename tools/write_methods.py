@@ -69,7 +69,9 @@ def sections(text: str) -> dict[str, str]:
             paragraph = (
                 paragraph.partition(":")[2].strip() if opened and "," not in paragraph.split(":")[0] else paragraph
             )
-        found.setdefault(here, []).append(markdown(paragraph[:1].upper() + paragraph[1:] if opened else paragraph))
+        if opened and re.match("[a-z]{2}", paragraph):  # a word, and no variable: "k values", "m(c) = …"
+            paragraph = paragraph[:1].upper() + paragraph[1:]
+        found.setdefault(here, []).append(markdown(paragraph))
     if example:
         found["Try it"] = [f"```pycon\n>>> {example.strip()}\n```"]
     return {title: "\n\n".join(parts) for title, parts in found.items()}
@@ -92,6 +94,7 @@ def markdown(paragraph: str) -> str:
         out.append(line)
     out += ["```"] if out and out[-1].startswith("\t") else []
     text = re.sub(r":(?:func|attr|class|meth):`(.*?)`", r"`\1`", "\n".join(out).replace("\t", ""))
+    text = re.sub("::$", ":", text, flags=re.M)  # before a block, in docstrings
     return re.sub(r"``(.+?)``", r"`\1`", text)
 
 
@@ -211,7 +214,8 @@ def remarks(cls: type[Method]) -> list[str]:
     text = (DOCS / "results.md").read_text(encoding="utf-8")
     bullets = re.findall(r"^\* (.*(?:\n  .*)*)", text, re.M)
     bullets = [re.sub(r"\]\((?!http)([^)#]*)", r"](../\1", one.replace("](#", "](results.md#")) for one in bullets]
-    return [f"* {one}" for one in bullets if re.match(rf"{re.escape(name)}\b(?!')", one)]
+    named = rf"{re.escape(name)}\b(?!')" if name != "No" else "`none`"
+    return [f"* {one}" for one in bullets if re.match(named, one)]
 
 
 def speeds(id: str) -> Iterator[tuple[str, dict[str, str]]]:

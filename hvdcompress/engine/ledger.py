@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hvdcompress.engine import compiling
 from hvdcompress.engine.observer import Observer
 from hvdcompress.method import Array
 
@@ -85,7 +86,8 @@ class Ledger(Observer):
             entry.collectives += 1
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select"."""
+        """Codec work; counted as "select", without what numba compiled meanwhile."""
+        seconds = max(0.0, seconds - compiling.taken())
         self._seconds[rank, "select"] += seconds
         self._tensors[rank, name].seconds += seconds
 
@@ -124,7 +126,7 @@ class Ledger(Observer):
         sent = self.bytes_sent(rank)
         if self.world == 1 and not sent:
             warnings.warn(
-                "one rank alone sends nothing, so there is no rate: start several, such as `horovodrun -np 2 python "
+                "one rank alone sends nothing, so there is no ratio: start several, such as `horovodrun -np 2 python "
                 "train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
                 stacklevel=2,
             )

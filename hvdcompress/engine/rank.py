@@ -182,7 +182,7 @@ class Rank:
             scanned=[Found(True)] * count,
         )
         contexts, on_device = [], not isinstance(like, np.ndarray)
-        if bucket.apart(method) and not (on_device and method.elementwise):
+        if bucket.apart(method) and not method.elementwise:
             contexts = [
                 replace(
                     ctx,
@@ -206,8 +206,6 @@ class Rank:
             exchange.x = spare[feedback.RESIDUAL]
         if count > 1 and not contexts and on_device and method.clip_norm is None:
             exchange.waiting = [None] * count
-        elif count > 1 and not contexts and not with_feedback:
-            exchange.x = self._joined(state, like, ops)
         return exchange
 
     def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
@@ -247,10 +245,12 @@ class Rank:
         if exchange.contexts:
             self._take_out(exchange, found.finite, x, span)
             self._begin_member(exchange, place, x, span)
-        if exchange.x is None:
-            exchange.x = x
-        elif exchange.method.feedback == "none" and not exchange.contexts:
-            exchange.ops.write(exchange.x[span], x, 1.0)
+        if exchange.method.feedback == "none" and not exchange.contexts:
+            if len(exchange.outs) == 1 or found.saturated is not None:  # what is sent was made of it in passing
+                exchange.x = x
+            else:
+                exchange.x = self._joined(exchange.state, gradient, exchange.ops)
+                exchange.ops.write(exchange.x[span], x, 1.0)
         self.worked(exchange.name, time.perf_counter() - began, last=False)
 
     def _receive_waiting(self, exchange: Exchange) -> None:

@@ -20,7 +20,7 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
 
     Columns: the method of the next step (an arrow leads to the one that its program ends with), tensors, bytes of
     the gradients in their own dtype, bytes sent, the ratio of these two, the l2-norm of the residuals (what error
-    feedback has still to send; "-" where none is kept), and seconds in the codec.
+    feedback has still to send; "-" where none is kept), and seconds in the codec (without numba's compiling).
 
     Args:
         groups: the rank's figures.

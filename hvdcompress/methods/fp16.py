@@ -27,7 +27,7 @@ array([1.5000e+00, 6.5376e+04], dtype=float32)
 from __future__ import annotations
 
 from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
-from hvdcompress.ops.scan import NOTHING, Scan
+from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
@@ -44,9 +44,11 @@ class Fp16(Method):
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
     def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return NOTHING if len(ctx.spec.parts) > 1 else Scan(halves=codecs.halves(ctx, ops, like))
+        whole, start = codecs.halves(ctx.spec.size, ctx, ops, like), sum(ctx.spec.parts[:place])
+        return Scan(halves=whole._replace(out=whole.out[start : start + ctx.spec.parts[place]]))
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        saturated = ctx.scanned[0].saturated if ctx.scanned else None  # if x has been converted while it came
+        each = [found.saturated for found in ctx.scanned or ()]
+        saturated = sum(each) if each and all(one is not None for one in each) else None  # if converted as it came
         total, own = yield from codecs.sum_of_halves(x, ctx, ops, saturated=saturated)
         return Reduced(total=total, own=own)

@@ -44,5 +44,6 @@ class Dense(Method):
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        total = yield AllReduce(x)
+        # joined gradients are a copy, which the sum may overwrite
+        total = yield AllReduce(x, spent=len(ctx.spec.parts) > 1 and not ctx.needs_own)
         return Reduced(total=total, own=x)

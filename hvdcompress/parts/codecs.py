@@ -145,9 +145,9 @@ def all_reduce(
     return ops.dense(total), None if own is None else ops.dense(own)
 
 
-def halves(ctx: Context, ops: Ops, like: Array, stream: int = 0) -> Halves:
+def halves(n: int, ctx: Context, ops: Ops, like: Array, stream: int = 0) -> Halves:
     """Return how values [n] are converted that :func:`sum_of_halves` sums: such that no sum leaves float16's range."""
-    payload = ctx.buffer(f"halves.{stream}", len(like), "float16", ops, like)
+    payload = ctx.buffer(f"halves.{stream}", n, "float16", ops, like)
     return Halves(1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
 
 
@@ -156,9 +156,9 @@ def sum_of_halves(
 ) -> Generator[Any, Any, tuple[Half, Half | None]]:
     """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16.
 
-    ``saturated``: how many values were clipped, if they have been converted by :func:`halves` already.
+    ``saturated``: how many values were clipped, if all of the vector's have been converted by :func:`halves` already.
     """
-    how = halves(ctx, ops, x, stream)
+    how = halves(len(x) if saturated is None else ctx.spec.size, ctx, ops, x, stream)
     _count_saturated(ctx, ops.to_fp16(x, *how)[1] if saturated is None else saturated)
     total = yield AllReduce(how.out, spent=not ctx.needs_own)
     return Half(total, ctx.world), Half(how.out, ctx.world) if ctx.needs_own else None

@@ -1,7 +1,7 @@
 """A device that is none: tensors in host memory that torch's rules for CUDA tensors hold for, and a count of waits.
 
 ``with Device() as device`` makes tensors for ``device="cuda"`` of the class :class:`Elsewhere`. They work as others do,
-but an operation that would take one from host memory beside them is an error, as with CUDA; and whatever makes
+but an operation that would take one from host memory together with them is an error, as with CUDA; and whatever makes
 the host wait for a GPU is counted by name in ``device.waits``. What waits, by torch's sources and documentation:
 
 - numbers that come to the host: ``tolist``, ``item``, ``cpu``, ``bool``;

@@ -69,7 +69,7 @@ def results_in_given_arrays() -> None:
             before = {name: array.copy() for name, array in gradients(step, RANK).items()}
             kept = {name: array.copy() for name, array in before.items()}
             want = control.allreduce_many({name: array.copy() for name, array in before.items()})
-            assert_close(comp.allreduce_many(before, out=other), want, EXACT, f"{method}, beside")
+            assert_close(comp.allreduce_many(before, out=other), want, EXACT, f"{method}, out=")
             assert_close(before, kept, EXACT, f"{method}, inputs")
     given = gradients(0, RANK)
     for wrong in (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -105,6 +107,21 @@ def test_seconds_and_steps() -> None:
     assert net.ledger.steps == 2, "an abandoned step is none"
     seconds = net.ledger.seconds(1)
     assert set(seconds) == {"select", "communicate"} and seconds["select"] > 0
+
+
+def test_compiling_is_no_codec_work() -> None:
+    """What numba takes to compile in the middle of a step is not in its seconds, and is subtracted once."""
+    compiled = numba.njit(lambda x: x + 1.0)
+    began = time.perf_counter()
+    assert compiled(1.0) == 2.0
+    spent = time.perf_counter() - began
+    ledger, other = Ledger(world=2), Ledger(world=2)
+    ledger.encoded(0, "w", spent + 0.5)
+    assert ledger.seconds()["select"] < 0.5 + spent / 2 and spent > 0.01
+    ledger.decoded(0, "w", 0.25)
+    other.encoded(0, "w", 0.25)
+    assert other.seconds()["select"] == 0.25
+    assert ledger.tensors()["w"].seconds == ledger.seconds()["select"] > 0.7
 
 
 def test_counters_add_up_and_reset_forgets() -> None:

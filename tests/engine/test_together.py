@@ -169,7 +169,7 @@ def steps(ranks: list[Rank], grouping: Grouping | None, numbers_of: range) -> li
     return outs
 
 
-@pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16"])
+@pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16", "none"])
 @pytest.mark.parametrize(
     ("first", "then"), [(BY_NAME, None), (None, BY_NAME), (IN_ORDER, None), (None, IN_ORDER), (BY_NAME, IN_ORDER)]
 )
@@ -191,6 +191,25 @@ def test_state_saved_together_goes_on_alone_and_back(
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
     assert after[0].state_dict()["state"].keys() == through[0].state_dict()["state"].keys()
+
+
+@pytest.mark.parametrize("grouping", [BY_NAME, None])
+def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) -> None:
+    """Joined or not: no copy in float32 is made, and what is clipped is counted."""
+    plan = plan_of("fp16", min_elements=1)
+    ranks = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    given = {spec.name: np.full(spec.size, 1e30, np.float32) for spec in SPECS}
+    for bucket in plan.buckets(SPECS, grouping):
+        members = [given[m.name] for m in bucket.members]
+        exchanges = [rank.start(bucket, members, [np.empty_like(m) for m in members], fast) for rank in ranks]
+        verbs: list[Any] = [exchange.verb for exchange in exchanges]
+        for rank, exchange, result in zip(ranks, exchanges, carry_out(verbs), strict=True):
+            assert exchange.advance(result) is None
+            rank.deliver(exchange, 1.0)
+            rank.commit(exchange)
+    for rank in ranks:
+        assert all(state.joined is None for state in rank.states.values())
+        assert rank.ledger.counters() == {"saturated": sum(spec.size for spec in SPECS)}
 
 
 def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_in_the_first_step_it_asks_and_ends_nobody(said: list[str]) -> None:
 
 
 def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:
-    """Horovod's elastic mode has begun anew: a step that was under way stays so, in a Compressor that nobody uses."""
+    """Horovod's elastic mode has begun again: a step that was under way stays so, in a Compressor that nobody uses."""
     places = iter([Place(7, "tensor 'w'"), None, *[Place(7, "tensor 'w'")] * 9])
     one = Watchdog(0, 2, 2 * TICK, lambda: next(places), lambda: 0)
     for _ in range(10):

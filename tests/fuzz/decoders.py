@@ -147,7 +147,9 @@ class Tampered:
             raise
         finally:
             rank.abandon(exchange, fill=False)
-        assert (self.guarded[:32] == GUARD).all() and (self.guarded[-32:] == GUARD).all(), "written beside the result"
+        assert (self.guarded[:32] == GUARD).all() and (self.guarded[-32:] == GUARD).all(), (
+            "written outside of the result"
+        )
 
 
 def _methods() -> Iterator[Decoder]:

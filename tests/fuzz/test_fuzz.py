@@ -55,6 +55,17 @@ def test_a_mutation_is_its_numbers() -> None:
     assert len(set(again)) > 100 and again != [mutation("one", 4, number, inputs) for number in range(200)]
 
 
+def test_what_is_kept_reaches_new_lines() -> None:
+    """Any number of messages that quote what was given, and one line that was not reached before."""
+    run = Run(decoders()["metrics"], seed=1)
+    assert not run.reaches_more(run.inputs[0])
+    run = Run(decoders()["plan"], seed=1)
+    run.first = [b"method: topk\n", b"methodd: topk\n"]
+    assert not run.reaches_more(b"methode: topk\n")
+    assert run.reaches_more(b"method: topk\nwarmup: {steps: 3}\n")
+    assert not run.reaches_more(b"method: topk\nwarmup: {steps: 4}\n")
+
+
 @pytest.mark.parametrize("name", ["wire-split", "checkpoint-bytes", "checkpoint-folder"])
 def test_memory_does_not_follow_what_headers_say(name: str) -> None:
     run = Run(decoders()[name], seed=2)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 
 import nav
-from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, words, wrong_names
+from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, unusual, walls, words, wrong_names
 
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.summary import summary
@@ -66,6 +66,21 @@ def test_pages_are_short(page: str) -> None:
     assert words(file) <= MOST_WORDS or long
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_long_tables_are_folded(page: str) -> None:
+    assert not list(walls((ROOT / page).read_text()))
+
+
+@pytest.mark.parametrize("folder", ["docs", "examples", "hvdcompress", "launch", "tools"])
+def test_words_are_plain(folder: str) -> None:
+    """In pages, and in what help, messages and docstrings are made of."""
+    files = [
+        file for kind in ("md", "py", "sh", "yaml", "sbatch") for file in sorted((ROOT / folder).rglob(f"*.{kind}"))
+    ]
+    files += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    assert not [f"{file.relative_to(ROOT)}, {said}" for file in files for said in unusual(file.read_text())]
+
+
 @pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda file: file.stem)
 def test_a_guide_is_one_page(guide: Path) -> None:
     assert words(guide) <= 600
@@ -100,6 +115,12 @@ def test_the_readme_is_two_screens() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     there = {str(file.relative_to(ROOT / "docs").with_suffix("")) for file in (ROOT / "docs").rglob("*.md")}
     assert there - nav.every() - nav.PARTS == set()
+
+
+@pytest.mark.parametrize("part", sorted(nav.PARTS))
+def test_a_generated_page_has_its_notes(part: str) -> None:
+    notes = (ROOT / "docs" / f"{part}.md").read_text().strip()
+    assert notes in (ROOT / "docs" / f"{part.removesuffix('_notes')}.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -163,6 +184,23 @@ class TestTheChecksNotice:
         assert words(page) > MOST_WORDS
         page.write_text("<details>\n" + "word " * (MOST_WORDS + 1) + "\n</details>\n\n| " + "word " * 99 + "|\n")
         assert words(page) == 0
+
+    @pytest.mark.parametrize(
+        "line",
+        ["42 ms foretold", "fp16 beside dense", "the tensor goes dense", "hosts cannot be had", "is drawn anew",
+         "what the paper makes of it", "a dear copy", "it stands in the file", "warm-up comes on at step 5",
+         "Limits, honestly", "the compression rate", "seconds an exchange", "300 B a step"],
+    )  # fmt: skip
+    def test_an_unusual_word(self, line: str) -> None:
+        assert len(list(unusual(f"plain\n{line}\n"))) == 1
+        assert not list(
+            unusual("A link's rate, once per step; from hvdcompress.integrations import beside\nbeside.save()")
+        )
+
+    def test_a_wall_of_numbers(self) -> None:
+        table = "| a | b |\n|---|---|\n" + "| 1 ms | −2.5 |\n" * 80
+        assert list(walls(table)) == ["160 figures: | a | b |"]
+        assert not list(walls(f"<details>\n\n{table}\n</details>\n| a |\n|---|\n" + "| word |\n" * 200))
 
     @pytest.mark.parametrize("diff", ["+b = 2", "-a = 1", " b = 2", "+ a = 1"])
     def test_a_diff_that_is_not_the_scripts(self, diff: str) -> None:

@@ -1,4 +1,4 @@
-"""Residuals beside a framework's checkpoint: stale files go, a missing folder is warned of, links are followed."""
+"""Residuals next to a framework's checkpoint: stale files go, a missing folder is warned of, links are followed."""
 
 from __future__ import annotations
 

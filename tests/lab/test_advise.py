@@ -114,8 +114,8 @@ def test_one_rank_exchanges_nothing():
 
 def test_a_call_costs_the_processor():
     times = Times({"a": 0.0}, 0.0)
-    beside = unit("a", 1000, encode=0.5, decode=0.0)
-    with_probe = Unit("a", ("a",), beside.calls, 0.5, 0.0, (Call(SUM, 8, 0.0),))
+    plain = unit("a", 1000, encode=0.5, decode=0.0)
+    with_probe = Unit("a", ("a",), plain.calls, 0.5, 0.0, (Call(SUM, 8, 0.0),))
     assert simulate(times, [with_probe], Link(8000, call=0.25), 2).seconds == pytest.approx(0.25 + 0.5 + 0.25 + 1.0)
 
 
@@ -129,7 +129,7 @@ def test_a_dense_plan_is_its_tensors_one_by_one():
         "w": (Call(SUM, 360000, 2 * 3 / 4 * 360000),),
         "b": (Call(SUM, 1200, 2 * 3 / 4 * 1200),),
     }
-    assert all(not one.beside for one in units) and not status(load({"method": "none"}), 4)
+    assert all(not one.extra for one in units) and not status(load({"method": "none"}), 4)
 
 
 def test_small_tensors_travel_together_as_the_driver_groups_them():
@@ -137,7 +137,7 @@ def test_small_tensors_travel_together_as_the_driver_groups_them():
     plan = plan_of("topk", density=0.01)
     [one] = units_of(plan, shapes, 4, no_codec)
     assert one.members == tuple(shapes) == tuple(m.name for m in buckets_of(plan, shapes)[0].members)
-    assert len(one.calls) == 1 and one.calls[0].kind[0] == "AllGather" and len(one.beside) == 5
+    assert len(one.calls) == 1 and one.calls[0].kind[0] == "AllGather" and len(one.extra) == 5
 
 
 def test_codecs_and_sharing_reach_the_units():
@@ -200,7 +200,7 @@ def test_a_codec_that_costs_more_than_it_saves_is_left_out():
 def test_ddps_groups_are_larger_and_have_no_placeholders_of_horovods():
     one = Case(LARGE, Times(dict.fromkeys(LARGE, 0.0), 0.1), Link(8e6), 2, no_codec, grouping=IN_ORDER)
     [together] = one.units(one.buckets(plan_of("topk", density=0.01)))
-    assert set(together.members) == set(LARGE) and len(together.calls) == 1 and not together.beside
+    assert set(together.members) == set(LARGE) and len(together.calls) == 1 and not together.extra
     assert len(one.buckets(one.dense)) == len(LARGE)  # DDP's own step
     under_horovod = case()
     assert len(under_horovod.units(under_horovod.buckets(plan_of("topk", density=0.01)))) == len(LARGE)
@@ -223,7 +223,7 @@ def test_break_even_is_where_both_steps_are_equal():
     one = Case(shapes, Times({"w": 0.0}, 0.0), Link(1e9), 2, codec)
     plan = load({"method": "fp16"})
     units = units_of(plan, shapes, 2, codec)
-    carried = sum(call.line for call in (*units[0].calls, *units[0].beside)) + sum(c.line for c in status(plan, 2))
+    carried = sum(call.line for call in (*units[0].calls, *units[0].extra)) + sum(c.line for c in status(plan, 2))
     assert one.break_even(plan) == pytest.approx(8 * (4e6 - carried) / 0.5, rel=1e-3)
     assert one.break_even(load({"method": "none"})) == 0.0
     known_by = Case(shapes, one.times, Link(1e9, share=0.5), 2, codec)

@@ -19,7 +19,7 @@ from hvdcompress import cli, get
 from hvdcompress.lab import compare, nets
 from hvdcompress.lab.bench import files, measure, ranks, report, results
 from hvdcompress.lab.bench import run as benchmark
-from hvdcompress.lab.bench.config import BESIDE, Bench, read_turns
+from hvdcompress.lab.bench.config import BASELINES, Bench, read_turns
 from hvdcompress.lab.cluster import hosts, rates
 from hvdcompress.lab.output import numbers
 from hvdcompress.plan import PlanError
@@ -80,7 +80,7 @@ def test_the_benchmarks_that_come_along(file):
         return
     bench = Bench.open(file)
     assert bench.name == file.stem
-    assert bench.beside == list(BESIDE) or file.stem in ("fit", "alexnet", "saved", "ddp_hooks", "ddp_cuda")
+    assert bench.baselines == list(BASELINES) or file.stem in ("fit", "alexnet", "saved", "ddp_hooks", "ddp_cuda")
     again = Bench.open(bench.model_dump(exclude_none=True))
     assert [str(turn) for turn in again.turns(again.rates)] == [str(turn) for turn in bench.turns(bench.rates)]
 
@@ -94,12 +94,12 @@ def test_the_benchmarks_that_come_along(file):
         (["methods: [topk]", "sets:", "- {gradients: nowhere, label: x}"], "line 3: sets.0: nowhere does not exist"),
         (["methods: [topk]", "sets:", "- {net: vgg16, gradients: x}"], "line 3: sets.0: give either net or gradients"),
         (
-            ["sets: [vgg16]", "methods: [topk]", "beside: [none ddp]", "device: cuda"],
+            ["sets: [vgg16]", "methods: [topk]", "baselines: [none ddp]", "device: cuda"],
             "line 2: methods.0.over: must be ddp where device is cuda",
         ),
         (
-            ["sets: [vgg16]", "methods: [{method: topk, over: ddp}]", "beside: [none ring]", "device: cuda"],
-            "line 3: beside.0: must be over ddp where device is cuda",
+            ["sets: [vgg16]", "methods: [{method: topk, over: ddp}]", "baselines: [none ring]", "device: cuda"],
+            "line 3: baselines.0: must be over ddp where device is cuda",
         ),
         (["sets: [vgg16]", "methods: [topkk]"], "line 2: methods.0.*topkk.*did you mean"),
         (["sets: [vgg16]", "methods:", "- {method: topk, density: 7}"], "line 3: methods.0.density"),
@@ -108,8 +108,8 @@ def test_the_benchmarks_that_come_along(file):
         (["sets: [vgg16]", "methods: [topk, topk]"], "methods.1: 'topk' is there twice"),
         (["sets: [vgg16]", "methods: [topk]", "rates: [fast]"], "line 3: rates.0: 'fast' is not a rate"),
         (
-            ["sets: [vgg16]", "methods: [topk]", "beside: [none rings]"],
-            "line 3: beside.0: unknown 'none rings'.*none ring",
+            ["sets: [vgg16]", "methods: [topk]", "baselines: [none rings]"],
+            "line 3: baselines.0: unknown 'none rings'.*none ring",
         ),
         (["sets: [vgg16]", "methods: [topk]", "slow: [9=1mbit]"], "line 3: slow.0: there is no host9"),
         (["sets: [vgg16]", "methods: [topk]", "slow: [fast]"], "line 3: slow.0: 'fast': write HOST=RATE"),
@@ -145,7 +145,7 @@ def test_the_command_refuses_before_it_starts_anything(tmp_path, monkeypatch):
 
 
 def test_turns_are_taken_in_rounds():
-    bench = Bench.open({**SMALL, "rounds": 3, "rates": ["1gbit"], "beside": ["none ring", "none ddp"]})
+    bench = Bench.open({**SMALL, "rounds": 3, "rates": ["1gbit"], "baselines": ["none ring", "none ddp"]})
     order = [turn.contender.label for turn in bench.turns(bench.rates)]
     assert [sorted(order[at : at + 3]) for at in (0, 3, 6)] == [["none ddp", "none ring", "topk"]] * 3
     assert {order[0], order[3], order[6]} == {"none ddp", "none ring", "topk"}, "each round begins with another"
@@ -197,7 +197,7 @@ TURNS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "beside": ["none ring", "fp16 ring", "none ddp"]})
+    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "baselines": ["none ring", "fp16 ring", "none ddp"]})
     bench.save(tmp_path / "config.yaml")
     link = {"rate": "100mbit", "link": "2 emulated hosts, 100 Mbit/s each", "reached": ["94 Mbit/s", "93 Mbit/s"]}
     (tmp_path / "launch.json").write_text(json.dumps({"machine": {"cores": 2, "cpu": "a chip"}, "links": [link]}))
@@ -263,7 +263,7 @@ def test_titles_say_how_processors_were_shared(folder, settings, on_hosts, witho
 
 @pytest.mark.parametrize("settings", [{}, {"awake": True, "pin": False}])
 def test_who_is_stopped_and_pinned(monkeypatch, tmp_path, settings):
-    bench = Bench.open({**SMALL, "hosts": 2, "beside": ["none ring", "none gloo"], **settings})
+    bench = Bench.open({**SMALL, "hosts": 2, "baselines": ["none ring", "none gloo"], **settings})
     signals = []
     monkeypatch.setattr(ranks.Group, "_signal", lambda group, number: signals.append((group.name, number)))
     monkeypatch.setattr(ranks.Group, "launch", lambda group: None)
@@ -307,18 +307,18 @@ def test_resuming_with_other_settings_is_refused(folder):
 
 
 def test_what_was_measured_earlier_stays_in_the_tables(folder):
-    more = {**SMALL, "hosts": 2, "rates": ["1gbit"], "rounds": 1, "beside": ["none ring"], "methods": ["fft"]}
+    more = {**SMALL, "hosts": 2, "rates": ["1gbit"], "rounds": 1, "baselines": ["none ring"], "methods": ["fft"]}
     more = Bench.open(more)
     benchmark.prepare(folder, more, False, resume=True)
     both = Bench.open(folder / "config.yaml")
-    assert [entry.label for entry in both.methods] == ["topk", "fft"] and both.beside[-1] == "none ddp"
+    assert [entry.label for entry in both.methods] == ["topk", "fft"] and both.baselines[-1] == "none ddp"
     assert {row.contender for row in results.read(folder).rows} == {"none ring", "none ddp", "fp16 ring", "topk"}
 
 
 def test_dense_steps_that_were_not_measured_are_told(folder):
     """GradiVeQ: so many dense steps, then so many compressed ones, again and again."""
     settings = {"method": "gradiveq", "dense_steps": 3, "compressed_steps": 5, "alone": 3, "label": "gradiveq"}
-    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "beside": ["none ddp"], "methods": [settings]})
+    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "baselines": ["none ddp"], "methods": [settings]})
     bench.save(folder / "config.yaml")
     lines = [turn("none ddp", 0, 8.0), turn("gradiveq", 0, 2.0)]
     (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -343,7 +343,7 @@ methods:
   - {label: scalecom, method: scalecom, density: 0.05, bucket_elements: 5000}
   - {label: in ddp, over: ddp, method: scalecom, density: 0.05}
   - {label: over mpi4py, over: mpi4py, method: gradiveq, slice_elements: 768, matrix_rank: 4, dense_steps: 6, alone: 6}
-beside: [none ring, fp16 mpi, powersgd ddp]
+baselines: [none ring, fp16 mpi, powersgd ddp]
 """
 MORE = ["none gloo", "none ddp"]  #: takes a quarter longer with these
 

@@ -187,16 +187,16 @@ def test_every_method_and_every_peer_is_in_the_tables():
     for table in (tables[0], tables[2]):
         assert [row["method"] for row in table.records()] == available()
     spec, _ = codec.specs_of(asked)
-    beside: dict[str, list[str]] = {row["method"]: [] for row in tables[1].records()}
+    peers: dict[str, list[str]] = {row["method"]: [] for row in tables[1].records()}
     for row in tables[1].records():
-        beside[row["method"]].append(row["beside"])
+        peers[row["method"]].append(row["peer"])
         assert row["copies"] > 0 and row["seconds"] > 0
-    assert set(beside) == (set(MAKERS) if HAS_TORCH else {"topk", "fft", "powersgd"})
-    assert {"numpy.argpartition of |x|", "numpy.add(x, residual, out)"} < set(beside["topk"])
+    assert set(peers) == (set(MAKERS) if HAS_TORCH else {"topk", "fft", "powersgd"})
+    assert {"numpy.argpartition of |x|", "numpy.add(x, residual, out)"} < set(peers["topk"])
     if HAS_TORCH:
-        assert {"top-k as GRACE publishes it", "torch.topk of |x|"} < set(beside["topk"])
-    assert [row["at_most"] for row in tables[1].records() if "scipy" in row["beside"]] == [1.5]
-    assert [row["at_most"] for row in tables[1].records() if "products" in row["beside"]] == [1.3]
+        assert {"top-k as GRACE publishes it", "torch.topk of |x|"} < set(peers["topk"])
+    assert [row["at_most"] for row in tables[1].records() if "scipy" in row["peer"]] == [1.5]
+    assert [row["at_most"] for row in tables[1].records() if "products" in row["peer"]] == [1.3]
     by_method = {row["method"]: row for row in tables[0].records()}
     assert by_method["topk"]["kept"] >= 2 * 4 * spec.size, "a residual and its second buffer"
     page = codec_report.markdown(asked, measured, "hvdcompress bench codec -x", "a chip")

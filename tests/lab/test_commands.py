@@ -146,10 +146,10 @@ def test_several_tables_are_one_json_value():
     words = ("scale", "--set", "100000", "--workers", "2,4", "--methods", "fp16", "--rate", "100mbit,1gbit")
     data = json.loads(invoke(*words, "--format", "json").output)
     assert [table["title"].split(":")[0] for table in data][:2] == [
-        "Seconds an exchange at 100 Mbit/s",
-        "Seconds an exchange at 1 Gbit/s",
+        "Seconds per exchange at 100 Mbit/s",
+        "Seconds per exchange at 1 Gbit/s",
     ]
-    assert "**Seconds an exchange at 1 Gbit/s" in invoke(*words, "--format", "markdown").output
+    assert "**Seconds per exchange at 1 Gbit/s" in invoke(*words, "--format", "markdown").output
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_eighty_columns_are_enough(words):
     assert not wide, "equations and examples stay as they are written"
     if words[0] == "scale":
         rows = [line for line in output.splitlines() if line.startswith("scalecom")]
-        assert len(rows) == 2 and all(len(row.split()) > 5 for row in rows), "a line a method"
+        assert len(rows) == 2 and all(len(row.split()) > 5 for row in rows), "a line per method"
 
 
 # -- completion ------------------------------------------------------------------------------------

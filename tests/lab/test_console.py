@@ -6,16 +6,12 @@ import io
 import sys
 
 import pytest
+from test_started import OF_RANKS
 
-from hvdcompress.lab.output.console import console_of, is_rank
+from hvdcompress.lab.output.console import console_of
 
-OF_RANKS = {
-    "mpirun": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-    "horovodrun --gloo": {"HOROVOD_RANK": "1"},
-    "torchrun": {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"},
-    "MPICH": {"PMI_RANK": "3"},
-    "srun": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
-}
+#: what launchers set for their ranks
+VARIABLES = {name for given, _ in OF_RANKS.values() for name in given}
 
 
 class Terminal(io.StringIO):
@@ -27,7 +23,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", *(name for one in OF_RANKS.values() for name in one)):
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
 
@@ -43,14 +39,15 @@ def said(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_terminal_has_a_spinner_and_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     text = said(Terminal(), monkeypatch)
-    assert "working" in text and "\x1b[31mdone" in text and not is_rank()
+    assert "working" in text and "\x1b[31mdone" in text
 
 
 @pytest.mark.parametrize("launcher", OF_RANKS)
 def test_a_rank_has_neither(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in OF_RANKS[launcher].items():
+    given, _ = OF_RANKS[launcher]
+    for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert is_rank() and said(Terminal(), monkeypatch) == "done\n"
+    assert said(Terminal(), monkeypatch) == "done\n"
 
 
 def test_a_file_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +57,3 @@ def test_a_file_has_neither(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forced_colours_bring_no_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert said(io.StringIO(), monkeypatch) == "\x1b[31mdone\x1b[0m\n"
-
-
-def test_a_lone_task_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")  # srun --pty bash
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert not is_rank()

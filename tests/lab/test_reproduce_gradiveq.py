@@ -63,7 +63,7 @@ def test_too_few_slices_tell_nothing():
     assert measures.spectrum(np.zeros((30, 16, 8, 3, 3), np.float32), SPEC, "oihw", 72) is None
 
 
-# -- beside a training ---------------------------------------------------------------------------
+# -- during a training ---------------------------------------------------------------------------
 
 
 def test_methods_see_what_the_ranks_exchange():

@@ -401,7 +401,7 @@ def test_the_command_fits_predicts_and_writes(fitted, tmp_path):
     again = invoke(*words, "--workers", "2,64", "--out", tmp_path / "fitted")
     assert again.exit_code == 0 and "64" in again.output and "4096" not in again.output
     far = invoke(*words, "--workers", "2,64", "--latency", "1ms", "--out", tmp_path / "far")
-    assert far.exit_code == 0 and "464 154 elements, 1ms a message" in far.output
+    assert far.exit_code == 0 and "464 154 elements, 1ms per message" in far.output
     near, slow = (json.loads((tmp_path / out / "scale.json").read_text())["rows"][0] for out in ("fitted", "far"))
     assert slow["seconds"]["64"] == pytest.approx(near["seconds"]["64"] + 2 * 63 * (1e-3 - TRUTH.message))
 

@@ -1,4 +1,4 @@
-"""``hvdcompress new-method``: what it writes passes the test that it writes, beside the sources and on its own."""
+"""``hvdcompress new-method``: what it writes passes the test that it writes, next to the sources and on its own."""
 
 from __future__ import annotations
 

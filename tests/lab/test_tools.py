@@ -37,9 +37,9 @@ def run(project, tool, *words):
 def bench(folder):
     """A benchmark of one set at one rate: topk takes 1 s, dense over the ring 4 s, DDP 5 s."""
     folder.mkdir()
-    beside = ["none ring", "none ddp"]
+    baselines = ["none ring", "none ddp"]
     sets = [{"net": "resnet32", "label": "tiny", "only": ["layer1.0.*"]}]
-    Bench.open({"name": "x", "sets": sets, "methods": ["topk"], "hosts": 2, "beside": beside}).save(
+    Bench.open({"name": "x", "sets": sets, "methods": ["topk"], "hosts": 2, "baselines": baselines}).save(
         folder / "config.yaml"
     )
     (folder / "launch.json").write_text(json.dumps({"command": "hvdcompress bench x", "machine": {"cores": 2}}))
@@ -51,7 +51,7 @@ def bench(folder):
 
 
 def training(folder):
-    """A training of two methods whose loss falls to 1 in ten steps, in 2 s and in 1 s a step."""
+    """A training of two methods whose loss falls to 1 in ten steps, in 2 s and in 1 s per step."""
     (folder / "metrics").mkdir(parents=True)
     experiment = Experiment.open({"name": "y", "tasks": [{"task": "digits", "steps": 10}], "methods": ["none", "topk"]})
     experiment.save(folder / "config.yaml")

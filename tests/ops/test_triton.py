@@ -34,7 +34,7 @@ ROOT = Path(hvdcompress.__file__).parents[1]
 DEVICE = device_of(triton_ops)
 SUBJECTS = ("arithmetic", "bits", "codes", "floats", "matrices", "selection", "statistics")
 
-# -- what the compiler makes of the kernels -----------------------------------------------------------------------
+# -- what kernels are compiled to -------------------------------------------------------------------------------
 
 TYPES = {"float32": "*fp32", "float64": "*fp64", "float16": "*fp16"}
 TYPES |= {"int16": "*i16", "int32": "*i32", "int64": "*i64", "uint8": "*u8"}

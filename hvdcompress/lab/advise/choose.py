@@ -93,7 +93,7 @@ class Case:
             key = (bucket.program, bucket.members, bucket.unasked)
             if key not in self._units:
                 unit = unit_of(bucket, self.world, self.codecs, self.shared)
-                self._units[key] = unit if self.grouping is BY_NAME else replace(unit, beside=())  # Horovod's alone
+                self._units[key] = unit if self.grouping is BY_NAME else replace(unit, extra=())  # Horovod's alone
             found.append(self._units[key])
         return found
 

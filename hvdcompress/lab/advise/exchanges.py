@@ -25,7 +25,7 @@ def call_of(each: Iterable[Asked], world: int) -> Call:
 
 
 def status(plan: Plan, world: int) -> list[Call]:
-    """What the PyTorch driver asks for once a step: nothing where every tensor is left to Horovod."""
+    """What the PyTorch driver asks for once per step: nothing where every tensor is left to Horovod."""
     return [] if plan.stateless and plan.program.main.passes else [call_of([cost.STATUS], world)]
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
+from hvdcompress.lab.cluster.started import started
+from hvdcompress.lab.training.torch_ranks import Ranks
 from hvdcompress.plan import Plan
 
 __all__ = ["Fabric", "Gloo", "Horovod", "join", "launched"]
 
 
 def launched() -> str | None:
-    """By what this process was started as a rank: "Horovod", "DDP", or None if it is alone."""
-    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("HOROVOD_SIZE", "1"))) > 1:
-        return "Horovod"
-    return "DDP" if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in os.environ else None
+    """By what this process finds other ranks: "Horovod", "DDP", or None if it is alone."""
+    place = started()
+    return place.driver if place and place.world > 1 else None
 
 
 class Fabric(ABC):
@@ -108,7 +108,7 @@ class Gloo(Fabric):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            Ranks.init()
         self.dist, self.rank, self.world = dist, dist.get_rank(), dist.get_world_size()
 
     def all_reduce(self, arrays: list[torch.Tensor]) -> Any:
@@ -126,9 +126,7 @@ class Gloo(Fabric):
 
     def share(self, value: Any) -> list[Any]:
         """Everyone's value, by rank."""
-        found: list[Any] = [None] * self.world
-        self.dist.all_gather_object(found, value)
-        return found
+        return Ranks.allgather_object(value, name="advise.share")
 
     def wrap(self, model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
         """DDP around the model, the optimizer itself, and the Compressor behind DDP's hook."""

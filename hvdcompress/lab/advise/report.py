@@ -38,7 +38,7 @@ class Report:
         """Such as ``resnet50: 161 tensors, 25 557 032 elements; 16 ranks, link of 1 Gbit/s``."""
         shapes = self.profile.shapes
         about = f"{len(shapes)} tensors, {nets.total(shapes):,} elements".replace(",", " ").replace("  ", ", ")
-        sharing = f", {numbers.number(self.shared, 2)} a processor" if self.shared > 1.05 else ""
+        sharing = f", {numbers.number(self.shared, 2)} per processor" if self.shared > 1.05 else ""
         carries = f", which carries {speed(self.link.rate)}" if self.link.share < 1 else ""
         return f"{self.profile.name}: {about}; {self.ranks} ranks{sharing}, link of {speed(self.link.speed)}{carries}"
 

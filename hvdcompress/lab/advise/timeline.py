@@ -3,7 +3,7 @@
 Two things are busy in a step. The *processor* (or the device) runs the forward and the backward pass, encodes each
 gradient when it is ready, which delays all that follow, and decodes what has come. The *link* takes one collective
 after another; what waits for it meanwhile, and is of one kind, travels as one, as Horovod fuses it. This is the model
-of Espresso (Wang et al., EuroSys 2023, arXiv 2205.14465, §4), with several rounds an exchange and with fusion::
+of Espresso (Wang et al., EuroSys 2023, arXiv 2205.14465, §4), with several rounds per exchange and with fusion::
 
     start = max(end of what is on the link, when it was asked for)
     end   = start + round + α · messages that wait for each other + 8 · bytes on the link / rate
@@ -30,7 +30,7 @@ class Link:
     """What a collective costs.
 
     ``rate``: bits per second; ``message``: α, seconds of a message that waits for another; ``round``: seconds of a
-    collective beside its messages; ``call``: processor seconds that it takes to ask for one; ``overlap``: the share of
+    collective besides its messages; ``call``: processor seconds that it takes to ask for one; ``overlap``: the share of
     its speed at which the processor computes while the link is busy, from 0 to 1; ``window``: of a round's seconds,
     those in which others of the kind may still join, as in Horovod's cycle; ``share``: the part of the speed that the
     link is known by which ``rate`` is.
@@ -95,7 +95,7 @@ class Call:
 class Unit:
     """What is exchanged together: its tensors, its collectives, and seconds of the processor before and after them.
 
-    ``beside`` are collectives that are asked for with the first of ``calls``, such as a driver's placeholders.
+    ``extra``: collectives that are asked for with the first of ``calls``, such as a driver's placeholders.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Unit:
     calls: tuple[Call, ...]
     encode: float = 0.0
     decode: float = 0.0
-    beside: tuple[Call, ...] = ()
+    extra: tuple[Call, ...] = ()
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Step:
 
 @dataclass
 class _Asked:
-    """A collective that was asked for at some time; ``at`` is its place in its unit, -1 for those beside it."""
+    """A collective that was asked for at some time; ``at`` is its place in its unit, -1 for its extra ones."""
 
     call: Call
     unit: int
@@ -213,7 +213,7 @@ def simulate(times: Times, units: Sequence[Unit], link: Link, world: int, last: 
     run = _Run(link, world)
     of = {name: number for number, unit in enumerate(units) for name in unit.members}
     missing = [len(unit.members) for unit in units]
-    left = sum(len(unit.calls) + len(unit.beside) for unit in units) + len(last)
+    left = sum(len(unit.calls) + len(unit.extra) for unit in units) + len(last)
     ended = [math.inf] * len(units)
     run.now = times.forward
     before = 0.0
@@ -245,7 +245,7 @@ def simulate(times: Times, units: Sequence[Unit], link: Link, world: int, last: 
         number = of[name]
         missing[number] -= 1
         if not missing[number]:
-            for call in units[number].beside:
+            for call in units[number].extra:
                 run.ask(_Asked(call, number, -1))
             if units[number].calls:
                 ask(number, 0)

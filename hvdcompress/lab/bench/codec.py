@@ -312,12 +312,12 @@ def measure(asked: Asked, label: str) -> Measured:
     take_turns([*ours, *theirs], 1, copy)  # the first one makes buffers, or compiles
     taken = take_turns([*ours, *theirs], asked.runs, copy)
     found = [each.figures(label, *runs) for each, runs in zip(ours, taken, strict=False)]
-    beside = [
+    others = [
         each.figures(peer.name, *runs, peer.at_most)
         for each, peer, runs in zip(theirs, peers, taken[len(ours) :], strict=True)
     ]
     rows, columns = spec.shape
-    return Measured(label, (rows, columns), elements, found[0], found[1] if many else None, beside)
+    return Measured(label, (rows, columns), elements, found[0], found[1] if many else None, others)
 
 
 def check(plan: Plan, spec: TensorSpec, label: str) -> None:

@@ -19,12 +19,12 @@ from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.output.numbers import number
 from hvdcompress.registry import suggest
 
-__all__ = ["BESIDE", "Bench", "Contender", "Turn", "read_turns"]
+__all__ = ["BASELINES", "Bench", "Contender", "Turn", "read_turns"]
 
 Over = Literal["ring", "mpi", "gloo", "ddp", "mpi4py"]
 #: What methods are compared with, as KIND WHERE: dense and float16 over each transport, and DDP's PowerSGD of rank 1.
-BESIDE = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
-BESIDE += ("powersgd ddp",)
+BASELINES = tuple(f"{kind} {where}" for where in ("ring", "mpi", "gloo", "ddp") for kind in ("none", "fp16"))
+BASELINES += ("powersgd ddp",)
 LOOPBACK = "loopback"  # stands for a rate where there are no emulated hosts
 
 
@@ -124,7 +124,7 @@ class Bench(ConfigFile):
         awake: true                 # others are not stopped during a turn (default: false)
         device: cuda                # gradients on a GPU, over ddp only (default: cpu)
         pin: false                  # hosts do not keep to processors of their own (default: true)
-        beside: [none ring, none mpi, none gloo, none ddp]      # default: all of BESIDE
+        baselines: [none ring, none mpi, none gloo, none ddp]      # default: all of BASELINES
 
     ``hvdcompress bench`` writes a line of ``results.jsonl`` for each turn; with ``--resume`` those that are there stay.
     """
@@ -156,11 +156,11 @@ class Bench(ConfigFile):
     """A turn ends with the exchange that makes it last so long."""
     sets: list[Annotated[GradientSet, with_label("net")]] = Field(min_length=1)
     methods: list[Annotated[Entry, with_label("method")]] = Field(min_length=1)
-    beside: list[str] = Field(list(BESIDE))
+    baselines: list[str] = Field(list(BASELINES))
 
     def _check(self) -> None:
         for key in ("sets", "methods"):
-            self._check_labels(key, taken=self.beside)
+            self._check_labels(key, taken=self.baselines)
         for at, one in enumerate(self.sets):
             try:
                 one.tensors()
@@ -184,17 +184,17 @@ class Bench(ConfigFile):
                 Hosts(self.hosts, self.rates[0], slow_hosts([words]))
             except ValueError as error:
                 raise self.error(("slow", at), str(error)) from None
-        for at, name in enumerate(self.beside):
-            if name not in BESIDE:
-                hint = suggest(name, list(BESIDE))
-                raise self.error(("beside", at), f"unknown {name!r}{hint}; known: {', '.join(BESIDE)}")
+        for at, name in enumerate(self.baselines):
+            if name not in BASELINES:
+                hint = suggest(name, list(BASELINES))
+                raise self.error(("baselines", at), f"unknown {name!r}{hint}; known: {', '.join(BASELINES)}")
             if self.device == "cuda" and not name.endswith(" ddp"):
-                raise self.error(("beside", at), "must be over ddp where device is cuda")
+                raise self.error(("baselines", at), "must be over ddp where device is cuda")
 
     def contenders(self) -> list[Contender]:
         """The contenders, in the order of the tables."""
         found = []
-        for name in self.beside:
+        for name in self.baselines:
             kind, where = name.split()
             rank = {"matrix_rank": 1} if kind == "powersgd" else {}
             found.append(Contender(name, where, {"kind": kind, "warm_up": 3 if rank else 1, **rank}))
@@ -230,7 +230,7 @@ class Bench(ConfigFile):
     def joined(self, earlier: Bench) -> Bench:
         """A copy with what else was measured earlier, so that a part can be measured again, or more be added."""
         changes: dict[str, Any] = {"rates": list(dict.fromkeys([*earlier.rates, *self.rates]))}
-        changes["beside"] = list(dict.fromkeys([*earlier.beside, *self.beside]))
+        changes["baselines"] = list(dict.fromkeys([*earlier.baselines, *self.baselines]))
         changes["rounds"] = max(earlier.rounds, self.rounds)
         for key in ("sets", "methods"):
             entries = {entry.label: entry for one in (earlier, self) for entry in getattr(one, key)}

@@ -36,7 +36,7 @@ def time_split(rows: Sequence[Row], name: str) -> str:
             axes.barh([0], [0], color=plots.colour(SHADES.get(what, WHOLE)), label=title)
         _named(axes, rows)
         axes.set_xlim(0, 1.16 * max((row.time.most for row in rows if row.time), default=1.0))
-        axes.set_xlabel("seconds an exchange (bar: median; line: least to most)")
+        axes.set_xlabel("seconds per exchange (bar: median; line: least to most)")
         axes.set_title("Where the time of an exchange goes, the fastest first", loc="left", fontsize=10)
         figure.legend(loc="outside upper left", ncols=6, frameon=False, fontsize=8.5)
         return plots.svg(figure, name, "Where the time of an exchange goes, a bar per method")

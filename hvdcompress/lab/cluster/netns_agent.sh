@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: netns_agent.sh [SSH-OPTION…] HOST COMMAND…
 #
-# Stands in for ssh among the emulated hosts of hosts.sh: runs COMMAND on HOST, by a shell, as ssh does.
+# Takes ssh's place among the emulated hosts of hosts.sh: runs COMMAND on HOST, by a shell, as ssh does.
 # mpirun is told of it (plm_rsh_agent); horovodrun finds it as `ssh` on its PATH.
 
 set -euo pipefail

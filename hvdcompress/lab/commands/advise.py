@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from hvdcompress.lab.cluster.started import is_first
 from hvdcompress.lab.commands.shared import RUNS, FormatOption, console_of, methods_of, network_of, split
 from hvdcompress.lab.output.table import Format
 
@@ -87,7 +88,7 @@ def advise(
         def say(words: str) -> None:
             if status:
                 status.update(f"{escape(words)} …")
-            elif _is_first():
+            elif is_first():
                 print(f"{words} …", file=sys.stderr, flush=True)
 
         if profile:
@@ -113,9 +114,9 @@ def advise(
                 with emulated or contextlib.nullcontext():
                     [case] = launching.launch(job, count, emulated or hosts, say)
             found, measured = case.profile, case.measured
-            if save and _is_first():
+            if save and is_first():
                 found.save(save)
-        if not _is_first():
+        if not is_first():
             return
         advice = run.report_of(found, entries, error, given, ranks, shared, say)
         advice.measured = measured
@@ -130,12 +131,6 @@ def advise(
     if plan:
         plan.parent.mkdir(parents=True, exist_ok=True)
         plan.write_text(advice.advice.plan_yaml(), encoding="utf-8")
-
-
-def _is_first() -> bool:
-    """Whether this process is alone, or the first of the ranks that a launcher started."""
-    names = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
-    return int(next((os.environ[name] for name in names if name in os.environ), "0")) == 0
 
 
 def _slots(hosts: str) -> int:

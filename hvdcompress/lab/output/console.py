@@ -7,14 +7,7 @@ import sys
 
 from rich.console import Console
 
-#: what launchers set for their ranks: Open MPI, also under horovodrun; Gloo under horovodrun; torchrun; other MPIs
-_RANKS = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK")
-
-
-def is_rank() -> bool:
-    """Whether a launcher has started this process: mpirun, horovodrun, torchrun, or srun with several tasks."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return any(name in os.environ for name in _RANKS) or (tasks.isdecimal() and int(tasks) > 1)
+from hvdcompress.lab.cluster.started import started
 
 
 def console_of(stderr: bool = False) -> Console:
@@ -30,7 +23,7 @@ def console_of(stderr: bool = False) -> Console:
         A console that counts as a terminal only where it is one, and this process is no rank. Colours are rich's choice
         there; elsewhere there are some only if FORCE_COLOR asks for them.
     """
-    terminal = (sys.stderr if stderr else sys.stdout).isatty() and not is_rank()
+    terminal = (sys.stderr if stderr else sys.stdout).isatty() and started() is None
     colours = "auto" if terminal or not os.environ.get("FORCE_COLOR") else "standard"
     # Where there is no terminal rich assumes 80 columns, which would cut tables in logs.
     width = None if terminal or "COLUMNS" in os.environ else 160

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-__all__ = ["MISSING", "SERIES", "Column", "Format", "Table", "as_json", "finite", "print_tables"]
+__all__ = ["MISSING", "SERIES", "Column", "Format", "Table", "as_json", "finite", "folded", "print_tables"]
 
 MISSING = "–"  #: the cell of a figure that is not there
 WRAPPED = 20  #: characters that are enough for a cell of several lines
@@ -218,6 +218,11 @@ def print_tables(tables: Sequence[Table[Any]], console: Console, form: str = For
             console.out("")
         left_out |= table.print(console, form)
     return left_out
+
+
+def folded(text: str, summary: str = "All figures") -> str:
+    """Markdown that is shown on a click, on GitHub and on the site."""
+    return f"<details>\n<summary>{summary}</summary>\n\n{text.strip()}\n\n</details>\n"
 
 
 def _left(column: Column[Any]) -> str:

@@ -204,7 +204,7 @@ def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], 
 
 
 def primitives(rows: Sequence[Row], names: Sequence[str]) -> Picture:
-    """Nanoseconds an element of each primitive, by size; least to largest over seeds."""
+    """Nanoseconds per element of each primitive, by size; least to largest over seeds."""
     ns = sorted({row["n"] for row in rows})
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(4.0)
@@ -218,7 +218,7 @@ def primitives(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         axes.set_yscale("log")
         _plain(axes.yaxis)
         axes.set_xlabel("n, elements (logarithmic)")
-        axes.set_ylabel("nanoseconds an element (logarithmic)")
+        axes.set_ylabel("nanoseconds per element (logarithmic)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
         title = f"FFT's primitives, one core, θ 0.85, {seeds_of(rows)} (median, least to largest)"
-        return picture(figure, "primitives", title, "Time of FFT's primitives an element, by size.")
+        return picture(figure, "primitives", title, "Time of FFT's primitives per element, by size.")

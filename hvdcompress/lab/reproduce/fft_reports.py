@@ -215,7 +215,7 @@ def training(results: Sequence[Result]) -> Report:
         ],
         [
             "*recovery* is the method's own trigger: the density grows fourfold whenever a step's loss is more "
-            "than half above the best so far. A single step's loss is noisy, so it acts often, and the rate falls.",
+            "than half above the best so far. A single step's loss is noisy, so it acts often, and the ratio falls.",
             "*feedback* is not the paper's: what was not sent is kept and added to the next gradient.",
             f"Halfway, {percent(left_halfway(results[0].unit.settings['task']))} of the sum of the learning rates is "
             "still to come (a cosine): with that a lowered θ can recover.",
@@ -318,7 +318,7 @@ def numbers(results: Sequence[Result]) -> Report:
             "Other floats eEmM are scaled so that the largest value is their largest number, and have subnormal "
             "numbers: below the smallest exponent they go on in even steps, where a range float has nothing but zero. "
             "Gradients span many octaves, most of their values are far below the largest one, and there it counts.",
-            "A range float chooses its mantissa from a sample of the data, one a tensor.",
+            "A range float chooses its mantissa from a sample of the data, one per tensor.",
         ],
     )
 

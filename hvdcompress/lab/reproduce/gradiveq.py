@@ -66,17 +66,17 @@ def watched(scale: Scale) -> list[Unit]:
         found = windows(net, scale)
         lengths = found["dense_steps"], found["compressed_steps"]
         entries = {"default": gradiveq(net, *lengths), "paper": gradiveq(net, *lengths, paper=True)}
-        settings = {**found, "ranks": RANKS, "tensors": list(layers), "sizes": SIZES, "entries": entries}
-        units += [
-            Unit(
-                f"watch {net} seed {seed}",
-                measures.watched,
-                {**settings, "seed": seed},
-                seconds=40 if scale.quick else 240,
-            )
-            for seed in scale.seeds
-        ]
+        units += watches("watch", net, {**found, "tensors": list(layers), "sizes": SIZES, "entries": entries}, scale)
     return units
+
+
+def watches(name: str, net: str, settings: Row, scale: Scale) -> list[Unit]:
+    """A dense training for each seed, watched: a unit each."""
+    seconds = 40 if scale.quick else 240
+    return [
+        Unit(f"{name} {net} seed {seed}", measures.watched, {**settings, "ranks": RANKS, "seed": seed}, seconds=seconds)
+        for seed in scale.seeds
+    ]
 
 
 def quantized(scale: Scale) -> list[Unit]:
@@ -90,16 +90,9 @@ def quantized(scale: Scale) -> list[Unit]:
             more: Row = {"values": f"qsgd{bits}"} if bits else {}
             own = gradiveq(net, *lengths, min_rate=rate, lam=0.0, max_samples=512, **more)
             entries[name] = own if rate else {"method": "qsgd", "bits": bits}
-        settings = {**found, "ranks": RANKS, "tensors": list(LAYERS[net]), "sizes": [], "entries": entries}
-        units += [
-            Unit(
-                f"quantize {net} seed {seed}",
-                measures.watched,
-                {**settings, "seed": seed},
-                seconds=40 if scale.quick else 240,
-            )
-            for seed in scale.seeds
-        ]
+        units += watches(
+            "quantize", net, {**found, "tensors": list(LAYERS[net]), "sizes": [], "entries": entries}, scale
+        )
     return units
 
 

@@ -22,7 +22,7 @@ RATE = 8  #: elements of a slice per value that is kept: rank n/8
 ORDERS: tuple[Order, ...] = ("oihw", "hwio")
 PLACES = 33  #: of a spectrum, evenly over the share of components
 SAMPLES = 4096  #: slices of a spectrum, at most
-#: of each rate: (name, elements per value of GradiVeQ or 0, bits of QSGD or 0); QSGD has no single bit
+#: of each ratio: (name, elements per value of GradiVeQ or 0, bits of QSGD or 0); QSGD has no single bit
 MIXES: dict[int, list[tuple[str, float, int]]] = {
     8: [("gradiveq 8x", 8.0, 0), ("qsgd4", 0, 4), ("gradiveq 2x, qsgd8", 2.0, 8)],
     16: [("gradiveq 16x", 16.0, 0), ("qsgd2", 0, 2), ("gradiveq 4x, qsgd8", 4.0, 8), ("gradiveq 2x, qsgd4", 2.0, 4)],

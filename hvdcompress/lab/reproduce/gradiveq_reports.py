@@ -479,7 +479,7 @@ def together(results: Sequence[Result]) -> Report:
         ],
         [figures.mixes([{**row, "error": by_seed[row["contender"], row["seed"]]} for row in errors])],
         [
-            "Rates by bytes on the wire of compressed steps. At 32x QSGD has no counterpart: it has no "
+            "Ratios by bytes on the wire of compressed steps. At 32x QSGD has no counterpart: it has no "
             "fewer than 2 bits.",
             "Errors of both together are those of the method, whose sums are quantized twice; around the ring they are "
             "quantized once a hop, which is the same for 2 ranks.",

@@ -11,6 +11,7 @@ from typing import Any
 import hvdcompress
 from hvdcompress.lab.bench.devices import machine
 from hvdcompress.lab.output.table import Column, Table, as_json
+from hvdcompress.lab.output.table import folded as folded_text
 from hvdcompress.lab.reproduce.claims import Claim, Kind, Paper, Report, Scale
 
 COLUMNS: tuple[Column[dict[str, Any]], ...] = (
@@ -141,8 +142,7 @@ def said(claim: dict[str, Any]) -> str:
 
 def folded(texts: Sequence[str]) -> str:
     """Figures that are shown to who asks for them."""
-    inner = "\n\n".join(text.strip() for text in texts)
-    return f"<details>\n<summary>All figures</summary>\n\n{inner}\n\n</details>\n"
+    return folded_text("\n\n".join(text.strip() for text in texts))
 
 
 def linked(claims: Sequence[dict[str, Any]], page: str = "") -> Table[dict[str, Any]]:

@@ -57,7 +57,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trained:
-    """How a training went: the loss of each step, the held-out measure, the rates, and what ``look`` returned.
+    """How a training went: each step's loss, the held-out measure, compression ratios, and what ``look`` returned.
 
     ``rate`` counts the bytes that a rank hands to collectives, ``wire`` those that it transmits, as rings.
     """
@@ -77,7 +77,7 @@ def run_of(task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int) 
 
 @cache
 def data_of(task: str, path: str | None) -> Images | Bytes:
-    """A task's data, read once a process."""
+    """A task's data, read once per process."""
     return TASKS[task].load(**({"path": path} if path else {}))
 
 
@@ -191,7 +191,7 @@ def evaluate(model: torch.nn.Module, task: str, data: Images | Bytes) -> float:
 
 
 def accuracy(task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int) -> dict[str, Any]:
-    """Train: the held-out measure, the rate, and the loss over the last twentieth of the steps."""
+    """Train: the held-out measure, the compression ratio, and the loss over the last twentieth of the steps."""
     try:
         trained = train(run_of(task, method, ranks, seed))
     except loop.Diverged:

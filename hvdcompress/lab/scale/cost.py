@@ -38,7 +38,7 @@ __all__ = ["Codec", "Constants", "Errors", "Exchange", "Point", "Work", "errors"
 FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
 #: with each tensor's collectives: a probe of 8 bytes, by which the PyTorch driver tells Average from Sum
 PLACEHOLDER = Asked("AllReduce", "sum", "float32", 8)
-STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))  #: once a step
+STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))  #: once per step
 
 
 # -- what is asked for ---------------------------------------------------------------------------------

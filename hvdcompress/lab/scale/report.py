@@ -50,8 +50,8 @@ class Prediction:
         return found
 
     def heading(self, rate: str) -> str:
-        """``Seconds an exchange at 1 Gbit/s: …``."""
-        return f"Seconds an exchange at {Rate.parse(rate)}: {self.name}"
+        """``Seconds per exchange at 1 Gbit/s: …``."""
+        return f"Seconds per exchange at {Rate.parse(rate)}: {self.name}"
 
     def dense(self, rate: str) -> Row:
         """The dense row."""

@@ -105,28 +105,18 @@ def measure(found: Sequence[Contender], x: Array, runs: int, comm: Any) -> None:
             one.on_wire = comm.allreduce(on_wire, MPI.SUM) / comm.size
 
 
+def _seconds(key: str, title: str, of: Callable[[Contender], float], yields: int = 0) -> Column[Contender]:
+    return Column(key, title, lambda one: numbers.seconds_of(of(one)), of, "s", yields=yields)
+
+
 def table(found: Sequence[Contender], title: str) -> Table[Contender]:
-    """A line a contender, the fastest first."""
+    """A line per contender, the fastest first."""
     dense = found[0].median
     columns: list[Column[Contender]] = [
         Column("name", "all-reduce", lambda one: one.name, align="left"),
-        Column("seconds", "median", lambda one: numbers.seconds_of(one.median), lambda one: one.median, "s"),
-        Column(
-            "least",
-            "least",
-            lambda one: numbers.seconds_of(min(one.seconds)),
-            lambda one: min(one.seconds),
-            "s",
-            yields=1,
-        ),
-        Column(
-            "most",
-            "most",
-            lambda one: numbers.seconds_of(max(one.seconds)),
-            lambda one: max(one.seconds),
-            "s",
-            yields=1,
-        ),
+        _seconds("seconds", "median", lambda one: one.median),
+        _seconds("least", "least", lambda one: min(one.seconds), yields=1),
+        _seconds("most", "most", lambda one: max(one.seconds), yields=1),
         Column("times", "× MPI's", lambda one: numbers.number(dense / one.median), lambda one: dense / one.median),
         Column("on_wire", "on the wire", lambda one: numbers.num_bytes(one.on_wire), lambda one: one.on_wire, "B"),
         Column("error", "error", lambda one: f"{one.error:.2%}", lambda one: one.error),
@@ -151,7 +141,7 @@ def plot(found: Sequence[Contender], title: str) -> str:
         axes.set_yticks(range(len(rows)), [one.name for one in rows], color=plots.INK, fontsize=8.5)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlim(0, 1.5e3 * max(one.median for one in rows))
-        axes.set_xlabel("milliseconds an exchange (median of the slowest rank)")
+        axes.set_xlabel("milliseconds per exchange (median of the slowest rank)")
         axes.set_title(title, loc="left", fontsize=9)
         axes.grid(visible=False, axis="y")
         return plots.alone(plots.svg(figure, "ring", title))

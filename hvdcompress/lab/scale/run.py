@@ -87,7 +87,7 @@ def run(
         aside.print(f"written: {shown(constants)}", highlight=False, soft_wrap=True)
     about = f"{len(tensors)} tensors, {nets.total(tensors):,} elements".replace(",", " ").replace("  ", ", ")
     command = shlex.join(["hvdcompress", *sys.argv[1:]])
-    name = f"{Path(set).stem}, {about}" + (f", {latency} a message" if latency else "")
+    name = f"{Path(set).stem}, {about}" + (f", {latency} per message" if latency else "")
     timed = [] if fit else [method for method in fitted.codecs if method not in known]
     file = "the packaged fit.json" if constants == FITTED else shown(constants)
     prediction = Prediction(name, rows, model, file, command, timed)

@@ -58,7 +58,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def counted(settings: dict[str, Any], world: int) -> tuple[int, int]:
-    """Bytes that the busiest of ``world`` real workers hands to its collectives, and that it transmits."""
+    """Bytes that the busiest of ``world`` simulated workers hands to its collectives, and that it transmits."""
     net = Loopback(plan_of(settings), world, min_elements=1)
     rng = np.random.default_rng(world)
     net.allreduce([rng.normal(size=SHAPE).astype(np.float32) for _ in range(world)], name="w")
@@ -153,7 +153,7 @@ def training_table(workers: Sequence[int], rates: Sequence[float], seeds: int, s
 
         return Column(
             f"{what}_{p}_{rate:g}",
-            f"{p} workers, rate {rate:g}: {what}",
+            f"{p} workers, learning rate {rate:g}: {what}",
             text,
             lambda row: mean(row, p, rate, what),
             "%" if what == "accuracy" else "",

@@ -94,7 +94,7 @@ def outcome(rows: Sequence[Row], order: Sequence[str], name: str) -> str:
         for axes in (left, right):
             axes.tick_params(axis="y", length=0)
             axes.grid(visible=False, axis="y")
-        return plots.svg(figure, name, "Rate and held-out measurement of each method")
+        return plots.svg(figure, name, "Compression ratio and held-out measurement of each method")
 
 
 def time_split(rows: Sequence[Row], name: str) -> str:

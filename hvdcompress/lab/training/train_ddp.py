@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
@@ -21,40 +19,10 @@ from hvdcompress.lab.training import loop
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images
+from hvdcompress.lab.training.torch_ranks import Ranks
 from hvdcompress.lab.training.torch_trainer import TorchTrainer
 
 torch.set_num_threads(1)  # one core per rank: threads of several ranks would fight for the same ones
-
-
-class Ranks:
-    """The ranks of torch.distributed, asked as the training loop asks Horovod's."""
-
-    @staticmethod
-    def init() -> None:
-        """Join the ranks that torchrun started."""
-        dist.init_process_group("gloo")
-
-    @staticmethod
-    def shutdown() -> None:
-        """Leave them."""
-        dist.destroy_process_group()
-
-    rank = staticmethod(dist.get_rank)
-    size = staticmethod(dist.get_world_size)
-
-    @staticmethod
-    def allgather_object(value: Any, name: str) -> list[Any]:
-        """Every rank's value, in rank order."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return found
-
-    @staticmethod
-    def broadcast_object(value: Any, root_rank: int) -> Any:
-        """One rank's value, on all of them."""
-        box = [value]
-        dist.broadcast_object_list(box, root_rank)
-        return box[0]
 
 
 class Trainer(TorchTrainer):

@@ -103,7 +103,7 @@ class TensorFlowDoor(Door):
         return [replace(spec, layout="hwio") for spec in super().specs(shapes)]
 
     def tolerance(self, method, settings) -> tuple[float, float] | None:
-        """Of three ranks or more, what a method makes of a sum's rounding differs where it selects by it."""
+        """Of three ranks or more, a method's result depends on a sum's rounding where it selects by it."""
         if not self.exact and (
             method in ("gtopk", "terngrad", "powersgd", "gradiveq", "fft", "qsgd") or "qsgd" in str(settings)
         ):
