@@ -173,7 +173,7 @@ def ratios(rows: Sequence[Row], tasks: Sequence[str], methods: Sequence[str], mo
         "What is lost against dense training by the overall compression ratio, and the most that the rule allows "
         "(dashed); median, least to largest over seeds."
     )
-    title = f"Held-out loss by overall compression ratio, 2 ranks, {seeds_of(rows)} (median, least to largest)"
+    title = f"Held-out loss by overall ratio, 2 ranks, {seeds_of(rows)} (median, least to largest)"
     lines = (len(tasks) + 1) // 2
     with drawing(1 + 1.9 * lines, "ratios", title, caption, found) as figure:
         panels = figure.subplots(lines, 2, squeeze=False).flatten()
@@ -196,7 +196,8 @@ def ratios(rows: Sequence[Row], tasks: Sequence[str], methods: Sequence[str], mo
             axes.set_ylabel(f"{unit_of(task)} lost")
             axes.set_xlim(left=0)
             axes.set_xlabel("overall compression ratio")
-        panels[0].legend(frameon=False, fontsize=8)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
     return found[0]
 
 
