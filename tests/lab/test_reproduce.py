@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,17 @@ def test_units_run_side_by_side(tmp_path):
     assert Path(log).read_text().split()[-1] == "9"  # nothing ran at the same time: it came last
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_times_are_of_one_core(tmp_path, monkeypatch, jobs):
+    """Also where nothing is measured side by side, as with --claims G4: our kernels would have had all cores."""
+    for name in ("HVDCOMPRESS_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "4")
+        monkeypatch.delenv(name)
+    lone = Unit("alone", toy_claims.square, {"number": 9, "log": str(tmp_path / "log")}, alone=True)
+    run.measure([lone], tmp_path / "cache", jobs, Console(file=io.StringIO()))
+    assert os.environ["HVDCOMPRESS_THREADS"] == os.environ["OMP_NUM_THREADS"] == "1"
+
+
 def test_time_left_follows_what_was_measured():
     units = [Unit(str(n), toy_claims.square, {"number": n}, seconds=10) for n in range(4)]
     progress = run.Progress(units, 0, 2, Console(file=io.StringIO()))
@@ -157,6 +169,34 @@ def test_a_page_says_all_of_a_claim(tmp_path):
     assert text.count("<summary>All figures</summary>\n\nat most 9\n\nSquares.\n\n| square |") == 2
     data = json.loads((tmp_path / "toy" / "toy.json").read_text())
     assert [claim["kind"] for claim in data["claims"]] == ["holds", "holds under these conditions"]
+
+
+def test_some_claims_alone_leave_the_rest_of_the_page_as_it_is(tmp_path, monkeypatch):
+    log, folder = str(tmp_path / "log"), tmp_path / "toy"
+    reproduce(folder, toy_claims.paper(log))
+    first = (folder / "toy.md").read_text()
+    monkeypatch.setattr(papers, "find", lambda id: toy_claims.paper(log, (5, 6)))
+    words = ["reproduce", "toy", "--output", str(folder), "--jobs", "1"]
+    done = CliRunner().invoke(cli.app, [*words, "--claims", "T2"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    head, one, two = re.split(r"\n(?=## )", (folder / "toy.md").read_text())
+    assert "Made by `the toy's command`" in head and "holds under" not in head and one in first
+    assert (
+        "because no square is" in two
+        and "*Measured by itself* by `hvdcompress reproduce toy --quick --claims T2`" in two
+    )
+    rows = json.loads((folder / "toy.json").read_text())["claims"]
+    assert [row["verdict"] for row in rows] == ["holds", "does not hold here, because no square is"]
+    wrong = CliRunner().invoke(cli.app, [*words, "--claims", "T9"])
+    assert wrong.exit_code == 2 and "Toys has no 'T9'" in wrong.stderr
+    CliRunner().invoke(cli.app, words)
+    assert "by itself" not in (folder / "toy.md").read_text()  # all claims, one page
+
+
+def test_some_claims_alone_are_a_page_where_there_is_none(tmp_path):
+    paper = toy_claims.paper(str(tmp_path / "log"))
+    files = run.reproduce(paper, tmp_path, toy_claims.SCALE, 1, Console(file=io.StringIO()), "it", paper.claims[:1])
+    assert "Made by `it`" in files[-1].read_text() and "## T2" not in files[-1].read_text()
 
 
 def test_the_summary_has_all_papers(tmp_path):

@@ -71,6 +71,24 @@ def test_units_are_different_and_write_their_settings_out(tmp_path, quick):
             assert method["method"] != "scalecom" or {"select", "feedback"} <= method.keys(), "no default decides"
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_no_loss_is_judged_by_all_seeds_and_against_dense(quick):
+    found = {}
+    for unit in settings.trained(Scale(quick=quick)):
+        task, method = (str(sorted(unit.settings[key].items(), key=str)) for key in ("task", "method"))
+        found.setdefault(task, {}).setdefault(method, []).append(unit.settings["seed"])
+    assert len(found) == (4 if quick else len(settings.PICTURES) + len(settings.TEXTS))
+    for methods in found.values():
+        assert "[('method', 'none')]" in methods and len(methods) >= 4
+        assert all(seeds == [0, 1, 2] for seeds in methods.values())
+
+
+def test_a_placement_of_clipping_is_a_task_of_its_own():
+    units = [unit for unit in settings.trained(Scale(quick=False, seeds=(0,))) if " text" in unit.name]
+    rows = scalecom.compared([Result(unit, {"value": 3.0, "rate": 40.0}) for unit in units])
+    assert {row["task"] for row in rows} == set(settings.TEXTS)
+
+
 def large_results(values):
     """Results of S4 with a value for each factor and method."""
     return [
@@ -96,6 +114,7 @@ def test_losses_are_counted_from_dense_in_the_tasks_own_direction():
     units = [unit for unit in settings.trained(Scale(seeds=(0,))) if "48x" in unit.name or "none" in unit.name]
     results = [Result(unit, {"value": 3.0 if "none" in unit.name else 3.2, "rate": 40.0}) for unit in units]
     rows = [row for row in scalecom.compared(results) if row["method"] != "none"]
-    assert {row["task"] for row in rows} == {*settings.PICTURES, settings.TEXT}
+    pictures = {name for name, task in settings.PICTURES.items() if task["task"] == "fashion_mnist"}
+    assert {row["task"] for row in rows} == {*pictures, settings.TEXT}
     for row in rows:
         assert row["loss"] == pytest.approx(0.2 if row["task"] == settings.TEXT else -0.2)

@@ -18,6 +18,9 @@ def reproduce(
     full: Annotated[
         bool, typer.Option("--full/--quick", help="Hours, for verdicts to print; or at most ten minutes.")
     ] = False,
+    claims: Annotated[
+        str | None, typer.Option(help="Only these, such as S5,S6: the other parts of the page stay as they are.")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Folder of Fashion-MNIST's files. Default: where Debian's package puts them.")
     ] = None,
@@ -43,11 +46,14 @@ def reproduce(
             page.summary(output or parent).print(console, form)
             return
         found, scale = papers.find(paper), Scale(quick=not full, path=data)
+        only = papers.named(found, [id.strip() for id in claims.split(",")]) if claims else None
         run.check(found, scale)
         folder = output or parent / paper
         cores = len(os.sched_getaffinity(0))
-        line = f"hvdcompress reproduce {paper} {'--full' if full else '--quick'}"
-        files = run.reproduce(found, folder, scale, jobs or cores, console, line)
+        line = (
+            f"hvdcompress reproduce {paper} {'--full' if full else '--quick'}{f' --claims {claims}' if claims else ''}"
+        )
+        files = run.reproduce(found, folder, scale, jobs or cores, console, line, only)
         page.verdicts(folder / f"{paper}.json").print(console, form)
         console.print(f"written: {escape(str(files[-1]))}", highlight=False, soft_wrap=True)
     except KeyboardInterrupt:

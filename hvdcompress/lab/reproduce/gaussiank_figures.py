@@ -131,7 +131,7 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
     those = [row for row in rows if row["draws"] == "laplace"]
     ns = sorted({row["n"] for row in those})
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots.figure(3.8)
+        figure = plots.figure(4.2)
         axes = figure.add_subplot()
         for number, name in enumerate(names):
             found = [[row["seconds"] * 1e3 for row in those if (row["n"], row["selector"]) == (n, name)] for n in ns]
@@ -144,8 +144,8 @@ def times(rows: Sequence[Row], names: Sequence[str]) -> Picture:
         axes.set_yscale("log")
         axes.set_xlabel("n, elements (logarithmic)")
         axes.set_ylabel("milliseconds (logarithmic)")
-        axes.legend(frameon=False, fontsize=8)
-        title = f"Selecting 0.1 % of n values (Laplace), one core, {seeds_of(those)}"
+        figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+        title = f"Selecting 0.1 % of n values (Laplace), one core, {seeds_of(those)} (median, least to largest)"
         return picture(figure, "times", title, "Selection time of each selector by the number of elements.")
 
 
@@ -153,7 +153,7 @@ def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Pic
     """Held-out accuracy against density, a line per method; least to largest over seeds."""
     those = [row for row in rows if row["net"] == net]
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots.figure(3.2)
+        figure = plots.figure(3.5)
         axes = figure.add_subplot()
         dense = [row["value"] for row in those if row["method"] == "none"]
         axes.axhline(statistics.median(dense), color=plots.colour(0), label="none (dense)")
@@ -175,7 +175,7 @@ def accuracies(rows: Sequence[Row], densities: Sequence[float], net: str) -> Pic
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("k/n (logarithmic)")
         axes.set_ylabel("held-out accuracy, %")
-        axes.legend(frameon=False, fontsize=9)
+        figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=4)
         title = f"{net} on Fashion-MNIST, 10 000 held-out pictures, {seeds_of(those)} (median, least to largest)"
         return picture(
             figure,

@@ -153,7 +153,7 @@ def speedups(rows: Sequence[Row], net: str) -> Picture:
         axes.axhline(1, color=plots.FAINT, linewidth=1, dashes=(2, 2))
         axes.set_xticks(range(len(links)), links)
         axes.set_ylabel("times as fast as the dense ring")
-        axes.legend(frameon=False, fontsize=8)
+        figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
         title = (
             f"{net}: a cycle of 100 dense and 400 compressed steps, pipelined ring, {seeds_of(those)} (5x is marked)"
         )

@@ -36,27 +36,61 @@ def write(
 ) -> list[Path]:
     """Write a paper's page, its pictures and its data (``<paper>.md``, ``<paper>-<picture>.svg``, ``<paper>.json``).
 
+    If the reports are of some of the claims only, the other parts of the page in the folder stay as they are.
+
     Returns:
         The files that were written.
     """
     from hvdcompress.lab.output import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
+    seeds = ", ".join(map(str, scale.seeds))
+    made = f"by `{command}` of hvdcompress {hvdcompress.__version__}, on {machine()}, with the seeds {seeds}.\n"
+    rows = {claim.id: row(claim, report) for claim, report in reports}
+    parts = {claim.id: part(paper.id, claim, report) for claim, report in reports}
+    data: dict[str, Any] = {
         "paper": paper.id,
         "title": paper.title,
         "command": command,
         "quick": scale.quick,
         "seeds": list(scale.seeds),
         "version": hvdcompress.__version__,
-        "claims": [row(claim, report) for claim, report in reports],
     }
+    head = f"Made {made}"
+    if len(reports) < len(paper.claims) and (folder / f"{paper.id}.json").exists():
+        data, old_head, old_rows, old_parts = _read(paper.id, folder)
+        for id in rows.keys() & old_parts.keys():
+            for picture in re.findall(r"\]\((.+\.svg)\)", old_parts[id]):
+                (folder / picture).unlink(missing_ok=True)
+        head = old_head
+        rows = old_rows | {id: {**each, "command": command} for id, each in rows.items()}
+        parts = old_parts | {id: f"{text}\n*Measured by itself* {made}" for id, text in parts.items()}
+    data["claims"] = [rows[claim.id] for claim in paper.claims if claim.id in rows]
     texts = {f"{paper.id}-{picture.name}.svg": plots.alone(picture.svg) for _, r in reports for picture in r.pictures}
     texts[f"{paper.id}.json"] = as_json(data)
-    texts[f"{paper.id}.md"] = markdown(paper, reports, data)
+    texts[f"{paper.id}.md"] = "\n".join(
+        [
+            f"# {paper.title}: its claims, tested\n",
+            f"{paper.source}\n",
+            head,
+            READ,
+            linked(data["claims"]).markdown(),
+            *(parts[claim["id"]] for claim in data["claims"]),
+        ]
+    )
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in texts]
+
+
+def _read(id: str, folder: Path) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, str]]:
+    """A page that was written: its data, by what it was made, and its claims' rows and parts by their ids."""
+    data = json.loads((folder / f"{id}.json").read_text(encoding="utf-8"))
+    text = (folder / f"{id}.md").read_text(encoding="utf-8")
+    top, *parts = re.split(r"\n(?=## \w+: )", text)
+    made = next(line for line in top.splitlines(keepends=True) if line.startswith("Made by "))
+    rows = {row["id"]: row for row in data.pop("claims")}
+    return data, made, rows, dict(zip(rows, parts, strict=True))
 
 
 def row(claim: Claim, report: Report) -> dict[str, Any]:
@@ -70,30 +104,22 @@ def row(claim: Claim, report: Report) -> dict[str, Any]:
     }
 
 
-def markdown(paper: Paper, reports: Sequence[tuple[Claim, Report]], data: dict[str, Any]) -> str:
-    """The page: claims and verdicts, then a part for each claim, whose figures are folded."""
-    seeds = ", ".join(map(str, data["seeds"]))
-    parts = [
-        f"# {paper.title}: its claims, tested\n",
-        f"{paper.source}\n",
-        f"Made by `{data['command']}` of hvdcompress {data['version']}, on {machine()}, with the seeds {seeds}.\n",
-        READ,
-        linked(data["claims"]).markdown(),
+def part(paper: str, claim: Claim, report: Report) -> str:
+    """A claim's part of the page, whose figures are folded."""
+    told = row(claim, report)
+    texts = [
+        f"## {title(told)}\n",
+        f"*In the paper:* {claim.where}\n",
+        f"*How it was tested:* {claim.tested}\n",
+        f"*The rule:* {claim.rule}\n",
+        f"{said(told)}\n",
     ]
-    for (claim, report), told in zip(reports, data["claims"], strict=True):
-        parts += [
-            f"## {title(told)}\n",
-            f"*In the paper:* {claim.where}\n",
-            f"*How it was tested:* {claim.tested}\n",
-            f"*The rule:* {claim.rule}\n",
-            f"{said(told)}\n",
-        ]
-        parts += [f"![{p.caption}]({paper.id}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
-        tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
-        parts.append(folded([told["number"], *tables]))
-        if report.notes:
-            parts.append("".join(f"* {note}\n" for note in report.notes))
-    return "\n".join(parts)
+    texts += [f"![{p.caption}]({paper}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
+    tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
+    texts.append(folded([told["number"], *tables]))
+    if report.notes:
+        texts.append("".join(f"* {note}\n" for note in report.notes))
+    return "\n".join(texts)
 
 
 def title(claim: dict[str, Any]) -> str:

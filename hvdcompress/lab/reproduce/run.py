@@ -16,7 +16,7 @@ from rich.console import Console
 
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.reproduce import cache, page
-from hvdcompress.lab.reproduce.claims import Paper, Result, Scale, Unit
+from hvdcompress.lab.reproduce.claims import Claim, Paper, Result, Scale, Unit
 from hvdcompress.lab.training.tasks import TASKS
 
 CACHE = "cache"  #: the folder of results in a paper's folder
@@ -33,7 +33,15 @@ def check(paper: Paper, scale: Scale) -> None:
             raise ValueError(f"--data {problem}")
 
 
-def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Console, command: str) -> list[Path]:
+def reproduce(
+    paper: Paper,
+    folder: Path,
+    scale: Scale,
+    jobs: int,
+    console: Console,
+    command: str,
+    claims: Sequence[Claim] | None = None,
+) -> list[Path]:
     """Measure what is not yet measured, and write the page.
 
     Args:
@@ -43,6 +51,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Cons
         jobs: units side by side; with 1 they run in this process.
         console: for progress.
         command: the command line, which the page shows.
+        claims: only these of the paper; the page's other parts stay as they are.
 
     Returns:
         The files that were written.
@@ -50,11 +59,11 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, console: Cons
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C; what was measured is kept.
     """
-    wanted = {claim.id: list(claim.units(scale)) for claim in paper.claims}
+    wanted = {claim.id: list(claim.units(scale)) for claim in claims or paper.claims}
     found = measure([unit for units in wanted.values() for unit in units], folder / CACHE, jobs, console)
     reports = [
         (claim, claim.report([Result(unit, found[cache.file_of(folder, unit).name]) for unit in wanted[claim.id]]))
-        for claim in paper.claims
+        for claim in claims or paper.claims
     ]
     return page.write(paper, reports, folder, command, scale)
 
@@ -64,6 +73,8 @@ def measure(units: Iterable[Unit], folder: Path, jobs: int, console: Console) ->
 
     A unit that several claims ask for is measured once. Those that must be alone come last, one at a time.
     """
+    for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
+        os.environ.setdefault(threads, "1")  # a process a core: units run side by side, and times are of one core
     different = {cache.file_of(folder, unit).name: unit for unit in units}
     found = {name: kept for name, unit in different.items() if (kept := cache.load(folder, unit)) is not None}
     missing = [unit for name, unit in different.items() if name not in found]
@@ -99,8 +110,6 @@ def _in_turn(units: Sequence[Unit], folder: Path, progress: Progress) -> None:
 def _side_by_side(units: Sequence[Unit], folder: Path, jobs: int, progress: Progress) -> None:
     if not units:
         return
-    for threads in ("OMP_NUM_THREADS", "HVDCOMPRESS_THREADS"):
-        os.environ.setdefault(threads, "1")  # a process a core: threads would fight for the same ones
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), context, initializer=_leave_ctrl_c) as pool:
         futures: dict[Future[float], Unit] = {pool.submit(carry_out, unit, folder): unit for unit in units}

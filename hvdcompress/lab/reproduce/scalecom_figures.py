@@ -12,7 +12,8 @@ import numpy as np
 
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture, Result
-from hvdcompress.lab.reproduce.pictures import entitled
+from hvdcompress.lab.reproduce.pictures import entitled, seeds_of
+from hvdcompress.lab.reproduce.rows import grouped
 
 Row = dict[str, Any]
 
@@ -143,7 +144,8 @@ def losses(rows: Sequence[Row], tasks: Sequence[str]) -> Picture:
     names = [m for m in dict.fromkeys(row["method"] for row in rows) if m != "none"]
     at = [rate for rate in dict.fromkeys(row["at"] for row in rows) if rate]
     caption = "What is lost against dense training, by compression ratio, selection and β; a cross is a seed's."
-    with drawing(1.3 + 1.15 * len(tasks), "losses", "Behind dense training, a point a seed", caption, found) as figure:
+    title = f"Held-out loss against dense training, 2 ranks, a cross for each of {seeds_of(rows)}"
+    with drawing(1.3 + 1.15 * len(tasks), "losses", title, caption, found) as figure:
         panels = figure.subplots(len(tasks), 1, sharex=True, squeeze=False)[:, 0]
         for axes, task in zip(panels, tasks, strict=True):
             for number, rate in enumerate(at):
@@ -153,9 +155,48 @@ def losses(rows: Sequence[Row], tasks: Sequence[str]) -> Picture:
                           label=rate)  # fmt: skip
             axes.axhline(0, color=plots.FAINT, linewidth=1)
             axes.set_title(task, fontsize=9)
-            axes.set_ylabel("bits" if "text" in task else "points")
+            axes.set_ylabel(unit_of(task))
         panels[-1].set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=8)
         panels[0].legend(frameon=False, fontsize=8, ncols=len(at))
+    return found[0]
+
+
+def unit_of(task: str) -> str:
+    """What a task's losses are in."""
+    return "bits per byte" if "text" in task else "points"
+
+
+def ratios(rows: Sequence[Row], tasks: Sequence[str], methods: Sequence[str], most: Mapping[str, float]) -> Picture:
+    """What is lost by the overall compression ratio: why not further. The rule's limit is a dashed line."""
+    found: list[Picture] = []
+    caption = (
+        "What is lost against dense training by the overall compression ratio, and the most that the rule allows "
+        "(dashed); median, least to largest over seeds."
+    )
+    title = f"Held-out loss by overall compression ratio, 2 ranks, {seeds_of(rows)} (median, least to largest)"
+    lines = (len(tasks) + 1) // 2
+    with drawing(1 + 1.9 * lines, "ratios", title, caption, found) as figure:
+        panels = figure.subplots(lines, 2, squeeze=False).flatten()
+        for axes in panels[len(tasks) :]:
+            axes.set_axis_off()
+        for axes, task in zip(panels, tasks, strict=False):
+            for number, method in enumerate(methods, 1):
+                those = [row for row in rows if (row["task"], row["method"]) == (task, method)]
+                at = grouped([row for row in those if row["loss"] == row["loss"]], "at").values()
+                xs = [statistics.median(row["rate"] for row in some) for some in at]
+                values = [[row["loss"] for row in some] for some in at]
+                middle = [statistics.median(each) for each in values]
+                ends = [[m - min(v) for m, v in zip(middle, values, strict=True)],
+                        [max(v) - m for m, v in zip(middle, values, strict=True)]]  # fmt: skip
+                if xs:
+                    axes.errorbar(xs, middle, yerr=ends, color=plots.colour(number), marker=".", linewidth=1.3,
+                                  capsize=2, label=method)  # fmt: skip
+            axes.axhline(most[task], color=plots.FAINT, linewidth=1, dashes=(3, 2))
+            axes.set_title(task, fontsize=9)
+            axes.set_ylabel(f"{unit_of(task)} lost")
+            axes.set_xlim(left=0)
+            axes.set_xlabel("overall compression ratio")
+        panels[0].legend(frameon=False, fontsize=8)
     return found[0]
 
 
