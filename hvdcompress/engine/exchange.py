@@ -41,8 +41,8 @@ class Exchange:
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
         waiting: of a joined bucket on a device, the gradients that have come, until all are there; otherwise None.
-        x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there. Where what is sent was
-            made of each gradient as it came, it is one of them.
+        x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there. Where what is sent is
+            made of each gradient as it comes, it is the last of them.
         finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.
         outs: the members' flat arrays that receive the reduced gradient, in the order of the bucket.
         cleared: of each, whether it is 0 everywhere.

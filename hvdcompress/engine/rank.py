@@ -245,8 +245,9 @@ class Rank:
         if exchange.contexts:
             self._take_out(exchange, found.finite, x, span)
             self._begin_member(exchange, place, x, span)
-        if exchange.method.feedback == "none" and not exchange.contexts:
-            if len(exchange.outs) == 1 or found.saturated is not None:  # what is sent was made of it in passing
+        if exchange.method.feedback == "none":
+            # of several, what is sent has been made of each, by its method or in passing; or they are joined
+            if len(exchange.outs) == 1 or exchange.contexts or found.saturated is not None:
                 exchange.x = x
             else:
                 exchange.x = self._joined(exchange.state, gradient, exchange.ops)

@@ -169,7 +169,7 @@ def steps(ranks: list[Rank], grouping: Grouping | None, numbers_of: range) -> li
     return outs
 
 
-@pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16", "none"])
+@pytest.mark.parametrize("method", ["powersgd", "qsgd", "dgc", "gradiveq", "fp16"])
 @pytest.mark.parametrize(
     ("first", "then"), [(BY_NAME, None), (None, BY_NAME), (IN_ORDER, None), (None, IN_ORDER), (BY_NAME, IN_ORDER)]
 )
