@@ -2,7 +2,7 @@
 
     python tools/write_papers.py build/reproduce/gaussiank …
 
-A claim alone is measured again into a copy of its page:
+A claim alone is measured into a copy of its page:
 
     mkdir -p build/reproduce/gaussiank; cp docs/papers/gaussiank* build/reproduce/gaussiank
     hvdcompress reproduce gaussiank --claims G4

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdcompress.lab import nets
 from hvdcompress.lab.bench.config import LOOPBACK, Bench, Turn, read_turns
@@ -16,6 +19,7 @@ from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.cluster.rates import speed
 from hvdcompress.lab.output import jsonl
 
+COPIED = 25_000_000  # float32 values, 100 MB: what a turn's times are compared with on another machine
 ROOM = 10  # times a set's bytes: what a contender may take in each rank while it is set up
 
 
@@ -77,7 +81,7 @@ def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path)
 def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:
     """One turn's line in ``results.jsonl``; a failure is one, too, and the group begins again after it."""
     line: dict[str, Any] = dict(zip(("rate", "set", "contender", "round"), turn.key, strict=True))
-    line["at"] = time.strftime("%Y-%m-%dT%H:%M:%S")
+    line |= {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "copy": copy_seconds()}
     try:
         if not group.up:
             group.launch()
@@ -87,6 +91,17 @@ def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[s
     except RankError as error:
         group.stop()
         return line | {"failed": str(error)}
+
+
+def copy_seconds() -> float:
+    """Seconds that one core takes to copy 100 MB now, the median of three: what this machine's memory allows."""
+    x, to = np.ones(COPIED, np.float32), np.ones(COPIED, np.float32)
+    found = []
+    for _ in range(3):
+        began = time.perf_counter()
+        np.copyto(to, x)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
 
 
 def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:

@@ -163,10 +163,10 @@ def read(folder: Path) -> Result:
             rows += group
     file = folder / "launch.json"
     launch = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return Result(folder.resolve().name, bench, rows, _notes(bench, rows, launch), launch)
+    return Result(folder.resolve().name, bench, rows, _notes(bench, rows, turns, launch), launch)
 
 
-def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[str]:
+def _notes(bench: Bench, rows: Sequence[Row], turns: Sequence[dict[str, Any]], launch: dict[str, Any]) -> list[str]:
     """What a reader must know to read the figures correctly."""
     machine = launch.get("machine", {})
     cores = machine.get("cores", "?")
@@ -189,6 +189,9 @@ def _notes(bench: Bench, rows: Sequence[Row], launch: dict[str, Any]) -> list[st
         "ranks outnumber cores, encode and decode take as much longer as they have to wait for a core. On hosts of "
         "their own they would not."
     )
+    if copies := [turn["copy"] for turn in turns if "copy" in turn]:
+        middle, least, most = map(numbers.seconds_of, (statistics.median(copies), min(copies), max(copies)))
+        notes.append(f"One core copied 100 MB in {middle} ({least} to {most}), between the turns.")
     if "gpu" in machine:
         notes.append(
             f"All ranks share one GPU ({machine['gpu']}), which runs their kernels in turns. A collective ends when "

@@ -12,7 +12,7 @@ A paper is a module with one :class:`~hvdcompress.lab.reproduce.claims.Paper`, a
 3. Put both in a :class:`~hvdcompress.lab.reproduce.claims.Claim` with the paper's sentence in our words, and that in
    the paper's list. A new paper is also named in ``papers.py``.
 
-``--claims S5`` measures a part of a page again: it is written into the page that is in the folder, which may be a copy
+``--claims S5`` measures a part of a page: it is written into the page that is in the folder, which may be a copy
 of the one in docs/papers, and says by what.
 
 Results are kept by the function's name and settings and the package's version. Who changes a measuring function during
