@@ -231,4 +231,4 @@ def trimmed(elements: Elements, k: int) -> Sparse:
             break
     else:  # more than half of them may be below the mean
         near = Sparse(ops.index_range(len(x), like=x), x)
-    return ops.largest_of(near, k)[0] if k else near
+    return ops.largest_of([near], [k], [0])[0]

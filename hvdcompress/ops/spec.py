@@ -245,15 +245,19 @@ class Ops(Protocol):
     def first_equal(self, x: Array, threshold: Scalar, capacity: int) -> Array:
         """Return the first ``capacity`` indices with |x| = threshold, ascending."""
 
-    def largest_of(self, candidates: Sparse, k: int) -> tuple[Sparse, Any]:
-        """Choose the k entries of largest |value|; among equals, the first.
+    def largest_of(
+        self, candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]
+    ) -> tuple[Sparse, Array]:
+        """Choose the entries of largest |value| in each of the parts of a vector; among equals, the first.
 
         Args:
-            candidates: ascending indices, at least k.
-            k: 1 or more.
+            candidates: Of each part, ascending indices in it, at least as many as ``counts`` says.
+            counts: Of each part, how many.
+            starts: Where the parts begin.
 
         Returns:
-            The entries [k], ascending, and the k-th magnitude: a number or, on a device, a tensor of one.
+            The entries, by their indices in the vector, one part's after another's [Σ counts]; and of each part the
+            least magnitude that was chosen, 0 where none was.
         """
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:

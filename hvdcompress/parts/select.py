@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -53,25 +54,24 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Sparse:
     Returns:
         The elements [Σ counts], their indices ascending.
     """
-    on_host = isinstance(x, np.ndarray)  # on a device, to ask for thresholds would cost more than it saves
-    if not on_host and len(counts) > 1:  # a few calls for all parts
-        index = ops.top_k_parts(x, counts, ctx.spec.parts)
+    sizes = ctx.spec.parts if len(counts) > 1 else (len(x),)
+    if not isinstance(x, np.ndarray):  # on a device, to ask for thresholds would cost more than it saves
+        index = ops.top_k_parts(x, counts, sizes) if len(sizes) > 1 else ops.top_k(x, *counts)
         return Sparse(index, ops.take(x, index))
-
-    def choose(part: Array, place: int) -> Sparse:
-        k, near = counts[place], candidates.of(place, ctx)
-        noted = None if near is None else len(near.index)
+    starts = list(itertools.accumulate(sizes[:-1], initial=0))
+    noted = [candidates.of(place, ctx) for place in range(len(sizes))]
+    enough: list[Sparse] = []
+    for near, k, start, size in zip(noted, counts, starts, sizes, strict=True):
         if near is None or len(near.index) < k:
+            part = x[start : start + size]
             index = ops.top_k(part, k)
             near = Sparse(index, ops.take(part, index))
-        if not k:
-            return near
-        chosen, threshold = ops.largest_of(near, k)
-        if on_host:
-            candidates.remember(threshold, k, noted, k, place, ctx)
-        return chosen
-
-    return in_parts(x, ctx.spec.parts if len(counts) > 1 else (len(x),), choose, ops)
+        enough.append(near)
+    chosen, least = ops.largest_of(enough, counts, starts)
+    for place, (near, k, threshold) in enumerate(zip(noted, counts, least.tolist(), strict=True)):
+        if k:
+            candidates.remember(threshold, k, None if near is None else len(near.index), k, place, ctx)
+    return chosen
 
 
 def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Sparse], ops: Ops) -> Sparse:

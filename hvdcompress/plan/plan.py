@@ -114,7 +114,7 @@ class Grouping:
 
     Attributes:
         joined: elements below which tensors are joined, and of a group that is full.
-        apart: the same where the method runs on each tensor, so that payloads are copied.
+        apart: the same where the method runs on each tensor, and a group saves its collectives alone.
         dense: whether tensors that are sent uncompressed are joined, too.
     """
 
@@ -123,10 +123,11 @@ class Grouping:
     dense: bool
 
 
-#: Collectives go by name, and the network joins small ones. Copying larger ones takes longer than a message.
-BY_NAME = Grouping(joined=1_000_000, apart=150_000, dense=False)
+FULL = 6_500_000  #: elements of a group: the 25 MB after which DistributedDataParallel closes a bucket, too
+#: Collectives go by name, and the network joins small ones.
+BY_NAME = Grouping(joined=FULL, apart=150_000, dense=False)
 #: One collective after another: each costs a round through all ranks, whatever its size.
-IN_ORDER = Grouping(joined=6_500_000, apart=6_500_000, dense=True)
+IN_ORDER = Grouping(joined=FULL, apart=FULL, dense=True)
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ guard, a check of ``check_method`` or a test by its name, must pass without it a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -186,9 +186,11 @@ def last_value_is_lost(patch: Patch) -> None:
 def top_k_otherwise(patch: Patch, top_k: Callable[[Any, int], Any]) -> None:
     """All verbs that select the largest do it like this."""
 
-    def largest_of(candidates: Sparse, k: int) -> Any:
-        chosen = top_k(candidates.values, k)
-        return Sparse(candidates.index[chosen], candidates.values[chosen]), 0.0
+    def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> Any:
+        chosen = [top_k(each.values, k) for each, k in zip(candidates, counts, strict=True)]
+        index = [each.index[places] + start for each, places, start in zip(candidates, chosen, starts, strict=True)]
+        values = [each.values[places] for each, places in zip(candidates, chosen, strict=True)]
+        return Sparse(np.concatenate(index), np.concatenate(values)), np.zeros(len(counts))
 
     for place in (reference, fast, numba_selection):
         patch.setattr(place, "top_k", top_k)

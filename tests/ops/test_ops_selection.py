@@ -27,10 +27,10 @@ def offsets(x: np.ndarray, chunk: int) -> np.ndarray:
 
 
 def largest(share: int, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
-    if not x.size:
-        return None
-    found, threshold = o.largest_of(Sparse(put(chosen(x)), put(x[chosen(x)])), -(-x.size // (4 * share)))
-    return tuple(found), float(threshold)
+    """Of all, of none, and of some."""
+    near, k = Sparse(put(chosen(x)), put(x[chosen(x)])), -(-x.size // (4 * share))
+    found, least = o.largest_of([near, near, near], [k, 0, -(-k // 2)], [0, x.size, 2 * x.size + 3])
+    return tuple(found), least
 
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         ),
         Case("zero_where", "sparse", 16 * k, lambda o: o.zero_where(out, Sparse(index, values))),
         Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),
-        Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of(candidates, k)),
+        Case("largest_of", "about 2 k", 12 * k, lambda o: o.largest_of([candidates], [k], [0])),
         Case("write", "float16", 6 * n, lambda o: o.write(out, Half(half, 2.0), 0.5)),
         Case("write", "2 of bfloat16", 8 * n, lambda o: o.write(out, Sum([short, short]), 0.5)),
         Case("write", "2 of signs", 17 * n // 4, lambda o: o.write(out, Sum([signs, signs]), 0.5)),

@@ -52,10 +52,9 @@ def accumulate(
 ) -> Found:
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
         return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
-    several = scan.moments or scan.largest or (scan.above is not None and velocity is None)
-    fused = [several, scan.chunk, scan.signs, scan.product, velocity]
+    noted = scan.moments or scan.largest or (scan.above is not None and velocity is None)
     if (
-        sum(map(bool, fused)) > 1
+        noted + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
         or (velocity is not None and scan.moments)
         or (scan.above is not None and scan.above < 0)
         or (scan.signs and out.size <= PIECE)
@@ -84,9 +83,11 @@ def _in_one_pass(
     velocity: Velocity | None,
 ) -> Found:
     """Accumulate and look for one kind of thing, on this rank's cores."""
-    n = out.size
+    n, whole = out.size, (gradient, residual, scale, out, clear)
 
     def passed(start: int, stop: int) -> tuple[Any, ...]:
+        if stop - start == n:
+            return whole
         return gradient[start:stop], residual[start:stop], scale, out[start:stop], clear
 
     if scan.chunk:
@@ -113,8 +114,8 @@ def _in_one_pass(
     low, room = kernels.MAGNITUDE, 0
     if scan.above is not None:
         low, room = magnitude_bits(scan.above), min(scan.capacity, n)
-    rows = -(-n // kernels.SPAN) if scan.moments else 0
-    totals, squared = np.zeros((rows, kernels.LANES)), np.zeros((rows, kernels.LANES))
+    if scan.moments:
+        totals, squared = np.zeros((2, -(-n // kernels.SPAN), kernels.LANES))
 
     def noting(start: int, stop: int) -> tuple[int, Sparse]:
         index = pool.empty(min(room, stop - start), index_dtype(n))
@@ -132,15 +133,18 @@ def _in_one_pass(
             index[:count] += start
         return most, Sparse(index[:count], values[:count])
 
-    mosts, noted = zip(*in_ranges(noting, n, kernels.SPAN), strict=True)
-    found: dict[str, Any] = {}
-    if scan.moments:
-        found["moments"] = moments_of(totals.sum(), squared.sum(), n)
-    if scan.above is not None and sum(len(each.index) for each in noted) < scan.capacity:
-        found["above"] = noted[0] if len(noted) == 1 else Sparse(*map(np.concatenate, zip(*noted, strict=True)))
-    if scan.largest:
-        found["largest"] = magnitude_of(max(mosts))
-    return Found(True, **found) if max(mosts) < INF_BITS else Found(False)
+    (most, above), *others = in_ranges(noting, n, kernels.SPAN)
+    if others:
+        most = max(most, *(each for each, _ in others))
+        above = Sparse(*map(np.concatenate, zip(above, *(each for _, each in others), strict=True)))
+    if most >= INF_BITS:
+        return Found(False)
+    return Found(
+        True,
+        moments=moments_of(totals.sum(), squared.sum(), n) if scan.moments else None,
+        above=above if scan.above is not None and above.index.size < scan.capacity else None,
+        largest=magnitude_of(most) if scan.largest else None,
+    )
 
 
 def look(x: Array, scan: Scan) -> Found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
@@ -9,6 +11,12 @@ from hvdcompress.ops.numba import pool
 from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.vectors import NumpyArray as Array
+
+
+def joined(arrays: Sequence[Array]) -> Array:
+    """Return arrays of one dtype as one, in memory that was in use before."""
+    out = pool.empty(sum(map(len, arrays)), arrays[0].dtype)
+    return np.concatenate(arrays, out=out)
 
 
 def take(x: Array, index: Array) -> Array:

@@ -10,8 +10,8 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import pool
 from hvdcompress.ops.numba._kernels import selection as kernels
-from hvdcompress.ops.numba.arrays import int64, magnitude_bits, magnitude_of, plain
-from hvdcompress.ops.numba.memory import take
+from hvdcompress.ops.numba.arrays import INDICES, int64, magnitude_bits, magnitude_of, plain
+from hvdcompress.ops.numba.memory import joined, take
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Scalar, Sparse
@@ -36,25 +36,25 @@ def top_k(x: Array, k: int) -> Array:
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
             break
-    return largest_of(Sparse(candidates, take(x, candidates)), k)[0].index
+    return largest_of([Sparse(candidates, take(x, candidates))], [k], [0])[0].index
 
 
 def _magnitudes(bits: Array) -> Array:
     return np.bitwise_and(bits, kernels.MAGNITUDE, out=pool.empty(bits.size, np.int32))
 
 
-def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
-    index, values = candidates
-    if not plain(values) or not 0 < k <= values.size:
-        return reference.largest_of(candidates, k)
-    bits = values.view(np.int32)
-    low = kernels.kth(_magnitudes(bits), k)
-    if k < values.size:
-        ties = k - kernels.count(bits, low + 1)
-        chosen, kept = pool.empty(k + 1, index.dtype), pool.empty(k + 1, np.float32)
-        kernels.choose(index, bits, low, ties, chosen, values, kept)
-        index, values = chosen[:k], kept[:k]
-    return Sparse(index, values), magnitude_of(low)
+def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
+    index, values = candidates[0] if len(candidates) == 1 else map(joined, zip(*candidates, strict=True))
+    sizes = [each.values.size for each in candidates]
+    few = any(k > size for k, size in zip(counts, sizes, strict=True))
+    if few or not plain(values) or index.dtype not in INDICES or not plain(index, dtype=index.dtype):
+        return reference.largest_of(candidates, counts, starts)
+    total, parts = sum(counts), np.array([sizes, counts, starts], np.int64)
+    # the last place is for what is written and not kept
+    chosen, kept = pool.empty(total + 1, index.dtype), pool.empty(total + 1, np.float32)
+    least, scratch = np.empty(len(sizes), np.float32), pool.empty(max(sizes), np.int32)
+    kernels.largest_of(index, values.view(np.int32), values, parts, scratch, chosen, kept, least.view(np.int32))
+    return Sparse(chosen[:total], kept[:total]), least
 
 
 def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:

@@ -13,8 +13,8 @@ from hvdcompress.ops.vectors import Scalar, Sparse
 
 
 def top_k(x: Array, k: int) -> Array:
-    if k >= x.size:
-        return index_range(x.size, x)
+    if not 0 < k < x.size:
+        return index_range(min(k, x.size), x)
     magnitude = np.abs(x)
     threshold = np.partition(magnitude, x.size - k)[x.size - k]
     above = np.flatnonzero(magnitude > threshold)
@@ -30,10 +30,12 @@ def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
     return np.concatenate(parts).astype(index_dtype(x.size))
 
 
-def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, float]:
-    chosen = top_k(candidates.values, k)
-    values = candidates.values[chosen]
-    return Sparse(candidates.index[chosen], values), float(np.abs(values).min())
+def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
+    chosen = [top_k(each.values, k) for each, k in zip(candidates, counts, strict=True)]
+    values = [each.values[places] for each, places in zip(candidates, chosen, strict=True)]
+    index = [each.index[places] + start for each, places, start in zip(candidates, chosen, starts, strict=True)]
+    least = [np.abs(each).min() if each.size else 0 for each in values]
+    return Sparse(np.concatenate(index), np.concatenate(values)), np.array(least, np.float32)
 
 
 def kth_magnitude(x: Array, k: int) -> float:

@@ -13,8 +13,8 @@ from hvdcompress.ops.vectors import Array, Scalar, Sparse
 
 
 def top_k(x: Array, k: int) -> Array:
-    if k >= len(x):
-        return index_range(len(x), x)
+    if not 0 < k < len(x):
+        return index_range(min(k, len(x)), x)
     magnitude = x.abs()
     threshold = torch.topk(magnitude, k, sorted=False).values.min()  # which of equal elements it takes is undefined
     above = where(magnitude > threshold)
@@ -32,10 +32,12 @@ def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
     return sort(order[(size.cumsum(0) - size)[part] + place]).to(dtype_of(index_dtype(len(x))))
 
 
-def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, Array]:
-    chosen = top_k(candidates.values, k).to(torch.int64)
-    values = candidates.values[chosen]
-    return Sparse(candidates.index[chosen], values), values.abs().min()
+def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
+    chosen = [top_k(each.values, k).to(torch.int64) for each, k in zip(candidates, counts, strict=True)]
+    values = [each.values[places] for each, places in zip(candidates, chosen, strict=True)]
+    index = [each.index[places] + start for each, places, start in zip(candidates, chosen, starts, strict=True)]
+    least = [each.abs().min() if len(each) else each.new_zeros(()) for each in values]
+    return Sparse(torch.cat(index), torch.cat(values)), torch.stack(least)
 
 
 def kth_magnitude(x: Array, k: int) -> float:

@@ -30,6 +30,7 @@ from hvdcompress.ops.torch import (
     irfft,
     kth_magnitude,
     l2_norm,
+    largest_of,
     largest_waves,
     magnitudes,
     matmul,
@@ -58,7 +59,7 @@ from hvdcompress.ops.triton.bits import pack_bits, unpack_bits
 from hvdcompress.ops.triton.codes import dequantize, pack_signs, quantize, quantize_max, uniform, unpack_signs
 from hvdcompress.ops.triton.floats import from_bf16, from_fp16, to_bf16, to_fp16
 from hvdcompress.ops.triton.matrices import orthonormalise
-from hvdcompress.ops.triton.selection import chunk_argmax, count_above, first_above, first_equal, largest_of, top_k
+from hvdcompress.ops.triton.selection import chunk_argmax, count_above, first_above, first_equal, top_k
 from hvdcompress.ops.triton.statistics import all_finite, moments
 
 __all__ = [

@@ -11,7 +11,7 @@ from hvdcompress.ops.torch.tensors import f32, host
 from hvdcompress.ops.triton._kernels import selection as kernels
 from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, indices, plain
-from hvdcompress.ops.vectors import Array, Scalar, Sparse
+from hvdcompress.ops.vectors import Array, Scalar
 
 TILE = 2048  #: elements of a program that finds the largest of chunks
 WIDEST = 4096  #: elements of the largest chunk that one program can hold
@@ -29,12 +29,6 @@ def top_k(x: Array, k: int) -> Array:
     index = indices(k, n, x).zero_()  # valid even if x had a NaN, to which nothing is equal
     launch(kernels.compact_two, blocks(n), x, x, threshold, ends, index, n, k, blocks(n), BLOCK=BLOCK)
     return index
-
-
-def largest_of(candidates: Sparse, k: int) -> tuple[Sparse, Array]:
-    chosen = top_k(candidates.values, k)
-    values = candidates.values.index_select(0, chosen)
-    return Sparse(candidates.index.index_select(0, chosen), values), values.abs().min()
 
 
 def count_above(x: Array, threshold: Scalar) -> int:

@@ -77,18 +77,31 @@ def kth(magnitudes, k):
 
 
 @compiled
-def choose(index, bits, low, ties, chosen, values, out):
-    """Entries of ``index`` and ``values`` with magnitudes above ``low``, and the first ``ties`` that are equal to it.
+def largest_of(index, bits, values, parts, scratch, chosen, kept, least):
+    """Of each part the k entries of greatest magnitude, and the least of these.
 
-    ``chosen`` and ``out`` receive them, and have room for one more.
+    ``parts`` has their numbers of entries, how many to choose, and what is added to ``index``. ``chosen`` and ``kept``
+    receive the entries, and have room for one more.
     """
-    found = 0
-    for i in range(bits.size):
-        magnitude = bits[i] & MAGNITUDE
-        chosen[found], out[found] = index[i], values[i]
-        equal = np.int64(magnitude == low) & np.int64(ties > 0)
-        found += np.int64(magnitude > low) + equal
-        ties -= equal
+    begin, found = 0, 0
+    for part in range(parts.shape[1]):
+        size, k, start = parts[0, part], parts[1, part], parts[2, part]
+        least[part] = 0
+        if k > 0:
+            near, magnitudes = bits[begin : begin + size], scratch[:size]
+            for i in range(size):
+                magnitudes[i] = near[i] & MAGNITUDE
+            low = kth(magnitudes, k)
+            ties = k - count(near, low + np.int32(1))
+            for i in range(size):
+                magnitude = near[i] & MAGNITUDE
+                # without a branch, which would go either way
+                chosen[found], kept[found] = index[begin + i] + start, values[begin + i]
+                equal = np.int64(magnitude == low) & np.int64(ties > 0)
+                found += np.int64(magnitude > low) + equal
+                ties -= equal
+            least[part] = low
+        begin += size
 
 
 @compiled
