@@ -14,6 +14,11 @@ usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
 # Puts .venv/ to use for the commands that follow.
 use_venv() {
     export PATH="$VENV/bin:$PATH"
+    suit_ranks
+}
+
+# What ranks need of Open MPI, wherever it is from.
+suit_ranks() {
     if [[ $(id -u) == 0 ]]; then  # in a container, say; Open MPI refuses root unless told twice
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     fi

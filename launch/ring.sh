@@ -26,7 +26,7 @@ while (($#)); do
     esac
 done
 [[ $ranks =~ ^[1-9][0-9]*$ ]] || die "ring.sh: -n $ranks is not a number of ranks"
-[[ ! -d $VENV ]] || use_venv
+if [[ -d $VENV ]]; then use_venv; else suit_ranks; fi
 command -v mpirun >/dev/null || die "ring.sh: there is no mpirun: pip install 'hvdcompress[mpi]', or launch/setup.sh"
 # more ranks than cores are in order on one machine: the table says so
 [[ ${#hosts[@]} -gt 0 ]] || hosts=(--oversubscribe)

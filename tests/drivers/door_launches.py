@@ -27,7 +27,7 @@ MODULES = {
 
 def cases(door: str, launch: str) -> list[str]:
     """The driver's own cases that a launch runs."""
-    names = [name for script in CASES[door] for name in case_names(HERE / f"{script}.py")]
+    names = [name for script in CASES.get(door, ()) for name in case_names(HERE / f"{script}.py")]
     return list(CASE_SUBSETS.get((door, launch), names))
 
 

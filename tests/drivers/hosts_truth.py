@@ -21,7 +21,7 @@ import horovod.torch as hvd  # noqa: E402  (it starts threads)
 from hvdcompress.lab.cluster.hosts import sent_here  # noqa: E402
 from hvdcompress.torch import Compressor  # noqa: E402
 
-ELEMENTS, WARM_UP, STEPS = 1_000_000, 3, 20
+ELEMENTS, WARM_UP, STEPS = 1_000_000, 3, 12
 
 
 def meet() -> None:

@@ -13,11 +13,17 @@ from door_launches import HERE, cases
 from doors.loopback import in_threads
 from harness import Skip
 from promises import DOORS, EXCEPTIONS, PROMISES, keep
-from promises.table import QUICK, SUBSETS, names_in
+from promises.table import QUICK, SUBSETS, is_slow, names_in
 
 
-@pytest.mark.parametrize("launch", DOORS["loopback"].launches)
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.parametrize(
+    "launch,name",
+    [
+        pytest.param(launch, name, marks=[pytest.mark.slow] if is_slow("loopback", launch, name) else [])
+        for launch in DOORS["loopback"].launches
+        for name in names_in("loopback", launch)
+    ],
+)
 def test_in_process(launch: str, name: str, tmp_path: Path) -> None:
     try:
         in_threads(int(launch.split("-")[1]), tmp_path, lambda door: keep(PROMISES[name], door))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import harness
 import horovod.tensorflow as hvd
 import numpy as np
+import tensorflow as tf
 from doors.tensorflow import TensorFlowDoor, TensorFlowHandle, yardstick
 from harness import heavy_tailed
 
@@ -33,6 +34,7 @@ class Model(TensorFlowHandle):
 
     def __init__(self, comp: Compressor, shapes: dict = SHAPES, **options):
         super().__init__(comp, shapes, **options)
+        self.step = tf.function(self.reduced)  # with autograph, as users have it
 
     def __call__(self, gradients: dict[str, np.ndarray], step: Callable | None = None) -> dict[str, np.ndarray]:
         return self.reduce(gradients, step)

@@ -18,7 +18,7 @@ from fuzz import CORPUS, Run, kept
 from mutate import mutation
 
 HERE = Path(__file__).parent
-MUTATIONS = 40  #: of each decoder, beside the corpus
+MUTATIONS = 25  #: of each decoder, beside the corpus
 BYTES = 64 * 4 * ELEMENTS  #: what a decoder may allocate: some copies of the tensor, of files' and of texts of errors
 
 

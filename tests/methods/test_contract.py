@@ -65,10 +65,12 @@ KINDS = ("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted",
 @pytest.mark.parametrize("number,id,name", _variants())
 def test_variant_holds_on_the_reference(number: int, id: str, name: str) -> None:
     method = hvdcompress.get(id, **VARIANTS[number][2])
-    # each variant runs in one of the worlds, and a method's second variant in all of them
-    worlds = WORLDS if _is_second(number) else (number % 5 + 1,)
+    # each variant runs in one of the worlds, and a method's second variant in all of them, in some with fewer sizes
+    everywhere = {1: SIZES, 2: (1, 97), 3: SIZES, 4: (7, 97), 5: SIZES}
+    sizes_in = everywhere if _is_second(number) else {number % 5 + 1: SIZES}
     steps = 3 if len(method.phases) == 1 else 6  # through all phases
-    check_method(method, worlds=worlds, sizes=SIZES, steps=steps, ops=BACKENDS["numpy"])
+    for world, sizes in sizes_in.items():
+        check_method(method, worlds=(world,), sizes=sizes, steps=steps, ops=BACKENDS["numpy"])
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -124,7 +126,7 @@ floats = st.floats(-LARGE, LARGE, width=32, allow_nan=False, allow_infinity=Fals
 
 
 @pytest.mark.parametrize("id", METHODS)
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_gradients(id: str, data: st.DataObject) -> None:
     """For any finite floats: results are finite and equal on all ranks, and nothing is lost."""

@@ -92,7 +92,7 @@ def test_every_verb_is_compared() -> None:
     assert CALLS.keys() == verbs()
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(pairs=st.lists(st.tuples(finite, finite), max_size=40))
 def test_verbs_on_any_floats(native: Any, pairs: list[tuple[float, float]]) -> None:
     x, residual = np.array(pairs, np.float32).reshape(-1, 2).T

@@ -51,7 +51,8 @@ class TensorFlowHandle(Handle):
     def __init__(self, comp: Compressor, shapes: Shapes, dtype: Any = tf.float32, **options: Any):
         self.compressor, self.shapes, self.dtype, self.options = comp, shapes, dtype, options
         self.variables = [tf.Variable(tf.zeros(shape, dtype)) for shape in shapes.values()]
-        self.step = tf.function(self.reduced)
+        # tracing is most of what a promise takes, and this is a quarter of it; the cases' models have autograph on
+        self.step = tf.function(self.reduced, autograph=False)
 
     def reduced(self, fed: list[tf.Tensor]) -> list[tf.Tensor]:
         """One step in a graph, or eagerly."""

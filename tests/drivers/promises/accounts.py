@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
-
 from promises.registry import promise
-from promises.variants import METHODS, VARIANTS
+from promises.results import all_variants
+from promises.watching import Watcher, carries
 
 SUBJECT = "Accounts"
 
@@ -16,13 +15,8 @@ SUBJECT = "Accounts"
 @promise()
 def the_ledger_counts_what_is_given(door: Any) -> None:
     """The ledger's bytes are those of the arrays that the transport is given, by us or by the stock optimizer."""
-    for method, settings in METHODS.items() if door.expensive else VARIANTS:
-        with door.counting() as counter:
-            handle = door.make(method, settings, door.shapes)
-            for step in range(3):
-                handle.reduce(door.gradients(step, door.shapes))
-        assert handle.bytes_sent() == counter.num_bytes > 0, (method, settings, handle.bytes_sent(), counter.num_bytes)
-        handle.close()
+    for found in all_variants(door):
+        assert found.booked == found.given > 0, (found.what, found.booked, found.given)
 
 
 @promise()
@@ -38,62 +32,16 @@ def scalecoms_bytes_do_not_grow_with_the_ranks(door: Any) -> None:
     assert own == {name: entry.sent for name, entry in two.ledger.tensors(0).items()}
 
 
-class Watcher:
-    """An observer that keeps what one rank sends."""
-
-    def __init__(self, rank: int):
-        self.rank, self.payloads, self.num_bytes = rank, defaultdict(list), 0
-        self.events: dict[str, int] = defaultdict(int)
-
-    def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
-        if rank == self.rank:
-            # of a broadcast by another rank there is nothing to see but how much it is
-            seen = bytes(num_bytes) if payload is None else np.asarray(payload).tobytes()
-            self.payloads[name].append(seen)
-            self.num_bytes += num_bytes
-
-    def __getattr__(self, event: str) -> Any:
-        if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
-            raise AttributeError(event)
-
-        def note(rank: int, *rest: Any, **more: Any) -> None:
-            self.events[event] += rank == self.rank
-
-        return note
-
-
-def carries(got: list[bytes], want: list[bytes], probe: int) -> bool:
-    """Whether ``got`` is ``want`` in order; a payload may have a probe of so many bytes behind it, and probes may go
-    alone."""
-    if not got:
-        return not want
-    first, rest = got[0], got[1:]
-    whole = want and (first == want[0] or probe and first[:-probe] == want[0])  # an empty one may be a probe alone
-    return bool(whole and carries(rest, want[1:], probe)) or len(first) == probe and carries(rest, want, probe)
-
-
 @promise()
 def payloads_are_the_loopbacks(door: Any) -> None:
     """What an observer sees of each tensor is the loopback's payloads, in order: to the byte of two ranks, in number
     and length of more."""
-    for method, settings in METHODS.items() if door.expensive else VARIANTS:
-        handle, net = door.make(method, settings, door.shapes), door.yardstick(method, settings)
-        watcher = Watcher(door.rank)
-        handle.watch(watcher)
-        for step in range(5):
-            everyone = door.everyone(step, door.shapes)
-            handle.reduce(everyone[door.rank])
-            net.allreduce_many(everyone)
-        for name in door.shapes:
-            want, got = [], watcher.payloads[name]
-            for one in (one for one in net.log if one.name == name):
-                mine = one.root is None or one.root == door.rank  # else it gives zeros to a sum
-                sent = one.sent[door.rank if one.root is None else 0] if mine else bytes(one.num_bytes[door.rank])
-                want.append(sent)
-            if not door.exact_with(method):
+    for found in all_variants(door):
+        for name, (got, want) in found.payloads.items():
+            if not door.exact_with(found.method):
                 got, want = ([bytes(len(payload)) for payload in payloads] for payloads in (got, want))
-            assert all(door.gather(carries(got, want, door.probe))), f"{method} {settings}, {name}"
-        assert watcher.events["begun"] and watcher.events["committed"], dict(watcher.events)
+            assert carries(got, want, door.probe), f"{found.what}, {name}"
+        assert found.events["begun"] and found.events["committed"], found.events
 
 
 @promise()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness import assert_close
 import hvdcompress
 from promises.registry import promise
 from promises.variants import METHODS, VARIANTS, Settings
+from promises.watching import Watcher
 
 SUBJECT = "Results"
 
@@ -25,6 +27,7 @@ class Expected:
     residuals: list[dict]  #: of each rank
     sent: list[dict]  #: bytes of each tensor, of each rank
     counters: list[dict]
+    payloads: list[dict[str, list[bytes]]]  #: of each tensor, in order, of each rank
 
 
 @dataclass
@@ -37,6 +40,10 @@ class Compared:
     residuals: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     sent: tuple[dict, dict] = ({}, {})  #: bytes of each tensor
     counters: tuple[dict, dict] = ({}, {})
+    payloads: dict[str, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
+    booked: int = 0  #: bytes in the ledger
+    given: int = 0  #: bytes of the arrays that the transport was given
+    events: dict[str, int] = field(default_factory=dict)
     digests: list[list[str]] = field(default_factory=list)  #: of the results in each step, rank by rank
 
     @property
@@ -51,24 +58,41 @@ def expect(door: Any, method: str, settings: Settings, steps: int, **more: Any) 
     results = [net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone]
     residuals = [{name: net.residual(name, rank) for name in shapes} if door.exact else {} for rank in ranks]
     sent = [{name: entry.sent for name, entry in net.ledger.tensors(rank).items()} for rank in ranks]
-    return Expected(results, residuals, sent, [net.ledger.counters(rank) for rank in ranks])
+    payloads = [{name: _payloads(net, name, rank) for name in shapes} for rank in ranks]
+    return Expected(results, residuals, sent, [net.ledger.counters(rank) for rank in ranks], payloads)
+
+
+def _payloads(net: Any, name: str, rank: int) -> list[bytes]:
+    """What a rank of the loopback has sent of a tensor, in order."""
+    found = []
+    for one in (one for one in net.log if one.name == name):
+        mine = one.root is None or one.root == rank  # else it gives zeros to a sum
+        found.append(one.sent[rank if one.root is None else 0] if mine else bytes(one.num_bytes[rank]))
+    return found
 
 
 def compare(
     door: Any, method: str, settings: Settings, steps: int, expected: Expected | None = None, **more: Any
 ) -> Compared:
-    """Reduce the same gradients by the driver and by the loopback; ``more``: shapes, op, dtype, order."""
-    order = more.pop("order", None)
+    """Reduce the same gradients by the driver and by the loopback; ``more``: shapes, op, dtype, order, and whether all
+    that is sent is watched and counted."""
+    order, watched = more.pop("order", None), more.pop("watched", False)
     expected = expected or expect(door, method, settings, steps, **more)
     shapes = more.pop("shapes", door.shapes)
-    handle = door.make(method, settings, shapes, **more)
-    found, digests = Compared(method, settings), []
-    for step in range(steps):
-        mine = door.gradients(step, shapes)
-        given = {name: mine[name].astype(more.get("dtype", "float32")) for name in order or mine}
-        got = handle.reduce(given)
-        found.steps.append((got, expected.results[step]))
-        digests.append(hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest())
+    found, digests, watcher = Compared(method, settings), [], Watcher(door.rank)
+    with door.counting() if watched else nullcontext() as counter:
+        handle = door.make(method, settings, shapes, **more)
+        if watched:
+            handle.watch(watcher)
+        for step in range(steps):
+            mine = door.gradients(step, shapes)
+            given = {name: mine[name].astype(more.get("dtype", "float32")) for name in order or mine}
+            got = handle.reduce(given)
+            found.steps.append((got, expected.results[step]))
+            digests.append(hashlib.sha256(b"".join(got[name].tobytes() for name in sorted(got))).hexdigest())
+    found.booked, found.given = handle.bytes_sent(), counter.num_bytes if watched else 0
+    found.events = dict(watcher.events)
+    found.payloads = {name: (watcher.payloads[name], expected.payloads[door.rank][name]) for name in shapes}
     found.digests = [list(step) for step in zip(*door.gather(digests), strict=True)]
     residuals = expected.residuals[door.rank]
     found.residuals = {name: (handle.residual(name), residuals.get(name)) for name in shapes}
@@ -117,7 +141,7 @@ def all_variants(door: Any) -> list[Compared]:
         for others in door.gather(expected):
             expected.update(others)
         _compared[key] = [
-            compare(door, m, settings, steps, expected[number]) for number, m, settings, steps in variants
+            compare(door, m, settings, steps, expected[number], watched=True) for number, m, settings, steps in variants
         ]
     return _compared[key]
 
@@ -130,7 +154,7 @@ def every_method_is_tried(door: Any) -> None:
     assert tried == set(hvdcompress.available()) and len(door.variants()) > 0.9 * len(VARIANTS)
 
 
-@promise()
+@promise(seconds=240)
 def results_are_the_loopbacks(door: Any) -> None:
     """Results are the loopback's: to the bit of two ranks, to rounding of more."""
     for found in all_variants(door):

@@ -56,6 +56,12 @@ _OF_EVERY_METHOD = (  # of one exchange of each method and option
 #: (door, launch) -> the promises and cases that are tried there without --slow, where it is not all: another launch of
 #: the door tries the others, on other numbers of ranks
 QUICK: dict[tuple[str, str], tuple[str, ...]] = {
+    ("loopback", "threads-3"): (
+        *_SOME,
+        *_OF_EVERY_METHOD,
+        "another_number_of_ranks_takes_over",
+        "odd_shapes_go_through",
+    ),
     ("torch", "mpi-3"): (*_SOME, "another_number_of_ranks_takes_over", "a_process_set"),
     ("torch", "mpi-4"): (),
     ("torch", "gloo-2"): _SOME,
