@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.advise.timeline import Call, Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
-from hvdcompress.plan import IN_ORDER, load, plan_of
+from hvdcompress.plan import BY_NAME, IN_ORDER, load, plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SUM, GATHER = ("AllReduce", "float32", None), ("AllGather", "uint8", None)
@@ -158,9 +159,12 @@ LARGE = {"first": (1000, 1000), "middle": (1200, 1000), "last": (1000, 1100)}
 MB = 4e6
 
 
-def case(rate=8e6, ready=(0.1, 0.05, 0.0), backward=0.1, codec=no_codec, **given):
+EACH = replace(BY_NAME, joined=1_000_000)  #: none of LARGE's tensors travels with another
+
+
+def case(rate=8e6, ready=(0.1, 0.05, 0.0), backward=0.1, codec=no_codec, grouping=BY_NAME, **given):
     times = Times(dict(zip(LARGE, ready, strict=True)), backward)
-    return Case(LARGE, times, Link(rate, **given), 2, codec)
+    return Case(LARGE, times, Link(rate, **given), 2, codec, grouping=grouping)
 
 
 def entries(*given):
@@ -172,7 +176,7 @@ TOPK = {"method": "topk", "density": 0.01}
 
 def test_hidden_tensors_stay_dense():
     """At 8 Mbit/s 4.8 MB are 4.8 s: what is ready 20 s before the end is hidden, the first layer's gradient is not."""
-    slow = case(ready=(20.0, 1.0, 0.0), backward=20.0)
+    slow = case(ready=(20.0, 1.0, 0.0), backward=20.0, grouping=EACH)
     plan = slow.greedy(TOPK)
     assert plan is not None
     by_name = {m.name: b.program.main.id for b in buckets_of(plan, LARGE) for m in b.members}
@@ -198,17 +202,19 @@ def test_a_codec_that_costs_more_than_it_saves_is_left_out():
 
 
 def test_ddps_groups_are_larger_and_have_no_placeholders_of_horovods():
-    one = Case(LARGE, Times(dict.fromkeys(LARGE, 0.0), 0.1), Link(8e6), 2, no_codec, grouping=IN_ORDER)
-    [together] = one.units(one.buckets(plan_of("topk", density=0.01)))
+    under_ddp = Case(LARGE, Times(dict.fromkeys(LARGE, 0.0), 0.1), Link(8e6), 2, no_codec, grouping=IN_ORDER)
+    [together] = under_ddp.units(under_ddp.buckets(plan_of("topk", density=0.01)))
     assert set(together.members) == set(LARGE) and len(together.calls) == 1 and not together.extra
-    assert len(one.buckets(one.dense)) == len(LARGE)  # DDP's own step
+    assert len(under_ddp.buckets(under_ddp.dense)) == len(LARGE)  # DDP's own step
     under_horovod = case()
-    assert len(under_horovod.units(under_horovod.buckets(plan_of("topk", density=0.01)))) == len(LARGE)
+    [the_same] = under_horovod.units(under_horovod.buckets(plan_of("topk", density=0.01)))
+    assert len(the_same.calls) == 1 and len(the_same.extra) == len(LARGE)
+    assert [len(one.units(one.buckets(plan_of("qsgd")))) for one in (under_ddp, under_horovod)] == [1, len(LARGE)]
 
 
 def test_rules_by_size_and_by_name_are_read_as_they_were_meant():
     for ready, dense in (((20.0, 1.0, 0.0), {"middle", "last"}), ((0.0, 20.0, 1.0), {"first", "last"})):
-        plan = case(ready=ready, backward=20.0).greedy(TOPK)
+        plan = case(ready=ready, backward=20.0, grouping=EACH).greedy(TOPK)
         assert plan is not None and load(plan.to_dict()) == plan
         assert {m.name for b in buckets_of(plan, LARGE) for m in b.members if b.program.main.id == "none"} == dense
 

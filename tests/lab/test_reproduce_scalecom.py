@@ -77,7 +77,7 @@ def test_no_loss_is_judged_by_all_seeds_and_against_dense(quick):
     for unit in settings.trained(Scale(quick=quick)):
         task, method = (str(sorted(unit.settings[key].items(), key=str)) for key in ("task", "method"))
         found.setdefault(task, {}).setdefault(method, []).append(unit.settings["seed"])
-    assert len(found) == len(settings.PICTURES) + (1 if quick else len(settings.TEXTS))
+    assert len(found) == len(settings.PICTURES) + (len(settings.QUICK) if quick else len(settings.TEXTS))
     for methods in found.values():
         assert "[('method', 'none')]" in methods and len(methods) >= 4
         assert all(seeds == [0, 1, 2] for seeds in methods.values())

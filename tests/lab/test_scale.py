@@ -224,7 +224,7 @@ def folder(tmp_path):
     (here / "config.yaml").write_text(
         "name: small\nhosts: 4\nrates: [100mbit]\nrounds: 2\n"
         "sets: [{net: resnet32, label: some, only: ['layer1.0.*']}]\n"
-        "methods: [{method: topk, label: my topk, density: 0.05}]\nbeside: [none ring, none gloo]\n"
+        "methods: [{method: topk, label: my topk, density: 0.05}]\nbaselines: [none ring, none gloo]\n"
     )
     lines = []
     for round in (0, 1):

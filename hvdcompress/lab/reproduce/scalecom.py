@@ -478,8 +478,8 @@ PAPER = Paper(
             "Tables 2 and 3",
             "Four trainings on pictures (300 steps; 2400 with --full) and one on text (500; 2500; with --quick fewer "
             "settings), 2 simulated ranks, SGD with momentum, the same learning rate for all of a task. The text's "
-            "gradient is clipped after the exchange. With --full, also before it, each rank's own; an LSTM learns the "
-            "text, too; β 0.3 and 80x are tried.",
+            "gradient is clipped after the exchange, and in a task of its own before it, each rank's. With --full an "
+            "LSTM learns the text, too; β 0.3 and 80x are tried.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
             settings.trained,
             no_loss,
