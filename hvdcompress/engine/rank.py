@@ -250,7 +250,8 @@ class Rank:
             if len(exchange.outs) == 1 or exchange.contexts or found.saturated is not None:
                 exchange.x = x
             else:
-                exchange.x = self._joined(exchange.state, gradient, exchange.ops)
+                if exchange.x is None:
+                    exchange.x = self._joined(exchange, gradient)
                 exchange.ops.write(exchange.x[span], x, 1.0)
         self.worked(exchange.name, time.perf_counter() - began, last=False)
 
@@ -399,11 +400,11 @@ class Rank:
 
         return State(bucket, zeros(declared_slots(bucket)), [Own(zeros(each)) for each in declared_by_members(bucket)])
 
-    def _joined(self, state: State, like: Array, ops: Ops) -> Array:
+    def _joined(self, exchange: Exchange, like: Array) -> Array:
         """A buffer for the members' gradients, which is kept: fresh memory costs more than copying."""
-        size, dtype = state.bucket.spec.size, self.work_dtype(state.bucket)
+        state, size, dtype = exchange.state, exchange.bucket.spec.size, exchange.dtype
         if state.joined is None or itemsize(dtype) * size != state.joined.nbytes:
-            state.joined = ops.zeros(size, dtype, like)
+            state.joined = exchange.ops.zeros(size, dtype, like)
         return state.joined
 
     # -- triggers -------------------------------------------------------------------------------------------

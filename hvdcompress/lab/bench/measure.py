@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdcompress.lab import nets
 from hvdcompress.lab.bench.config import LOOPBACK, Bench, Turn, read_turns
+from hvdcompress.lab.bench.devices import Cpu
 from hvdcompress.lab.bench.ranks import Group, RankError
 from hvdcompress.lab.cluster import launcher
 from hvdcompress.lab.cluster.hosts import Hosts
@@ -95,13 +94,9 @@ def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[s
 
 def copy_seconds() -> float:
     """Seconds that one core takes to copy 100 MB now, the median of three: what this machine's memory allows."""
-    x, to = np.ones(COPIED, np.float32), np.ones(COPIED, np.float32)
-    found = []
-    for _ in range(3):
-        began = time.perf_counter()
-        np.copyto(to, x)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    host = Cpu()
+    x, to = host.empty(COPIED), host.empty(COPIED)
+    return statistics.median(host.timed(host.copy, to, x)[1].seconds for _ in range(3))
 
 
 def _exchanges(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:

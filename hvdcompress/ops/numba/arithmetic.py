@@ -25,6 +25,7 @@ from hvdcompress.ops.numba.arrays import (
 from hvdcompress.ops.numba.codes import pack_signs
 from hvdcompress.ops.numba.floats import clipped_to_fp16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul_transposed
+from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
@@ -136,7 +137,7 @@ def _in_one_pass(
     (most, above), *others = in_ranges(noting, n, kernels.SPAN)
     if others:
         most = max(most, *(each for each, _ in others))
-        above = Sparse(*map(np.concatenate, zip(above, *(each for _, each in others), strict=True)))
+        above = Sparse(*map(joined, zip(above, *(each for _, each in others), strict=True)))
     if most >= INF_BITS:
         return Found(False)
     return Found(

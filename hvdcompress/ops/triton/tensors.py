@@ -1,8 +1,8 @@
 """Which tensors the kernels can take; all others go to ops/torch.
 
 Different from :mod:`hvdcompress.ops.torch.tensors` is where the host waits for the device: ``accumulate``, asked
-for what is above a threshold, waits once, for the flag and the number of elements together; ``top_k``, ``largest_of``,
-``write`` and ``zero_where`` do not wait.
+for what is above a threshold, waits once, for the flag and the number of elements together; ``top_k``, ``write`` and
+``zero_where`` do not wait.
 """
 
 from __future__ import annotations
