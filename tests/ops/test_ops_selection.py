@@ -62,7 +62,8 @@ def test_selection_where_a_sample_decides(native: Any, kind: str) -> None:
     x = vector(kind, 300_007)  # large enough for the compiled top_k to look at a sample only
     sampled = np.arange(x.size) % 5 == 0
     too_low, too_high = np.where(sampled, 1e-3 * x, x), np.where(sampled, x, 1e-3 * x)
-    for array in (x, too_low.astype(np.float32), too_high.astype(np.float32)):
+    rows = np.where(np.arange(x.size) // 64 % 50 == 7, x, np.float32(0))  # as an embedding's gradient
+    for array in (x, too_low.astype(np.float32), too_high.astype(np.float32), rows):
         for k in (1, 30, 3_000, 200_000):
             assert get(native.top_k(Put(native)(array), k)) == get(reference.top_k(array, k))
 

@@ -10,11 +10,12 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Outer, Scalar, Sparse
 
 ONE = np.float32(1.0)
+FLOAT32 = np.dtype(np.float32)  #: compared three times as fast as the class
 INDICES = (np.dtype(np.int32), np.dtype(np.int64))
 INF_BITS = 0x7F800000  #: of a float32; those of NaNs lie above
 
 
-def plain(*arrays: Array, dtype: Any = np.float32) -> bool:
+def plain(*arrays: Array, dtype: Any = FLOAT32) -> bool:
     """Return whether all arrays are of this dtype and one length, contiguous, aligned and writable.
 
     Each kernel is so compiled only once. Lengths that differ are an error, which the reference then raises.

@@ -32,6 +32,10 @@ def top_k(x: Array, k: int) -> Array:
     for stride in (n >> 16 | 1, 1):  # odd: not in step with the rows of a matrix
         count = kernels.histogram(x.view(np.int32), stride)[::-1].cumsum()
         bucket = int(np.searchsorted(count, k if stride == 1 else min(1.2 * k / stride + 30, count[-1])))
+        if bucket == 2047:  # nearly all are 0, as in an embedding of which few rows were used
+            others = _indices(x, 1, 0x7FFFFFFF, k)
+            if others.size < k:
+                return np.sort(np.concatenate([others, _indices(x, 0, 0, k - others.size)]))
         capacity = int(count[bucket]) * (1 if stride == 1 else 2 * stride) + 1  # one more: full is too many
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
