@@ -40,7 +40,8 @@ class Exchange:
         scale: what gradients are multiplied by on their way in.
         spare: the buffers that receive the new slots.
         restart: the state's ``restart`` if the exchange is committed.
-        waiting: of a joined bucket on a device, the gradients that have come, until all are there; otherwise None.
+        waiting: of a joined bucket on a device, or of small tensors, the gradients that have come, until all are
+            there; otherwise None.
         x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there. Where what is sent is
             made of each gradient as it comes, it is the last of them.
         finite: whether all gradients that came had neither Inf nor NaN; on a device a tensor of one.

@@ -29,6 +29,8 @@ from hvdcompress.ops.vectors import Flag, Outer, Waves, both
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
+LITTLE = 1 << 12  #: elements, on average: joined gradients of no more are looked at together, as calls cost more there
+
 
 class Rank:
     """State and bookkeeping of one rank under one plan.
@@ -204,14 +206,15 @@ class Rank:
             exchange.communication = Together(names, self.rank, self.world, ops, buffer)
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
-        if count > 1 and not contexts and on_device and method.clip_norm is None:
+        little = method.passes and not with_feedback and spec.size < LITTLE * count
+        if count > 1 and not contexts and (on_device or little) and method.clip_norm is None:
             exchange.waiting = [None] * count
         return exchange
 
     def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
         """Take the gradient of a bucket's member, in any order: the one pass over memory that it makes.
 
-        On a device, where calls cost more than passes, those of a joined bucket wait for each other.
+        Those of a joined bucket wait for each other on a device, and on the host if they are small.
 
         A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and marks the exchange:
         the step is to be abandoned.
@@ -258,9 +261,13 @@ class Rank:
     def _receive_waiting(self, exchange: Exchange) -> None:
         """Take the gradients of a joined bucket that have waited for each other."""
         assert exchange.waiting is not None
-        gradient = exchange.ops.concat([gradient for gradient in exchange.waiting if gradient is not None])
+        began, gradients = time.perf_counter(), [gradient for gradient in exchange.waiting if gradient is not None]
+        on_host = isinstance(gradients[0], np.ndarray)
+        buffer = self._joined(exchange, gradients[0]) if on_host else None
+        gradient = exchange.ops.concat(gradients, buffer)
         exchange.x, found = self._added(exchange, gradient, slice(None), exchange.ctx, None, False)
         exchange.finite, exchange.waiting = found.finite, None
+        self.worked(exchange.name, time.perf_counter() - began, last=False)
 
     def _added(
         self, exchange: Exchange, gradient: Array, span: slice, ctx: Context, part: int | None, clear: bool
