@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli
 from hvdcompress.lab.advise import check, measure, run, validate, verdict, workload
-from hvdcompress.lab.advise.calibrate import FARTHEST, calibrate
+from hvdcompress.lab.advise.calibrate import FARTHEST, REFERENCE, calibrate
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.exchanges import buckets_of, status, units_of
@@ -289,6 +289,9 @@ def test_evidence_is_what_the_results_page_says():
 # -- profiles ---------------------------------------------------------------------------------------------
 
 
+CODEC = {"encode": [1e-4, 1e-9, 0.0, 0.0], "decode": [1e-4, 1e-9, 0.0, 0.0]}
+
+
 def good(**changed):
     return {
         "version": 1,
@@ -297,7 +300,7 @@ def good(**changed):
         "tensors": {"w": [1000, 1000], "b": [10]},
         "times": {"forward": 0.01, "backward": 0.02, "update": 0.001, "ready": {"w": 0.02, "b": 1e-05}},
         "link": {"rate": 1e8, "message": 5e-05, "round": 0.001, "call": 0.0001, "overlap": 0.5},
-        "codecs": {"topk density=0.01": {"encode": [1e-4, 1e-9, 0.0, 0.0], "decode": [1e-4, 1e-9, 0.0, 0.0]}},
+        "codecs": {"topk density=0.01": CODEC},
     } | changed
 
 
@@ -347,6 +350,34 @@ def test_a_measured_dense_step_brings_the_link_into_line(factor):
         assert (found.rate == link.rate) == (link.round == 0.01)
     measured = run.case_of(Profile.open(good(dense=1000.0))).given
     assert measured.rate == pytest.approx(plain.given.rate / FARTHEST)
+
+
+@pytest.mark.parametrize("more", [0.0, 1e-4, 1e-3])
+def test_a_measured_compressed_step_gives_what_a_gradient_costs_besides(more):
+    """It is in every plan but the dense one, for each gradient, and none is below nothing."""
+    codecs = {"scalecom density=0.0167": CODEC, "topk density=0.01": CODEC}
+    plain = run.case_of(Profile.open(good(dense=1.0, codecs=codecs)))
+    plan, other = load(REFERENCE), load(TOPK)
+    seconds = plain.with_handling(more).predict(plan).seconds
+    found = run.case_of(Profile.open(good(dense=1.0, codecs=codecs, compressed=seconds)))
+    assert found.handling == pytest.approx(more, rel=0.01, abs=1e-8)
+    assert found.predict(plan).seconds == pytest.approx(seconds, rel=1e-6)
+    assert found.predict(other).seconds - plain.predict(other).seconds >= more * len(plain.tensors) / 2
+    assert found.predict(found.dense).seconds == plain.predict(plain.dense).seconds
+    assert run.case_of(Profile.open(good(dense=1.0, codecs=codecs, compressed=1e-6))).handling == pytest.approx(
+        0.0, abs=1e-8
+    )
+
+
+def test_every_layer_of_a_net_that_begins_with_zeros_has_a_gradient():
+    net = workload.of(workload.Named(task="bytes", batch_size=2))
+    model, loss = net.make(0, 1)
+    optimizer = net.optimizer(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    assert all(parameter.grad.abs().max() > 1e-30 for parameter in model.parameters())
 
 
 def test_ranks_that_share_processors_take_longer():

@@ -1,7 +1,8 @@
-"""Bring the model of a link into line with dense steps that were measured over it.
+"""Bring the model into line with two steps that were measured over the link: a dense one, and a compressed one.
 
 Collectives that are timed alone find all ranks awake and waiting; in a step they do not. The larger part of the link's
-time, bytes or what is not spent on bytes, is scaled so that the predicted dense step is the measured one.
+time, bytes or what is not spent on bytes, is scaled so that the predicted dense step is the measured one. What is then
+missing of the compressed step is shared out among its gradients: the driver's own work, and waiting for its rounds.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from dataclasses import replace
 
 from hvdcompress.lab.advise.choose import Case
 from hvdcompress.lab.advise.timeline import Link
+from hvdcompress.plan import load
 
-__all__ = ["FARTHEST", "calibrate"]
+__all__ = ["FARTHEST", "MOST_HANDLING", "REFERENCE", "calibrate", "handling"]
 
 FARTHEST = 4.0  #: times more or less than measured alone: what is farther off has another cause
+REFERENCE = {"method": "scalecom", "density": 0.0167}  #: the plan whose step is measured
+MOST_HANDLING = 5e-3  #: seconds for each gradient: more has another cause
+HALVINGS = 30  #: of an interval, in which a constant is looked for
 
 
 def calibrate(case: Case, seconds: float) -> Link:
@@ -34,10 +39,28 @@ def calibrate(case: Case, seconds: float) -> Link:
         return replace(link, rate=link.rate / factor)
 
     low, high = 1 / FARTHEST, FARTHEST
-    for _ in range(30):
+    for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
         if case.over(scaled(middle)).predict(case.dense).seconds < seconds:
             low = middle
         else:
             high = middle
     return scaled((low * high) ** 0.5)
+
+
+def handling(case: Case, seconds: float) -> float:
+    """What a plan that is not dense adds to each gradient, in processor seconds; see :class:`Case`.
+
+    Args:
+        case: the training, whose link has been brought into line.
+        seconds: of a step under :data:`REFERENCE`, measured.
+    """
+    plan = load(REFERENCE)
+    low, high = 0.0, MOST_HANDLING
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if case.with_handling(middle).predict(plan).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -59,6 +59,7 @@ class Case:
         codecs: gives a method's codec.
         shared: ranks that share a processor.
         grouping: which tensors travel together under a plan. The dense step is the framework's own.
+        handling: processor seconds that a plan which is not dense adds to each gradient, besides codecs and calls.
     """
 
     def __init__(
@@ -70,16 +71,22 @@ class Case:
         codecs: Codecs,
         shared: float = 1.0,
         grouping: Grouping = BY_NAME,
+        handling: float = 0.0,
     ):
         self.tensors, self.times, self.world, self.codecs, self.shared = tensors, times, world, codecs, shared
-        self.grouping = grouping
+        self.grouping, self.handling = grouping, handling
         self.given, self.link = link, replace(link, call=link.call * shared)
         self.dense = load({"method": "none"})
         self._units: dict[Any, Unit] = {}
 
     def over(self, link: Link) -> Case:
         """The same training over another link."""
-        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared, self.grouping)
+        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared, self.grouping, self.handling)
+
+    def with_handling(self, seconds: float) -> Case:
+        """The same training, with so many seconds of handling for each gradient."""
+        link, codecs = self.given, self.codecs
+        return Case(self.tensors, self.times, link, self.world, codecs, self.shared, self.grouping, seconds)
 
     def buckets(self, plan: Plan) -> list[Bucket]:
         """What travels together under a plan."""
@@ -102,8 +109,11 @@ class Case:
         return self._step(plan, self.buckets(plan), rate)
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
-        link = replace(self.link, rate=rate) if rate else self.link
-        return simulate(self.times, self.units(buckets), link, self.world, status(plan, self.world))
+        link, last, units = replace(self.link, rate=rate) if rate else self.link, status(plan, self.world), []
+        for unit in self.units(buckets):
+            half = self.handling * self.shared * len(unit.members) / 2 if last else 0.0
+            units.append(replace(unit, encode=unit.encode + half, decode=unit.decode + half) if half else unit)
+        return simulate(self.times, units, link, self.world, last)
 
     def candidate(self, label: str, plan: Plan, partly: bool = False) -> Candidate:
         """A plan, and what is predicted of it."""

@@ -10,12 +10,14 @@ from collections.abc import Callable
 import torch
 
 from hvdcompress.lab.advise import check
+from hvdcompress.lab.advise.calibrate import REFERENCE
 from hvdcompress.lab.advise.choose import DENSE
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.fabric import Fabric
 from hvdcompress.lab.advise.profile import MeasuredCodec, MeasuredLink, MeasuredTimes, Profile
 from hvdcompress.lab.advise.workload import Shapes, Workload
 from hvdcompress.method import Method
+from hvdcompress.plan import load
 
 __all__ = ["link", "profile", "sharing", "times"]
 
@@ -25,7 +27,8 @@ FEW = 64  # small collectives at once
 SMALL, LARGE = 8, 1 << 20  # bytes; the large size grows until a collective takes LONG seconds
 LONG, MOST = 0.15, 1 << 26
 SPIN = 0.2
-ROUNDS, TURN = 2, 0.5  # of dense steps: turns, and seconds of each
+COMPRESSED = "compressed"
+ROUNDS, TURN = 2, 0.5  # of dense and compressed steps: turns, and seconds of each
 
 
 def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, tuple[int, ...]], MeasuredTimes]:
@@ -214,12 +217,12 @@ def profile(
     say("measuring the link")
     measured = link(fabric, shared) if fabric else None
     meet()
-    dense: dict[str, float] = {}
+    steps: dict[str, list[float]] = {}
     if fabric:
-        steps = check.measure(fabric, workload, {DENSE: None}, ROUNDS, TURN, say)[DENSE]
-        dense = {"dense": statistics.median(steps)}
+        plans = {DENSE: None, COMPRESSED: load(REFERENCE)}
+        steps = check.measure(fabric, workload, plans, ROUNDS, TURN, say)
     codecs = Known(dict(known), say)
-    codecs.time_all(methods)
+    codecs.time_all([*methods, load(REFERENCE).program.main] if fabric else methods)
     given = {"link": measured.model_dump()} if measured else {}
     return Profile.made_of(
         name=re.sub(r"[^\w.-]+", "-", workload.name) or "model",
@@ -232,5 +235,5 @@ def profile(
         times=found.model_dump(),
         codecs={name: codec.model_dump() for name, codec in codecs.codecs.items()},
         **given,
-        **dense,
+        **{label: statistics.median(each) for label, each in steps.items()},
     )

@@ -78,7 +78,8 @@ class Profile(ConfigFile):
     """What advice is made from.
 
     ``shared``: ranks that shared a processor, as measured; ``memory``: bytes that were free; ``dense``: seconds of a
-    dense step over ``link``, as measured, which the link's costs are brought into line with.
+    dense step over ``link``, as measured, which the link's costs are brought into line with; ``compressed``: those of a
+    step under ``calibrate.REFERENCE``.
     """
 
     what: ClassVar[str] = "profile"
@@ -97,6 +98,7 @@ class Profile(ConfigFile):
     times: MeasuredTimes
     link: MeasuredLink | None = None
     dense: Real | None = Field(None, gt=0, allow_inf_nan=False)
+    compressed: Real | None = Field(None, gt=0, allow_inf_nan=False)
     codecs: dict[str, MeasuredCodec] = {}
     """By the methods' names as ``scale.model.name_of`` writes them."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress.lab import packaged
-from hvdcompress.lab.advise.calibrate import calibrate
+from hvdcompress.lab.advise.calibrate import calibrate, handling
 from hvdcompress.lab.advise.choose import DENSE, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.profile import Profile
@@ -91,7 +91,10 @@ def case_of(
     grouping = IN_ORDER if profile.driver == "DDP" else BY_NAME
     case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing, grouping)
     as_measured = link is None and world == profile.ranks and shared in (None, profile.shared)
-    return case.over(calibrate(case, profile.dense)) if as_measured and profile.dense else case
+    if not (as_measured and profile.dense):
+        return case
+    case = case.over(calibrate(case, profile.dense))
+    return case.with_handling(handling(case, profile.compressed)) if profile.compressed else case
 
 
 def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]]:

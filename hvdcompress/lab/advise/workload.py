@@ -18,6 +18,9 @@ from hvdcompress.lab.bench import gradients
 __all__ = ["Shapes", "TaskNet", "UserModel", "Workload", "found_by", "of"]
 
 
+RATE = 1e-4  # of learning: so small that no model diverges while it is measured
+
+
 class Workload(ABC):
     """Something to train: models that are alike, and losses of them.
 
@@ -32,8 +35,12 @@ class Workload(ABC):
         """A new model, and the function that gives the loss of the next batch; all ranks' models are equal."""
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """SGD with momentum, as the quickstart has it; a rate of zero leaves the model as it is."""
-        return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        """SGD with momentum, as the quickstart has it.
+
+        Its rate is not zero: behind a layer that begins with zeros, gradients are zero until it has changed, which those
+        of a training are not.
+        """
+        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
 
 def found_by(words: str, option: str) -> Any:
