@@ -37,8 +37,8 @@ class Workload(ABC):
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum, as the quickstart has it.
 
-        Its rate is not zero: behind a layer that begins with zeros, gradients are zero until it has changed, which those
-        of a training are not.
+        Its rate is not zero: behind a layer that begins with zeros, gradients are zero until it has changed. Those of a
+        training are not.
         """
         return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
 
