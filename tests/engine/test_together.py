@@ -212,6 +212,26 @@ def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) ->
         assert rank.ledger.counters() == {"saturated": sum(spec.size for spec in SPECS)}
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_small_dense_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
+    """The bucket's results are its gradients' sums, and one that is not finite marks it, whichever it is."""
+    looked, look = [], fast.look
+    monkeypatch.setattr(fast, "look", lambda x, scan: looked.append(len(x)) or look(x, scan))
+    plan = plan_of("topk", min_elements=10**6)
+    [bucket] = plan.buckets(SPECS, IN_ORDER)
+    rank = Rank(plan, 0, WORLD)
+    members = [np.arange(member.size, dtype=np.float32) for member in bucket.members]
+    members[-1][-1] = np.inf if bad else 0.0
+    before = [member.copy() for member in members]
+    exchange = rank.start(bucket, members, [np.empty_like(member) for member in members], fast)
+    assert looked == [bucket.spec.size] * (2 if bad else 1)
+    assert exchange.finite is not bad
+    assert isinstance(exchange.verb, AllReduce)
+    np.testing.assert_array_equal(exchange.verb.x, 0.0 if bad else np.concatenate(before))
+    for member, was in zip(members, before, strict=True):
+        np.testing.assert_array_equal(member, was)
+
+
 def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("qsgd", min_elements=1)
     method, spoiled = type(plan.program.main), plan.program.main.encode
