@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hvdcompress.lab.advise.choose import Case
+from hvdcompress.lab.advise.choose import Case, bisected
 from hvdcompress.lab.advise.timeline import Link
 from hvdcompress.plan import load
 
-__all__ = ["FARTHEST", "MOST_HANDLING", "REFERENCE", "calibrate", "handling"]
+__all__ = ["FARTHEST", "REFERENCE", "calibrate", "handling"]
 
 FARTHEST = 4.0  #: times more or less than measured alone: what is farther off has another cause
 REFERENCE = {"method": "scalecom", "density": 0.0167}  #: the plan whose step is measured
-MOST_HANDLING = 5e-3  #: seconds for each gradient: more has another cause
-HALVINGS = 30  #: of an interval, in which a constant is looked for
+LEAST_HANDLING, MOST_HANDLING = 1e-9, 5e-3  #: seconds for each gradient: more has another cause
 
 
 def calibrate(case: Case, seconds: float) -> Link:
@@ -38,14 +37,10 @@ def calibrate(case: Case, seconds: float) -> Link:
             return replace(link, round=link.round * factor, message=link.message * factor)
         return replace(link, rate=link.rate / factor)
 
-    low, high = 1 / FARTHEST, FARTHEST
-    for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
-        if case.over(scaled(middle)).predict(case.dense).seconds < seconds:
-            low = middle
-        else:
-            high = middle
-    return scaled((low * high) ** 0.5)
+    def short(factor: float) -> bool:
+        return case.over(scaled(factor)).predict(case.dense).seconds < seconds
+
+    return scaled(bisected(short, 1 / FARTHEST, FARTHEST))
 
 
 def handling(case: Case, seconds: float) -> float:
@@ -56,11 +51,8 @@ def handling(case: Case, seconds: float) -> float:
         seconds: of a step under :data:`REFERENCE`, measured.
     """
     plan = load(REFERENCE)
-    low, high = 0.0, MOST_HANDLING
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if case.with_handling(middle).predict(plan).seconds < seconds:
-            low = middle
-        else:
-            high = middle
-    return low
+
+    def short(each: float) -> bool:
+        return case.with_handling(each).predict(plan).seconds < seconds
+
+    return bisected(short, LEAST_HANDLING, MOST_HANDLING)

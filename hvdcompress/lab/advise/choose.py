@@ -7,6 +7,7 @@ communication is hidden behind the backward pass do not shorten it, and stay den
 
 from __future__ import annotations
 
+import copy
 import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,13 @@ from hvdcompress.lab.advise.timeline import Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, load
 
-__all__ = ["DENSE", "Candidate", "Case", "candidates"]
+__all__ = ["DENSE", "Candidate", "Case", "bisected", "candidates"]
 
 DENSE = "dense"
 NOTHING = 1e-3  # of a step: what a tensor must gain at least to be compressed
 RATES = (1e6, 1e12)  # bits per second: break-even is looked for between these
 SCAN = 49  # rates at which that begins
+HALVINGS = 30  # of an interval in which a number is looked for
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,15 @@ class Case:
 
     def over(self, link: Link) -> Case:
         """The same training over another link."""
-        return Case(self.tensors, self.times, link, self.world, self.codecs, self.shared, self.grouping, self.handling)
+        case = copy.copy(self)  # units, which do not depend on the link, are shared
+        case.given, case.link = link, replace(link, call=link.call * self.shared)
+        return case
 
     def with_handling(self, seconds: float) -> Case:
         """The same training, with so many seconds of handling for each gradient."""
-        link, codecs = self.given, self.codecs
-        return Case(self.tensors, self.times, link, self.world, codecs, self.shared, self.grouping, seconds)
+        case = copy.copy(self)
+        case.handling = seconds
+        return case
 
     def buckets(self, plan: Plan) -> list[Bucket]:
         """What travels together under a plan."""
@@ -109,7 +114,8 @@ class Case:
         return self._step(plan, self.buckets(plan), rate)
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
-        link, last, units = replace(self.link, rate=rate) if rate else self.link, status(plan, self.world), []
+        link = replace(self.link, rate=rate) if rate else self.link
+        last, units = status(plan, self.world), []
         for unit in self.units(buckets):
             half = self.handling * self.shared * len(unit.members) / 2 if last else 0.0
             units.append(replace(unit, encode=unit.encode + half, decode=unit.decode + half) if half else unit)
@@ -139,10 +145,7 @@ class Case:
             return 0.0
         if high is None:
             return float("inf")
-        for _ in range(20):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if gains(middle) else (low, middle)
-        return low / self.link.share
+        return bisected(gains, low, high) / self.link.share
 
     def greedy(self, settings: Mapping[str, Any]) -> Plan | None:
         """The method on those tensors alone where it shortens the step.
@@ -174,6 +177,14 @@ class Case:
         matches: list[dict[str, Any]] = [{"max_size": most}] if most < least else list(names)
         rules = [{"match": match, "method": "none"} for match in matches]
         return load({**settings, "rules": [*rules, *settings.get("rules", [])]})
+
+
+def bisected(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """Up to which positive number something holds, if it does at ``low`` and not at ``high``."""
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return (low * high) ** 0.5
 
 
 def candidates(case: Case, entries: Sequence[MethodEntry], say: Callable[[str], None] = print) -> list[Candidate]:
