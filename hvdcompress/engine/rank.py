@@ -107,19 +107,18 @@ class Rank:
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
         return method.passes and method.feedback == "none" and alone
 
-    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops, check: bool = True) -> tuple[State, Flag]:
-        """Note that the driver's framework reduces a gradient; returns its state, and whether it is finite.
+    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops) -> State:
+        """Note that the driver's framework reduces a gradient; returns its state.
 
         Args:
             bucket: one that :meth:`passes`.
-            gradient: its flat gradient.
+            gradient: an array on its device.
             ops: the array verbs of its library.
-            check: whether to look for an Inf or a NaN; without, it counts as finite.
         """
         state = self._state(bucket, gradient, ops)
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
-        return state, not check or ops.all_finite(gradient)
+        return state
 
     def passed(self, state: State) -> None:
         """A gradient that was passed on has been reduced, and the step is good."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -21,12 +22,14 @@ from hvdcompress.engine import verify
 from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.rank import LITTLE, Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.plan import Bucket
+
+PAUSE = 5e-4  #: seconds; Horovod finishes collectives every millisecond, unless HOROVOD_CYCLE_TIME says otherwise
 
 
 def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
@@ -98,6 +101,8 @@ class Step:
         self._asked = False  # this rank asks for a trigger
         self._unused: set[str] = set()  # tensors that had a gradient on no rank
         self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
+        self._little: dict[tuple[Ops, Any], list[Array]] = {}  # small ones to be looked at, by their device
+        self._polled = 0.0  # when poll() last looked
 
     # -- gradients come in ----------------------------------------------------------------------------------
 
@@ -143,14 +148,16 @@ class Step:
 
         Args:
             bucket: one that passes.
-            gradient: its flat gradient.
+            gradient: its flat gradient. What comes of an Inf or a NaN is one, too, so it may be reduced meanwhile.
             ops: the array verbs of its library.
             spoil: fills the result with NaN, if another tensor of the step is not finite.
-            check: whether to look for an Inf or a NaN.
+            check: whether to look for an Inf or a NaN, at the latest with :meth:`status`.
         """
-        state, finite = self.rank.pass_on(bucket, gradient, ops, check)
-        self._note(finite)
-        self._passing.append((state, spoil))
+        self._passing.append((self.rank.pass_on(bucket, gradient, ops), spoil))
+        if check and len(gradient) < LITTLE:
+            self._little.setdefault((ops, getattr(gradient, "device", None)), []).append(gradient)
+        elif check:
+            self._note(ops.all_finite(gradient))
 
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
         """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
@@ -173,8 +180,13 @@ class Step:
     def poll(self) -> None:
         """Go on with what has come, oldest first and no further than the first that has not; waits for nothing.
 
-        Second rounds so overlap with gradients that are still to come. Not for transports that go by order.
+        Second rounds so overlap with gradients that are still to come. Not for transports that go by order. A call
+        shortly after another one does nothing, as it would find nothing new.
         """
+        now = time.perf_counter()
+        if now - self._polled < PAUSE:
+            return
+        self._polled = now
         while self._under_way and self._is_there(self._under_way[0]):
             self._advance(self._under_way.popleft())
         self._deliver_done()
@@ -341,7 +353,10 @@ class Step:
             self._flags[finite.device] = both(self._flags.get(finite.device, True), finite)
 
     def _ask_devices(self) -> None:
-        """Wait for devices to say whether gradients are finite: once a step."""
+        """Look at small gradients, joined; wait for devices to say whether gradients are finite: once a step."""
+        for (ops, _), little in self._little.items():
+            self._note(ops.all_finite(ops.concat(little)))
+        self._little.clear()
         self.finite &= all(map(bool, self._flags.values()))
         self._flags.clear()
 

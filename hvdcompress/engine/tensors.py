@@ -171,11 +171,12 @@ class TensorCompressor(compressor.Compressor):
 
     def _take(self, step: Step, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
         """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        ops, dtype = self._ops(gradient), DTYPES[self.local.work_dtype(bucket)]
+        ops, opened = self._ops(gradient), step.exchanges.get(bucket.spec.name)
+        dtype = DTYPES[opened.dtype if opened else self.local.work_dtype(bucket)]
         same = gradient.dtype == dtype and gradient.is_contiguous()
         flat: Any = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
         flat = flat.numpy() if ops is fast else flat
-        exchange = step.open(bucket, flat, ops)
+        exchange = opened or step.open(bucket, flat, ops)
         if not same:
             self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
         step.receive(exchange, place, flat, flat, clear=True)

@@ -6,6 +6,7 @@ both have under one name. Functions without it use operators and methods that th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
@@ -58,17 +59,18 @@ def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Seq
     starts = stops - sizes
     if not isinstance(total, Sparse):
         return [piece_of(total, *span) for span in zip(starts.tolist(), stops.tolist(), strict=True)]
-    runs = np.concatenate([[0], np.flatnonzero(total.index[1:] < total.index[:-1]) + 1, [total.index.size]])
-    cuts = [
-        begin + np.searchsorted(total.index[begin:end], [*starts, stops[-1]])
-        for begin, end in zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)
-    ]
-    pieces = []
+    cuts, pieces = cuts_of(total.index, [*starts, stops[-1]]), []
     for number, start in enumerate(starts):
         spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
         index = _joined([total.index[span] for span in spans]) - start.astype(total.index.dtype)
         pieces.append(Sparse(index, _joined([total.values[span] for span in spans])))
     return pieces
+
+
+def cuts_of(index: NumpyArray, bounds: Sequence[int]) -> list[NumpyArray]:
+    """Return where in an array of ascending runs of indices, one after another, these bounds lie: for each run."""
+    runs = np.concatenate([[0], np.flatnonzero(index[1:] < index[:-1]) + 1, [index.size]]).tolist()
+    return [begin + np.searchsorted(index[begin:end], bounds) for begin, end in itertools.pairwise(runs)]
 
 
 def _joined(arrays: list[NumpyArray]) -> NumpyArray:

@@ -8,10 +8,9 @@ Average from Sum. ``docs/drivers.md`` says more.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -74,11 +73,12 @@ class Arrivals:
         came: names of the tensors whose gradients are there, by bucket.
         order: tensor names as their gradients came.
         left: names of gradients that have not been handed back.
+        probes: what Horovod reduces where no payload goes along.
         sealed: the first ``decompress`` has been called: every exchange is under way.
     """
 
-    def __init__(self, step: Step):
-        self.step = step
+    def __init__(self, step: Step, probes: Iterator[torch.Tensor]):
+        self.step, self.probes = step, probes
         self.came: dict[str, set[str]] = {}
         self.order: list[str] = []
         self.left: set[str] = set()
@@ -165,7 +165,7 @@ class Compressor(TensorCompressor):
             raise
         except Exception as error:
             step.error = step.error or error
-        return self._for_stock_allreduce(ticket, step), ticket
+        return self._for_stock_allreduce(ticket, step, arrivals.probes), ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
         """Go on with the step's exchanges, and end them at its last gradient.
@@ -212,7 +212,7 @@ class Compressor(TensorCompressor):
             self._drop()
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
-            self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING))
+            self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())
         return self._arrivals
 
     def _is_under_way(self) -> bool:
@@ -258,11 +258,12 @@ class Compressor(TensorCompressor):
 
     def _pass_on(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> None:
         """Leave a gradient to Horovod."""
-        ops, spoil = self._ops(gradient), functools.partial(gradient.detach().fill_, float("nan"))
+        ops = self._ops(gradient)
         # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
         check = not self.plan.stateless
         flat: Any = gradient.detach().reshape(-1) if check else gradient
-        step.pass_on(bucket, flat.numpy() if check and ops is fast else flat, ops, spoil, check)
+        flat = flat.numpy() if check and ops is fast else flat
+        step.pass_on(bucket, flat, ops, lambda: gradient.detach().fill_(float("nan")), check)
 
     def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
         """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
@@ -294,7 +295,7 @@ class Compressor(TensorCompressor):
         if ticket.passed:  # Horovod has reduced it in its place, average or sum
             if output.data_ptr() != ticket.gradient.data_ptr():
                 ticket.gradient.detach().copy_(output)
-        elif step.factor is None or output.device.type == "cpu":  # once is enough where the host waits for a device
+        elif step.factor is None:
             step.factor = factor_of(output[-2:].tolist(), self.local.world)
         with step.errors_wait():
             if exchange and step.factor:
@@ -329,7 +330,13 @@ class Compressor(TensorCompressor):
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _for_stock_allreduce(self, ticket: Ticket, step: Step) -> torch.Tensor:
+    def _probes(self) -> Iterator[torch.Tensor]:
+        """A step's probes, one after another; Horovod reduces them in place."""
+        yield from self._probe.repeat(len(self.parameters), 1)
+        while True:  # a gradient came twice
+            yield self._probe.clone()
+
+    def _for_stock_allreduce(self, ticket: Ticket, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
         """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.
 
         A payload that is the gradient itself goes without a probe: it needs none.
@@ -345,8 +352,7 @@ class Compressor(TensorCompressor):
             elif failed:  # the others' payloads may go along: match their length
                 length = self.local.piggyback(self._place[ticket.name][0])
                 payload = None if length is None else torch.zeros(length, device=ticket.gradient.device)
-            stock = self._probe.clone()  # Horovod reduces it in place
-            stock = stock if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
+            stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
         return stock

@@ -142,9 +142,8 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
             data.draw(hnp.arrays(np.float32, shape, elements=floats), f"step {step}, rank {r}") for r in range(world)
         ]
         before = [g.copy() for g in gradients]
-        old = (
-            np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64) if step else np.zeros(shape)
-        )
+        kept = [net.residual("w", r) for r in range(world)] if step else [np.zeros(shape)]
+        old = np.sum(kept, axis=0, dtype=np.float64)
         outs = net.allreduce(gradients, "w", op="average")
         assert all(np.isfinite(out).all() for out in outs)
         assert len({out.tobytes() for out in outs}) == 1
@@ -152,7 +151,8 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
         new = np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
         if method.feedback == "plain" and "fp16" not in (id, getattr(method, "values", "")):
             sent = np.sum(gradients, axis=0, dtype=np.float64) + old - new
-            scale = sum(np.abs(g).max(initial=0) for g in gradients) + np.abs(old).max(initial=0)
+            # residuals of different ranks may cancel out, what rounding left of each does not
+            scale = sum(np.abs(each).max(initial=0) for each in [*gradients, *kept])
             assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdcompress.ops.numba.arrays import (
     INF_BITS,
     in_rows,
     int64,
+    is_plain_sparse,
     magnitude_bits,
     magnitude_of,
     plain,
@@ -32,7 +34,7 @@ from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, 
 from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.numpy.statistics import fold, norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import PIECE, Finders, find, find_rest, index_dtype, moments_of, write_pieces
+from hvdcompress.ops.shared import PIECE, Finders, cuts_of, find, find_rest, index_dtype, moments_of, write_pieces
 from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -208,7 +210,19 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
 def write_parts(
     outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
 ) -> None:
-    write_pieces(outs, total, factor, cleared, write)
+    shares: Sequence[Any] = total.each if isinstance(total, Shares) else [total]
+    if not (all(map(plain, outs)) and all(is_plain_sparse(share) for share in shares)):
+        write_pieces(outs, total, factor, cleared, write)
+        return
+    for out, clear in zip(outs, cleared, strict=True):
+        if not clear:
+            _clear(out)
+    bounds = list(itertools.accumulate((out.size for out in outs), initial=0))
+    for index, values in shares:
+        for cuts in cuts_of(index, bounds):
+            for out, first, (start, stop) in zip(outs, bounds, itertools.pairwise(cuts.tolist()), strict=False):
+                if start < stop:
+                    kernels.add_between(out, first, index, values, np.float32(factor), start, stop)
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
@@ -231,10 +245,14 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
             reference.write(out, total, factor)
     elif plain_sparse(total, out):
         if not cleared:
-            ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
+            _clear(out)
         kernels.add_at(out, total.index, total.values, np.float32(factor))
     else:
         reference.write(out, total, factor, cleared)
+
+
+def _clear(out: Array) -> None:
+    ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
 
 
 def dense(x: Array | Coded) -> Array:

@@ -29,7 +29,12 @@ def plain(*arrays: Array, dtype: Any = FLOAT32) -> bool:
 
 def plain_sparse(y: Any, x: Array) -> TypeGuard[Sparse]:
     """Return whether ``y`` is a sparse vector that the kernels can add to ``x``."""
-    if not isinstance(y, Sparse) or not plain(x) or not plain(y.values) or y.index.size != y.values.size:
+    return is_plain_sparse(y) and plain(x)
+
+
+def is_plain_sparse(y: Any) -> TypeGuard[Sparse]:
+    """Return whether ``y`` is a sparse vector that the kernels can read."""
+    if not isinstance(y, Sparse) or not plain(y.values) or y.index.size != y.values.size:
         return False
     return y.index.dtype in INDICES and y.index.flags.carray
 

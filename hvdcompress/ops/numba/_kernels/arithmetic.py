@@ -159,6 +159,16 @@ def add_at(out, index, values, factor):
 
 
 @compiled
+def add_between(out, first, index, values, factor, start, stop):
+    """As ``add_at``, of the entries from ``start`` to ``stop``, of a vector that ``out`` begins in at ``first``."""
+    for j in range(start, stop):
+        i = index[j] - first
+        if i < 0 or i >= out.size:
+            raise IndexError("an index is outside of the tensor")
+        out[i] += factor * values[j]
+
+
+@compiled
 def zero_at(x, index, values):
     for j in range(index.size):
         i = index[j]
