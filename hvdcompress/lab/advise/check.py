@@ -14,7 +14,8 @@ from hvdcompress.plan import Plan
 
 __all__ = ["measure"]
 
-WARM = 3  # steps before the first that counts: ranks compare plans, buffers are made, residuals are filled
+WARM = 3  # steps before the first that counts, at least: ranks compare plans, buffers are made, residuals are filled
+SETTLING = 0.5  # of a turn, for which it is made ready
 LEAST, MOST = 2, 100  # steps of a turn
 
 
@@ -54,8 +55,10 @@ def _turn(fabric: Fabric, workload: Workload, plan: Plan | None, seconds: float)
     module, optimizer, compressor = fabric.wrap(model, plan, workload.optimizer(model))
     steps = (_step(fabric, module, optimizer, loss, workload.waits) for _ in itertools.count())
     last = max(fabric.share(next(steps)))
-    if last < seconds or (plan and not plan.stateless):  # buffers are touched, and residuals fill up
+    if last < seconds or (plan and not plan.stateless):  # buffers are touched, residuals fill up, thresholds settle
         last = max(fabric.share([next(steps) for _ in range(WARM - 1)][-1]))
+        for _ in range(min(MOST, round(seconds * SETTLING / last))):
+            next(steps)
     times = [next(steps) for _ in range(min(MOST, max(LEAST, round(seconds / last))))]
     every = fabric.share(times)
     if compressor:

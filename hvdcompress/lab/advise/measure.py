@@ -28,7 +28,7 @@ SMALL, LARGE = 8, 1 << 20  # bytes; the large size grows until a collective take
 LONG, MOST = 0.15, 1 << 26
 SPIN = 0.2
 COMPRESSED = "compressed"
-ROUNDS, TURN = 2, 0.5  # of dense and compressed steps: turns, and seconds of each
+ROUNDS, TURN = 2, 1.0  # of dense and compressed steps: turns, and seconds of each
 
 
 def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, tuple[int, ...]], MeasuredTimes]:
