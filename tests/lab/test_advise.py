@@ -18,6 +18,7 @@ from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.exchanges import buckets_of, status, units_of
 from hvdcompress.lab.advise.profile import Profile
+from hvdcompress.lab.advise.report import Report
 from hvdcompress.lab.advise.timeline import Call, Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
@@ -276,6 +277,41 @@ def test_a_simple_plan_comes_before_one_that_is_better_within_the_error():
     for seconds, expected in ((0.44, "whole"), (0.4, "partly")):
         partly = Candidate("partly", "topk", load(TOPK), Step(seconds, 0.3, 0.3, 0.0), 2, 3, partly=True)
         assert verdict.advise(here, [dense, whole, partly], 0.1).best.label == expected
+
+
+def test_what_was_measured_counts_before_what_is_predicted():
+    """Predicted alone, topk gains; of the real steps, fp16's is the shorter one. Over another link they say nothing."""
+    asked = entries(TOPK, {"method": "fp16"})
+    plain = Profile.open(good())
+    predicted = run.report_of(plain, asked, 0.0)
+    assert set(run.rivals(predicted)) <= {one.label for one in predicted.advice.candidates}
+    steps = [(0.5, {"method": "none"}), (0.4, {"method": "fp16"}), (0.6, load(TOPK).to_dict())]
+    profile = Profile.open({**good(), "steps": [{"plan": plan, "seconds": seconds} for seconds, plan in steps]})
+    advice = run.report_of(profile, asked, 0.1).advice
+    assert advice.best.method == "fp16" and (advice.best.seconds, advice.dense.seconds) == (0.4, 0.5)
+    assert not advice.unsure and advice.interval(advice.best) == (0.4, 0.4)
+    assert advice.best.step.seconds != 0.4, "the prediction stays"
+    assert all(one.measured is None for one in run.report_of(profile, asked, 0.1, ranks=4).advice.candidates)
+
+
+def test_rivals_are_what_is_predicted_to_be_about_as_fast():
+    here = case()
+
+    def report(*found):
+        advice = verdict.Advice("", "", found[0], found[0], 0.0, 0.1, False, list(found))
+        return Report(Profile.open(good()), here.given, here.world, here.shared, advice, here)
+
+    def one(label, seconds, partly=False):
+        return Candidate(label, "topk", load(TOPK), Step(seconds, 0.3, 0.3, 0.0), 3, 3, partly=partly)
+
+    dense, near, far = one(DENSE, 1.1), one("near", 1.0), one("far", 2.0)
+    assert list(run.rivals(report(dense, far, near))) == ["near", DENSE]
+    assert run.rivals(report(dense, near))[DENSE] == {"method": "none"}, "the framework's own"
+    assert not run.rivals(report(near, far)), "nothing to tell apart"
+    many = [one(f"n{number}", 1.0 + number / 100) for number in range(9)]
+    assert len(run.rivals(report(*many))) == run.MOST_RIVALS
+    part = one("part", 0.7, partly=True)
+    assert list(run.rivals(report(part, near, dense))) == ["near", DENSE, "part"]
 
 
 def test_evidence_is_what_the_results_page_says():

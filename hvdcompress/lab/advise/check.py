@@ -10,13 +10,18 @@ from typing import Any
 
 from hvdcompress.lab.advise.fabric import Fabric
 from hvdcompress.lab.advise.workload import Workload
-from hvdcompress.plan import Plan
+from hvdcompress.plan import Plan, load
 
-__all__ = ["measure"]
+__all__ = ["measure", "stages"]
 
 WARM = 3  # steps before the first that counts, at least: ranks compare plans, buffers are made, residuals are filled
 SETTLING = 0.5  # of a turn, for which it is made ready
 LEAST, MOST = 2, 100  # steps of a turn
+
+
+def stages(plans: Mapping[str, Mapping[str, Any]]) -> dict[str, Plan | None]:
+    """Plans as :func:`measure` takes them, from their dicts."""
+    return {label: None if plan == {"method": "none"} else load(plan) for label, plan in plans.items()}
 
 
 def measure(

@@ -36,7 +36,7 @@ class Candidate:
 
     ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: the
     link's ``speed`` below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
-    ``partly``: it is the greedy plan of its method.
+    ``partly``: it is the greedy plan of its method; ``measured``: the seconds of a real step, if some were made.
     """
 
     label: str
@@ -48,6 +48,16 @@ class Candidate:
     memory: int = 0
     break_even: float = 0.0
     partly: bool = False
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """A step's: measured, or else predicted."""
+        return self.step.seconds if self.measured is None else self.measured
+
+    def off(self, error: float) -> float:
+        """How far that may be off, in seconds, where what an exchange adds is predicted with this relative error."""
+        return error * self.step.exposed if self.measured is None else 0.0
 
 
 class Case:

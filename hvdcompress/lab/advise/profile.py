@@ -19,7 +19,7 @@ from hvdcompress.lab.advise.timeline import Link, Times
 from hvdcompress.lab.configfile import NAME, ConfigFile, Real
 from hvdcompress.lab.scale.cost import Codec
 
-__all__ = ["VERSION", "MeasuredCodec", "MeasuredLink", "MeasuredTimes", "Profile"]
+__all__ = ["VERSION", "MeasuredCodec", "MeasuredLink", "MeasuredStep", "MeasuredTimes", "Profile"]
 
 VERSION = 1
 CYCLE = 1e-3  #: seconds: Horovod looks so often for what has come (HOROVOD_CYCLE_TIME's default)
@@ -74,12 +74,19 @@ class MeasuredCodec(Part):
         return Codec(*self.encode), Codec(*self.decode)
 
 
+class MeasuredStep(Part):
+    """The step of a plan, in seconds: the median of some."""
+
+    plan: dict[str, Any]
+    seconds: Real = Field(gt=0, allow_inf_nan=False)
+
+
 class Profile(ConfigFile):
     """What advice is made from.
 
     ``shared``: ranks that shared a processor, as measured; ``memory``: bytes that were free; ``dense``: seconds of a
     dense step over ``link``, as measured, which the link's costs are brought into line with; ``compressed``: those of a
-    step under ``calibrate.REFERENCE``.
+    step under ``calibrate.REFERENCE``; ``steps``: those of plans whose predictions were close to each other.
     """
 
     what: ClassVar[str] = "profile"
@@ -101,6 +108,7 @@ class Profile(ConfigFile):
     compressed: Real | None = Field(None, gt=0, allow_inf_nan=False)
     codecs: dict[str, MeasuredCodec] = {}
     """By the methods' names as ``scale.model.name_of`` writes them."""
+    steps: list[MeasuredStep] = []
 
     def _check(self) -> None:
         if self.version != VERSION:

@@ -23,7 +23,6 @@ from hvdcompress.lab.advise.profile import MeasuredCodec, Profile
 from hvdcompress.lab.advise.workload import of
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.output import jsonl
-from hvdcompress.plan import Plan, load
 
 __all__ = ["measure"]
 
@@ -46,6 +45,8 @@ def measure(job: Job, say: Callable[[str], None], keep: Callable[[Found], None] 
         workload = of(named)
         mine = profiling.profile(workload, [entry.plan.program.main for entry in entries], known, fabric, say)
         profile = Profile.open(fabric.share(mine.to_dict())[0]) if fabric else mine
+        if fabric:
+            profile = profiling.with_rivals(profile, entries, job.error, workload, fabric, say)
         known = dict(profile.codecs)
         advised, verdict, plans = "", "", {}
         if fabric and job.check != "no":
@@ -54,9 +55,7 @@ def measure(job: Job, say: Callable[[str], None], keep: Callable[[Found], None] 
                 advised, verdict = report.advice.best.label, report.advice.verdict
                 plans = run.plans_to_check(report, everything=job.check == "all")
             advised, verdict, plans = fabric.share((advised, verdict, plans))[0]
-        stages: dict[str, Plan | None] = {
-            label: None if plan == {"method": "none"} else load(plan) for label, plan in plans.items()
-        }
+        stages = check.stages(plans)
         measured = check.measure(fabric, workload, stages, job.rounds, job.seconds, say) if fabric and stages else {}
         found.append(Found(profile, measured, plans, advised, verdict))
         if fabric is None or fabric.rank == 0:

@@ -48,8 +48,9 @@ class Report:
         low, high = (numbers.seconds_of(each) for each in advice.interval(advice.best))
         found = [
             f"Verdict: {advice.verdict}. {advice.reason[:1].upper()}{advice.reason[1:]}.",
-            f"Step: dense {numbers.seconds_of(dense.step.seconds)}, of which {numbers.seconds_of(dense.step.exposed)} "
-            f"exposed; advised {numbers.seconds_of(advice.best.step.seconds)} ({low} – {high}), "
+            f"Step: dense {numbers.seconds_of(dense.seconds)}, of which {numbers.seconds_of(dense.step.exposed)} "
+            f"exposed; advised {numbers.seconds_of(advice.best.seconds)} "
+            f"({f'{low} – {high}' if advice.best.measured is None else 'measured'}), "
             f"{numbers.seconds_of(advice.best.step.exposed)} exposed.",
             f"Ceiling: with an infinitely fast link a step takes {numbers.seconds_of(advice.alone)}"
             + (f", {numbers.rate_of(advice.ceiling)} as fast as dense." if advice.alone > 0 else "."),
@@ -93,9 +94,9 @@ class Report:
             "unsure": advice.unsure,
             "error": advice.error,
             "best": advice.best.label,
-            "dense_seconds": advice.dense.step.seconds,
+            "dense_seconds": advice.dense.seconds,
             "dense_exposed": advice.dense.step.exposed,
-            "seconds": advice.best.step.seconds,
+            "seconds": advice.best.seconds,
             "exposed": advice.best.step.exposed,
             "interval": list(advice.interval(advice.best)),
             "alone": advice.alone,
@@ -112,11 +113,11 @@ class Report:
 def table(report: Report) -> Table[Candidate]:
     """The candidates, the shortest step first."""
     advice = report.advice
-    dense = advice.dense.step.seconds
+    dense = advice.dense.seconds
 
     def measured(one: Candidate) -> float | None:
         found = sorted(report.measured.get(one.label, []))
-        return found[len(found) // 2] if found else None
+        return found[len(found) // 2] if found else one.measured
 
     def even(one: Candidate) -> str:
         if one is advice.dense:
@@ -141,8 +142,8 @@ def table(report: Report) -> Table[Candidate]:
         Column(
             "gain",
             "× dense",
-            lambda one: numbers.rate_of(dense / one.step.seconds),
-            lambda one: dense / one.step.seconds,
+            lambda one: numbers.rate_of(dense / one.seconds),
+            lambda one: dense / one.seconds,
         ),
         Column(
             "link", "link busy", lambda one: numbers.seconds_of(one.step.link), lambda one: one.step.link, "s", yields=1
@@ -157,7 +158,7 @@ def table(report: Report) -> Table[Candidate]:
         Column("memory", "state", lambda one: numbers.num_bytes(one.memory), lambda one: one.memory, "B", yields=2),
         Column("break_even", "gains", even, lambda one: one.break_even, "bit/s"),
     ]
-    rows = sorted(advice.candidates, key=lambda one: one.step.seconds)
+    rows = sorted(advice.candidates, key=lambda one: one.seconds)
     return Table(columns, rows, report.heading, lambda one: "best" if one is advice.best else "").filled()
 
 

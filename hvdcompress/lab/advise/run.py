@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hvdcompress.lab import packaged
 from hvdcompress.lab.advise.calibrate import calibrate, handling
-from hvdcompress.lab.advise.choose import DENSE, Case, candidates
+from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.advise.report import Report
@@ -18,9 +20,11 @@ from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.run import seconds
-from hvdcompress.plan import BY_NAME, IN_ORDER
+from hvdcompress.plan import BY_NAME, IN_ORDER, Plan, load
 
-__all__ = ["case_of", "link_of", "plans_to_check", "report_of"]
+__all__ = ["case_of", "is_as_measured", "link_of", "plans_to_check", "report_of", "rivals"]
+
+NEAR, MOST_RIVALS = 0.25, 4  # of the shortest step: predictions are off by about a tenth; methods everywhere, and dense
 
 
 def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -> Link:
@@ -67,7 +71,11 @@ def report_of(
         ValueError: the profile has no link, and none is given; or there is one rank.
     """
     case = case_of(profile, link, ranks, shared, say)
-    advice = advise(case, candidates(case, entries, say), error)
+    found = candidates(case, entries, say)
+    if is_as_measured(profile, link, ranks, shared):
+        steps = {_key(load(step.plan)): step.seconds for step in profile.steps}
+        found = [replace(one, measured=steps.get(_key(one.plan))) for one in found]
+    advice = advise(case, found, error)
     return Report(profile, case.given, case.world, case.shared, advice, case)
 
 
@@ -90,17 +98,40 @@ def case_of(
     sharing = shared or (profile.shared if ranks in (None, profile.ranks) else 1.0)
     grouping = IN_ORDER if profile.driver == "DDP" else BY_NAME
     case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing, grouping)
-    as_measured = link is None and world == profile.ranks and shared in (None, profile.shared)
-    if not (as_measured and profile.dense):
+    if not (is_as_measured(profile, link, ranks, shared) and profile.dense):
         return case
     case = case.over(calibrate(case, profile.dense))
     return case.with_handling(handling(case, profile.compressed)) if profile.compressed else case
 
 
+def is_as_measured(profile: Profile, link: Link | None, ranks: int | None, shared: float | None) -> bool:
+    """Whether nothing is other than it was when the profile was measured."""
+    return link is None and ranks in (None, profile.ranks) and shared in (None, profile.shared)
+
+
+def _key(plan: Plan) -> str:
+    return json.dumps(plan.to_dict(), sort_keys=True)
+
+
+def rivals(report: Report) -> dict[str, dict[str, Any]]:
+    """Plans by label whose predicted steps are so close to each other that only real ones tell them apart."""
+    advice = report.advice
+    whole = sorted((one for one in advice.candidates if not one.partly), key=lambda one: one.step.seconds)
+    near = [one for one in whole if one.step.seconds <= whole[0].step.seconds * (1 + NEAR)][:MOST_RIVALS]
+    if advice.best.partly:
+        near.append(advice.best)
+    return _plans(near) if len(near) > 1 else {}
+
+
+def _plans(found: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
+    """As they are measured: dense is the framework's own."""
+    return {one.label: {"method": "none"} if one.label == DENSE else one.plan.to_dict() for one in found}
+
+
 def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]]:
     """Plans to measure by label: dense, and what is advised (or the best of the others); or every one."""
     advice = report.advice
-    others = sorted((one for one in advice.candidates if one.label != DENSE), key=lambda one: one.step.seconds)
+    others = sorted((one for one in advice.candidates if one.label != DENSE), key=lambda one: one.seconds)
     whole = [one for one in others if not one.partly] if everything else others[:1]
     chosen = [*whole, *([advice.best] if advice.best is not advice.dense and advice.best not in whole else [])]
-    return {DENSE: {"method": "none"}, **{one.label: one.plan.to_dict() for one in chosen}}
+    return _plans([advice.dense, *chosen])

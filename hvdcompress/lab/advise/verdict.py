@@ -42,7 +42,7 @@ class Advice:
     @property
     def ceiling(self) -> float:
         """How many times shorter a step over an infinitely fast link is than the dense one."""
-        return self.dense.step.seconds / self.alone if self.alone else float("inf")
+        return self.dense.seconds / self.alone if self.alone else float("inf")
 
     def plan_yaml(self) -> str:
         """The plan as ``hvdcompress.load`` reads it."""
@@ -50,9 +50,9 @@ class Advice:
         return f"# {self.best.label}: advised by `hvdcompress advise`\n{text}"
 
     def interval(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds of a step, less and plus the error of what its exchange adds."""
-        off = self.error * candidate.step.exposed
-        return candidate.step.seconds - off, candidate.step.seconds + off
+        """Seconds of a step, less and plus the error of what its exchange adds, if that is predicted."""
+        off = candidate.off(self.error)
+        return candidate.seconds - off, candidate.seconds + off
 
 
 def error_of(file: Path | None = None) -> float:
@@ -76,13 +76,13 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     dense, alone = found[0], case.times.alone
     assert dense.label == DENSE
     best = _simplest(found, error)
-    half = min((one for one in found if one.method in HALF), key=lambda one: one.step.seconds, default=None)
+    half = min((one for one in found if one.method in HALF), key=_seconds, default=None)
     exposed = dense.step.exposed / dense.step.seconds if dense.step.seconds else 0.0
-    gain = 1 - best.step.seconds / dense.step.seconds if dense.step.seconds else 0.0
-    if half and half is not best and half.step.seconds <= best.step.seconds * (1 + LITTLE):
+    gain = _gain(best, dense) if dense.seconds else 0.0
+    if half and half is not best and half.seconds <= best.seconds * (1 + LITTLE):
         others = f"; {best.label} would be {numbers.percent(gain)} shorter than dense" if gain > LITTLE else ""
         best = half
-        gain = 1 - best.step.seconds / dense.step.seconds
+        gain = _gain(best, dense)
     else:
         others = ""
     if exposed < LITTLE:
@@ -91,7 +91,7 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     elif gain <= LITTLE:
         latency = dense.step.latency / dense.step.link if dense.step.link else 0.0
         verdict = FUSE if latency > 0.5 else DONT
-        nearest = min((one for one in found if one is not dense), key=lambda one: one.step.seconds, default=dense)
+        nearest = min((one for one in found if one is not dense), key=_seconds, default=dense)
         reason = (
             f"the best candidate, {nearest.label}, changes the step by {_percent(-_gain(nearest, dense), sign=True)}"
         )
@@ -101,7 +101,7 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
                 "(fusion, gradient accumulation), or exchange less often"
             )
         best = dense
-    elif best.step.seconds + error * best.step.exposed > dense.step.seconds - error * dense.step.exposed:
+    elif best.seconds + best.off(error) > dense.seconds - dense.off(error):
         verdict = DONT
         reason = (
             f"{best.label} may make the step {_percent(gain)} shorter, which is less than the error of both predictions"
@@ -113,9 +113,10 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     else:
         verdict = PLAN
         reason = f"{best.label} makes the step {_percent(gain)} shorter below {_rate(best.break_even)}"
-    off = error * best.step.exposed
     unsure = best is dense and any(
-        one.step.seconds - error * one.step.exposed < dense.step.seconds + off for one in found if one is not dense
+        one.seconds - one.off(error) < dense.seconds + dense.off(error)
+        for one in found
+        if one is not dense and (one.measured is None or dense.measured is None)
     )
     return Advice(verdict, reason, best, dense, alone, error, unsure, found)
 
@@ -125,14 +126,16 @@ def _simplest(found: list[Candidate], error: float) -> Candidate:
 
     Among many such plans the greedy search finds the one of which the model is most wrong, too.
     """
-    shortest = min(found, key=lambda one: one.step.seconds)
-    whole = min((one for one in found if not one.partly), key=lambda one: one.step.seconds)
-    gain = whole.step.seconds - shortest.step.seconds
-    return shortest if gain > error * (whole.step.exposed + shortest.step.exposed) else whole
+    shortest, whole = min(found, key=_seconds), min((one for one in found if not one.partly), key=_seconds)
+    return shortest if whole.seconds - shortest.seconds > whole.off(error) + shortest.off(error) else whole
+
+
+def _seconds(one: Candidate) -> float:
+    return one.seconds
 
 
 def _gain(one: Candidate, dense: Candidate) -> float:
-    return 1 - one.step.seconds / dense.step.seconds
+    return 1 - one.seconds / dense.seconds
 
 
 def _percent(share: float, sign: bool = False) -> str:
