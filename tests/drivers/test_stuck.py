@@ -27,7 +27,7 @@ LAUNCHES = [
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("how", ["stopped", "absent"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("absent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("door,kind", LAUNCHES)
 def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, how: str, tmp_path: Path) -> None:
     for module in MODULES[door]:
@@ -83,6 +83,7 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
         assert "waited 10 s" in lines[-1] and "This rank ends" in lines[-1], lines
 
 
+@pytest.mark.slow  # tests/engine/test_watchdog.py has it in one process
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("door,kind", LAUNCHES)
 def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(door: str, kind: str, tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_an_earlier_run_is_never_touched_unasked(config, tmp_path):
     assert folders.choose(runs, "small", None, False, True) == runs / "small"
     with pytest.raises(ValueError, match="give --resume to go on, or --overwrite"):
         folders.choose(runs, "small", runs / "small", False, False)
+    with pytest.raises(ValueError, match="give --resume to go on, or another --out"):
+        folders.choose(runs, "small", runs / "small", False, None)
     with pytest.raises(ValueError, match="not the folder of a run"):
         folders.choose(runs, "small", tmp_path, False, True)
     with pytest.raises(ValueError, match="nothing to resume"):

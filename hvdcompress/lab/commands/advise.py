@@ -163,7 +163,7 @@ def _validate_advice(config: str, out: Path | None, resume: bool, rates: list[st
     launcher.horovodrun()
     if missing := problem():
         raise HostsError(missing)
-    folder, console = folders.choose(RUNS, asked.name, out, resume, False), console_of()
+    folder, console = folders.choose(RUNS, asked.name, out, resume, None), console_of()
     with folders.users_own(folder):
         validate.prepare(folder, asked, resume)
         with console.status("…") as status:

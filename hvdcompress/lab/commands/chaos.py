@@ -39,7 +39,7 @@ def torture(
 
     console = console_of()
     doors, kinds = chosen(split(door), DOORS, "door"), chosen(split(only), tuple(FAULTS), "fault")
-    folder = folders.choose(RUNS, "torture", out, resume, False)
+    folder = folders.choose(RUNS, "torture", out, resume, None)
     cases = [Case.drawn(number, doors, kinds) for number in range(seed, seed + faults)]
     try:
         with folders.users_own(folder):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: bool) -> Path:
+def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: bool | None) -> Path:
     """Choose the folder for results; earlier results are not touched unless the user asks for it.
 
     Args:
@@ -18,7 +18,7 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
         name: the run's; a number is added where a folder of that name exists.
         out: the folder that the user named.
         resume: take the newest folder of the name, or ``out``.
-        overwrite: allow a folder that holds a run.
+        overwrite: allow a folder that holds a run; None where the command has no such option.
 
     Raises:
         ValueError: what was asked for cannot be done; the message says what can.
@@ -40,7 +40,8 @@ def choose(parent: Path, name: str, out: Path | None, resume: bool, overwrite: b
     folder = out or parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not overwrite:
-            raise ValueError(f"{folder} is there already: give --resume to go on, or --overwrite to start again")
+            again = "another --out" if overwrite is None else "--overwrite"
+            raise ValueError(f"{folder} is there already: give --resume to go on, or {again} to start again")
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder} is not the folder of a run (no config.yaml): it is not deleted")
     return folder

@@ -64,7 +64,7 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("torch", "mpi-3"): (*_SOME, "another_number_of_ranks_takes_over", "a_process_set"),
     ("torch", "mpi-4"): (),
-    ("torch", "gloo-2"): _SOME,
+    ("torch", "gloo-2"): SUBSETS[("tensorflow", "gloo-2")],
     ("ddp", "torchrun-3"): (),
     ("ddp", "torchrun-4"): (),
     ("tensorflow", "mpi-3"): (),
