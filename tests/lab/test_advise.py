@@ -291,6 +291,9 @@ def test_what_was_measured_counts_before_what_is_predicted():
     assert advice.best.method == "fp16" and (advice.best.seconds, advice.dense.seconds) == (0.4, 0.5)
     assert not advice.unsure and advice.interval(advice.best) == (0.4, 0.4)
     assert advice.best.step.seconds != 0.4, "the prediction stays"
+    later = run.decided(predicted, profile)
+    assert later.profile is profile and later.advice.best.method == "fp16"
+    assert [one.step for one in later.advice.candidates] == [one.step for one in predicted.advice.candidates]
     assert all(one.measured is None for one in run.report_of(profile, asked, 0.1, ranks=4).advice.candidates)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from hvdcompress.lab.advise import check, run
+from hvdcompress.lab.advise import check
 from hvdcompress.lab.advise.calibrate import REFERENCE
 from hvdcompress.lab.advise.choose import DENSE
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.fabric import Fabric
 from hvdcompress.lab.advise.profile import MeasuredCodec, MeasuredLink, MeasuredTimes, Profile
 from hvdcompress.lab.advise.workload import Shapes, Workload
-from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.method import Method
 from hvdcompress.plan import load
 
@@ -194,26 +194,20 @@ def _median(fabric: Fabric, call: Callable[[], None], repeats: int = REPEATS) ->
 
 def with_rivals(
     profile: Profile,
-    entries: Sequence[MethodEntry],
-    error: float,
+    plans: Mapping[str, Mapping[str, Any]],
     workload: Workload,
     fabric: Fabric,
     say: Callable[[str], None],
 ) -> Profile:
-    """The profile with real steps of plans that are predicted to be about as fast as each other; see ``run.rivals``.
+    """The profile with real steps of plans that are predicted to be about as fast as each other.
 
     Args:
         profile: of the other measurements, alike on all ranks.
-        entries: the methods to choose among.
-        error: of an exchange's predicted time, relative.
+        plans: these plans by label, as ``run.rivals`` gives them.
         workload: what is trained.
         fabric: the ranks.
         say: called with what is measured next.
     """
-    plans = {}
-    if fabric.rank == 0:
-        plans = run.rivals(run.report_of(profile, entries, error, say=say))
-    plans = fabric.share(plans)[0]
     steps = check.measure(fabric, workload, check.stages(plans), ROUNDS, TURN, say)
     found = [{"plan": plan, "seconds": statistics.median(steps[label])} for label, plan in plans.items()]
     return Profile.open({**profile.to_dict(), "steps": found})

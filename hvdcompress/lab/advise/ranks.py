@@ -45,13 +45,15 @@ def measure(job: Job, say: Callable[[str], None], keep: Callable[[Found], None] 
         workload = of(named)
         mine = profiling.profile(workload, [entry.plan.program.main for entry in entries], known, fabric, say)
         profile = Profile.open(fabric.share(mine.to_dict())[0]) if fabric else mine
-        if fabric:
-            profile = profiling.with_rivals(profile, entries, job.error, workload, fabric, say)
         known = dict(profile.codecs)
         advised, verdict, plans = "", "", {}
+        if fabric:
+            report = run.report_of(profile, entries, error=job.error, say=say) if fabric.rank == 0 else None
+            rivals = fabric.share(run.rivals(report) if report else {})[0]
+            profile = profiling.with_rivals(profile, rivals, workload, fabric, say)
         if fabric and job.check != "no":
-            if fabric.rank == 0:
-                report = run.report_of(profile, entries, error=job.error, say=say)
+            if report:
+                report = run.decided(report, profile)
                 advised, verdict = report.advice.best.label, report.advice.verdict
                 plans = run.plans_to_check(report, everything=job.check == "all")
             advised, verdict, plans = fabric.share((advised, verdict, plans))[0]

@@ -22,7 +22,7 @@ from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.run import seconds
 from hvdcompress.plan import BY_NAME, IN_ORDER, Plan, load
 
-__all__ = ["case_of", "is_as_measured", "link_of", "plans_to_check", "report_of", "rivals"]
+__all__ = ["case_of", "decided", "is_as_measured", "link_of", "plans_to_check", "report_of", "rivals"]
 
 NEAR, MOST_RIVALS = 0.25, 4  # of the shortest step: predictions are off by about a tenth; methods everywhere, and dense
 
@@ -73,10 +73,19 @@ def report_of(
     case = case_of(profile, link, ranks, shared, say)
     found = candidates(case, entries, say)
     if is_as_measured(profile, link, ranks, shared):
-        steps = {_key(load(step.plan)): step.seconds for step in profile.steps}
-        found = [replace(one, measured=steps.get(_key(one.plan))) for one in found]
-    advice = advise(case, found, error)
-    return Report(profile, case.given, case.world, case.shared, advice, case)
+        found = _with_steps(found, profile)
+    return Report(profile, case.given, case.world, case.shared, advise(case, found, error), case)
+
+
+def decided(report: Report, profile: Profile) -> Report:
+    """The report once real steps have been measured, which are in this profile; nothing is predicted again."""
+    found = _with_steps(report.advice.candidates, profile)
+    return replace(report, profile=profile, advice=advise(report.case, found, report.advice.error))
+
+
+def _with_steps(found: Sequence[Candidate], profile: Profile) -> list[Candidate]:
+    steps = {_key(load(step.plan)): step.seconds for step in profile.steps}
+    return [replace(one, measured=steps.get(_key(one.plan))) for one in found]
 
 
 def case_of(
