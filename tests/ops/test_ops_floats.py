@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
+import pytest
 from comparing import MAX, Put, call, changed, get, host
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops.numba._kernels import halves
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 
@@ -94,3 +97,33 @@ def test_sums_of_every_half(backend: Any) -> None:
             assert (np.isnan(found) == np.isnan(want)).all()
             numbers = ~np.isnan(want)
             np.testing.assert_array_equal(found[numbers].view(np.uint16), want[numbers].view(np.uint16))
+
+
+@pytest.mark.parametrize("way", ["processor", "arithmetic"])
+def test_kernels_convert_halves_as_numpy_does(way: str) -> None:
+    """By the processor's instructions, and without them."""
+    if way == "processor" and not halves.CONVERTS:
+        pytest.skip("this processor does not convert halves")
+    float_of, half_of = getattr(halves, f"float_by_{way}"), getattr(halves, f"half_by_{way}")
+
+    @numba.njit
+    def convert(bits: Any, x: Any, values: Any, rounded: Any) -> None:
+        for i in range(bits.size):
+            values[i] = float_of(bits[i])
+        for i in range(x.size):
+            rounded[i] = half_of(x[i])
+
+    bits = np.arange(2**16, dtype=np.uint16)
+    want = bits.view(np.float16).astype(np.float32)
+    exact = want[np.isfinite(want)]
+    middle = (exact + np.roll(exact, 1)) / 2
+    below, above = np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(MAX))
+    edges = np.float32([65519.996, 65520.0, -65520.0, MAX, np.inf, -np.inf, 2.0**-25, 1e-45, -0.0])
+    x = np.concatenate([exact, middle, below, above, edges])
+    values, rounded = np.empty_like(want), np.empty(x.size, np.uint16)
+    convert(bits, x, values, rounded)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(rounded, x.astype(np.float16).view(np.uint16))
+    numbers = ~np.isnan(want)
+    assert np.isnan(values[~numbers]).all()
+    np.testing.assert_array_equal(values[numbers].view(np.uint32), want[numbers].view(np.uint32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
+from hvdcompress.ops.numba._kernels.halves import float_of, half_of
 from hvdcompress.ops.vectors import FP16_MAX
 
 
@@ -21,16 +22,9 @@ def to_fp16(x, scale, limit, out):
         for i in range(part.size):
             most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
             value = np.float32(part[i] * scale)
-            size = np.float32(abs(value))
-            count += np.int32(1) if size > limit else np.int32(0)
-            size = np.float32(min(size, limit))
-            bits = size.view(np.uint32)
-            # move the exponent by 112 (0x38 << 24), round the 13 dropped bits to nearest even (+ 0xFFF)
-            normal = (bits - np.uint32(0x37FFF001) + (bits >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
-            # below 2^-14 halves are multiples of 2^-24, to which adding 0.5 rounds
-            tiny = np.float32(size + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
-            sign = value.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)
-            half[i] = sign | (tiny if bits < np.uint32(0x38800000) else normal)
+            count += np.int32(1) if np.float32(abs(value)) > limit else np.int32(0)
+            value = limit if value > limit else value  # a NaN stays
+            half[i] = half_of(-limit if value < -limit else value)
         saturated += count
     return saturated, most
 
@@ -38,14 +32,11 @@ def to_fp16(x, scale, limit, out):
 @compiled
 def add_fp16(half, scale, out, add, factor):
     """Set out = (out + scale·value)·factor, or without ``add`` out = scale·value·factor."""
+    most = np.float32(FP16_MAX)
     for i in range(half.size):
-        word = np.uint32(half[i])
-        m = word & np.uint32(0x7FFF)
-        held = np.uint32((m << np.uint32(13)) + np.uint32(0x38000000)).view(np.float32)  # with its exponent moved
-        tiny = np.float32(np.int32(m)) * np.float32(2.0**-24)
-        value = tiny if m < np.uint32(0x400) else min(held, np.float32(FP16_MAX))
-        value = np.float32(np.nan) if m > np.uint32(0x7C00) else value
-        value = (-value if word >= np.uint32(0x8000) else value) * scale
+        value = float_of(half[i])
+        value = most if value > most else value  # Inf is the greatest, a NaN stays
+        value = (-most if value < -most else value) * scale
         out[i] = (out[i] + value) * factor if add else value * factor
 
 
@@ -53,25 +44,7 @@ def add_fp16(half, scale, out, add, factor):
 def sum_fp16(total, half):
     """Set total = total + half, rounded to nearest even as IEEE 754 says; Inf and NaN included."""
     for i in range(total.size):
-        a, b = np.uint32(total[i]), np.uint32(half[i])
-        m, n = a & np.uint32(0x7FFF), b & np.uint32(0x7FFF)
-        # the exponent moved by 112; those of Inf and NaN by as much again
-        x = np.uint32((m << np.uint32(13)) + np.uint32(0x38000000 if m < np.uint32(0x7C00) else 0x70000000))
-        y = np.uint32((n << np.uint32(13)) + np.uint32(0x38000000 if n < np.uint32(0x7C00) else 0x70000000))
-        tiny_x, tiny_y = np.float32(np.int32(m)) * np.float32(2.0**-24), np.float32(np.int32(n)) * np.float32(2.0**-24)
-        left = tiny_x if m < np.uint32(0x400) else x.view(np.float32)
-        right = tiny_y if n < np.uint32(0x400) else y.view(np.float32)
-        left = -left if a >= np.uint32(0x8000) else left
-        right = -right if b >= np.uint32(0x8000) else right
-        value = np.float32(left + right)
-        size = np.float32(abs(value))
-        bits = size.view(np.uint32)
-        normal = (bits - np.uint32(0x37FFF001) + (bits >> np.uint32(13) & np.uint32(1))) >> np.uint32(13)
-        tiny = np.float32(size + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
-        found = tiny if bits < np.uint32(0x38800000) else normal
-        found = np.uint32(0x7C00) if bits >= np.uint32(0x477FF000) else found  # half a step beyond the largest
-        found = np.uint32(0x7E00) if bits > np.uint32(0x7F800000) else found
-        total[i] = (value.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)) | found
+        total[i] = half_of(np.float32(float_of(total[i]) + float_of(half[i])))
 
 
 @compiled
