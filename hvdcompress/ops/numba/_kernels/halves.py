@@ -20,23 +20,23 @@ from hvdcompress.ops.numba._kernels.compiling import compiled
 
 
 @intrinsic
-def half_by_processor(typing: Any, value: Any) -> Any:
+def half_by_processor(context: Any, value: Any) -> Any:
     """As :func:`half_by_arithmetic`; without F16C or ARM's conversions LLVM would call a function that is not there."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
-    return types.uint16(types.float32), generate
+    return types.uint16(types.float32), written
 
 
 @intrinsic
-def float_by_processor(typing: Any, half: Any) -> Any:
+def float_by_processor(context: Any, half: Any) -> Any:
     """As :func:`float_by_arithmetic`."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
-    return types.float32(types.uint16), generate
+    return types.float32(types.uint16), written
 
 
 @compiled
