@@ -24,7 +24,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Plan, plan_of
+from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of
 
 
 @dataclass(eq=False)
@@ -220,7 +220,7 @@ class Compressor(TensorCompressor):
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
-        with step.errors_wait():
+        with step.errors_wait:
             step.loss_scale = self.current_loss_scale()
         mine = step.error  # goes with the status; one that comes later sounds the alarm
         try:
@@ -245,11 +245,16 @@ class Compressor(TensorCompressor):
                 if arrival.there:
                     self._stream.wait_event(arrival.there)
                 before = step.num_under_way
+                groups: dict[str, tuple[Bucket, list[int], list[torch.Tensor]]] = {}
                 for name, gradient in arrival.gradients.items():
                     bucket, place = self._place[name]
-                    exchange = self._take(step, bucket, place, gradient)
-                    came[bucket.spec.name] = came.get(bucket.spec.name, 0) + 1
-                    if came[bucket.spec.name] == len(bucket.members):
+                    _, places, gradients = groups.setdefault(bucket.spec.name, (bucket, [], []))
+                    places.append(place)
+                    gradients.append(gradient)
+                for name, (bucket, places, gradients) in groups.items():
+                    exchange = self._take(step, bucket, places, gradients)
+                    came[name] = came.get(name, 0) + len(places)
+                    if came[name] == len(bucket.members):
                         step.begin(exchange)
                 step.advance(before)  # those of earlier buckets: second rounds overlap with the backward pass, too
         except Exception:

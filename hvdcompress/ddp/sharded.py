@@ -122,7 +122,7 @@ class ShardedCompressor(TensorCompressor):
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
-        with step.errors_wait():
+        with step.errors_wait:
             step.loss_scale = self.current_loss_scale()
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(
@@ -134,7 +134,7 @@ class ShardedCompressor(TensorCompressor):
             step.say()
             if mine is None:
                 bucket, place = self._place[name]
-                step.begin(self._take(step, bucket, place, gradient))
+                step.begin(self._take(step, bucket, [place], [gradient]))
             step.finish()
         except Exception as caught:
             step.abandon()

@@ -30,6 +30,7 @@ from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket, Plan
 
 LITTLE = 1 << 12  #: elements, on average: joined gradients of no more are looked at together, as calls cost more there
+ENOUGH = 1 << 20  #: elements of gradients that are taken in together: as many as the processor's cache still holds
 
 
 class Rank:
@@ -107,15 +108,15 @@ class Rank:
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
         return method.passes and method.feedback == "none" and alone
 
-    def pass_on(self, bucket: Bucket, gradient: Array, ops: Ops) -> State:
+    def pass_on(self, bucket: Bucket, like: Any, ops: Ops) -> State:
         """Note that the driver's framework reduces a gradient; returns its state.
 
         Args:
             bucket: one that :meth:`passes`.
-            gradient: an array on its device.
+            like: an array on its device.
             ops: the array verbs of its library.
         """
-        state = self._state(bucket, gradient, ops)
+        state = self._state(bucket, like, ops)
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
         return state
@@ -147,8 +148,7 @@ class Rank:
             ValueError: the bucket had another shape before.
         """
         exchange = self.open(bucket, members[0], ops, loss_scale)
-        for place, (member, out) in enumerate(zip(members, outs, strict=True)):
-            self.receive(exchange, place, member, out)
+        self.receive(exchange, range(len(bucket.members)), members, outs)
         self.begin(exchange)
         return exchange
 
@@ -210,8 +210,15 @@ class Rank:
             exchange.waiting = [None] * count
         return exchange
 
-    def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
-        """Take the gradient of a bucket's member, in any order: the one pass over memory that it makes.
+    def receive(
+        self,
+        exchange: Exchange,
+        places: Sequence[int],
+        gradients: Sequence[Array],
+        outs: Sequence[Array],
+        clear: bool = False,
+    ) -> None:
+        """Take gradients of a bucket's members, in any order: the one pass over memory that each of them makes.
 
         Those of a joined bucket wait for each other on a device, and on the host if they are small.
 
@@ -220,33 +227,47 @@ class Rank:
 
         Args:
             exchange: the bucket's.
-            place: which member.
-            gradient: its flat gradient in the working dtype; read only, until :meth:`deliver`, except that on a device
-                one with an Inf or a NaN may be set to 0.
-            out: the flat array that receives the reduced gradient; may be ``gradient`` itself.
-            clear: ``out`` is ``gradient`` itself, and may be set to 0 in passing, which is faster than later.
+            places: which members.
+            gradients: their flat gradients in the working dtype; read only, until :meth:`deliver`, except that on a
+                device one with an Inf or a NaN may be set to 0.
+            outs: the flat arrays that receive the reduced gradients; may be ``gradients`` themselves.
+            clear: ``outs`` are ``gradients`` themselves, and may be set to 0 in passing, which is faster than later.
 
         Raises:
-            ValueError: it has not as many elements as the member.
+            ValueError: one has not as many elements as the member.
         """
-        began, (start, stop) = time.perf_counter(), exchange.bucket.spans[place]
-        if len(gradient) != stop - start:
-            raise ValueError(f"tensor {exchange.name!r} has {stop - start} elements, {len(gradient)} came")
-        exchange.outs[place] = out
+        began, spans = time.perf_counter(), [exchange.bucket.spans[place] for place in places]
+        with_feedback = exchange.method.feedback != "none"
+        clear &= exchange.method.sparse and with_feedback
+        for place, gradient, out, (start, stop) in zip(places, gradients, outs, spans, strict=True):
+            if len(gradient) != stop - start:
+                name = exchange.bucket.members[place].name
+                raise ValueError(f"tensor {name!r} has {stop - start} elements, {len(gradient)} came")
+            exchange.outs[place], exchange.cleared[place] = out, clear and exchange.waiting is None
         if exchange.waiting is not None:
-            exchange.waiting[place] = gradient
+            for place, gradient in zip(places, gradients, strict=True):
+                exchange.waiting[place] = gradient
             return
-        clear &= exchange.method.sparse and exchange.method.feedback != "none"
-        exchange.cleared[place], span = clear, slice(start, stop)
+        if with_feedback and not exchange.contexts:
+            founds = self._accumulate(exchange, gradients, places, spans, exchange.ctx, clear)
+            for place, found in zip(places, founds, strict=True):
+                self._note(exchange, exchange.ctx, place, found)
+        else:
+            for place, gradient, span in zip(places, gradients, spans, strict=True):
+                self._receive_alone(exchange, place, gradient, span, clear)
+        self.worked(exchange.name, time.perf_counter() - began, last=False)
+
+    def _receive_alone(
+        self, exchange: Exchange, place: int, gradient: Array, span: tuple[int, int], clear: bool
+    ) -> None:
+        """Take a gradient that its method runs on by itself, or that has no residual."""
         # which part of what the method sees it is: a method that runs on each tensor sees no other
         ctx, part = (exchange.contexts[place], 0) if exchange.contexts else (exchange.ctx, place)
         x, found = self._added(exchange, gradient, span, ctx, part, clear)
-        assert ctx.scanned is not None
-        ctx.scanned[part] = found
-        exchange.finite = both(exchange.finite, found.finite)
+        self._note(exchange, ctx, part, found)
         if exchange.contexts:
-            self._take_out(exchange, found.finite, x, span)
-            self._begin_member(exchange, place, x, span)
+            self._take_out(exchange, found.finite, x, slice(*span))
+            self._begin_member(exchange, place, x, slice(*span))
         if exchange.method.feedback == "none":
             # of several, what is sent has been made of each, by its method or in passing; or they are joined
             if len(exchange.outs) == 1 or exchange.contexts or found.saturated is not None:
@@ -254,8 +275,12 @@ class Rank:
             else:
                 if exchange.x is None:
                     exchange.x = self._joined(exchange, gradient)
-                exchange.ops.write(exchange.x[span], x, 1.0)
-        self.worked(exchange.name, time.perf_counter() - began, last=False)
+                exchange.ops.write(exchange.x[slice(*span)], x, 1.0)
+
+    def _note(self, exchange: Exchange, ctx: Context, part: int, found: Found) -> None:
+        """Note what was found in a gradient."""
+        assert ctx.scanned is not None
+        ctx.scanned[part], exchange.finite = found, both(exchange.finite, found.finite)
 
     def _receive_waiting(self, exchange: Exchange) -> None:
         """Take the gradients of a joined bucket that have waited for each other."""
@@ -264,19 +289,31 @@ class Rank:
         on_host = isinstance(gradients[0], np.ndarray)
         buffer = self._joined(exchange, gradients[0]) if on_host else None
         gradient = exchange.ops.concat(gradients, buffer)
-        exchange.x, found = self._added(exchange, gradient, slice(None), exchange.ctx, None, False)
+        exchange.x, found = self._added(exchange, gradient, (0, len(gradient)), exchange.ctx, None, False)
         exchange.finite, exchange.waiting = found.finite, None
         self.worked(exchange.name, time.perf_counter() - began, last=False)
 
+    def _accumulate(
+        self,
+        exchange: Exchange,
+        gradients: Sequence[Array],
+        places: Sequence[int] | None,
+        spans: Sequence[tuple[int, int]],
+        ctx: Context,
+        clear: bool,
+    ) -> list[Found]:
+        slots, spare = exchange.state.slots, exchange.spare
+        given = exchange.method, gradients, exchange.scale, places, spans, slots, spare, ctx, exchange.ops, clear
+        return feedback.receive(*given)
+
     def _added(
-        self, exchange: Exchange, gradient: Array, span: slice, ctx: Context, part: int | None, clear: bool
+        self, exchange: Exchange, gradient: Array, span: tuple[int, int], ctx: Context, part: int | None, clear: bool
     ) -> tuple[Array, Found]:
         """What the method sees of a gradient, and what was found in the pass; ``part``: None of several together."""
         method, ops = exchange.method, exchange.ops
         if method.feedback != "none":
-            slots, spare = exchange.state.slots, exchange.spare
-            found = feedback.receive(method, gradient, exchange.scale, part, span, slots, spare, ctx, ops, clear)
-            return spare[feedback.RESIDUAL][span], found
+            (found,) = self._accumulate(exchange, [gradient], None if part is None else [part], [span], ctx, clear)
+            return exchange.spare[feedback.RESIDUAL][slice(*span)], found
         # of a gradient that is multiplied afterwards, nothing is known by looking at it
         scan = NOTHING if part is None or exchange.scale != 1.0 else method.scan(part, ctx, ops, gradient)
         found = ops.look(gradient, scan)
@@ -395,7 +432,7 @@ class Rank:
         state = self.states.get(bucket.spec.name)
         if state is None:
             state = self.states[bucket.spec.name] = self._claim(bucket) or self._blank(bucket, like, ops)
-        for before, now in zip(state.bucket.members, bucket.members, strict=True):
+        for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
             if before.shape != now.shape:
                 raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
         return state

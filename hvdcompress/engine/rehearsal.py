@@ -7,6 +7,7 @@ on zeros, in a small shape that the method suits.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import cache
@@ -69,10 +70,9 @@ def begin(
     state = blank_state(method, spec, whole)
     ctx = Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none", state=state)
     if method.feedback != "none":
-        found, start = [], 0
-        for place, size in enumerate(spec.parts):
-            span = slice(start, start := start + size)
-            found.append(feedback.receive(method, x[span], 1.0, place, span, state, spare, ctx, fast))
+        spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))
+        parts = [x[start:stop] for start, stop in spans]
+        found = feedback.receive(method, parts, 1.0, range(len(parts)), spans, state, spare, ctx, fast)
         x, ctx = spare[feedback.RESIDUAL], replace(ctx, scanned=found)
     return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
 

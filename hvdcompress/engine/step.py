@@ -7,11 +7,11 @@ A driver makes a :class:`Step`, calls :meth:`Step.launch` for each bucket whose 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from math import isfinite
 from typing import Any
@@ -22,7 +22,7 @@ from hvdcompress.engine import verify
 from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import LITTLE, Rank
+from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
@@ -54,6 +54,23 @@ class Agree(Enum):
     """Where collectives go by name: what was started under a name that not every rank uses is left alone."""
 
 
+class ErrorsWait:
+    """A context in which an error becomes the step's, until its ranks agree; one object, as it is entered often."""
+
+    def __init__(self, step: Step):
+        self.step = weakref.ref(step)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        step = self.step()
+        if not isinstance(error, Exception) or step is None:
+            return False
+        step.error = step.error or error
+        return True
+
+
 class Step:
     """The exchanges of one step on one rank.
 
@@ -72,6 +89,7 @@ class Step:
         error: the first error of this rank that waits to be everyone's.
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
         checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
+        errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
     """
 
@@ -101,8 +119,8 @@ class Step:
         self._asked = False  # this rank asks for a trigger
         self._unused: set[str] = set()  # tensors that had a gradient on no rank
         self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
-        self._little: dict[tuple[Ops, Any], list[Array]] = {}  # small ones to be looked at, by their device
         self._polled = 0.0  # when poll() last looked
+        self.errors_wait = ErrorsWait(self)
 
     # -- gradients come in ----------------------------------------------------------------------------------
 
@@ -120,8 +138,7 @@ class Step:
             PeerError: the ranks disagree, or another one failed before.
         """
         exchange = self.open(bucket, members[0], ops)
-        for place, (member, out) in enumerate(zip(members, outs, strict=True)):
-            self.receive(exchange, place, member, out)
+        self.receive(exchange, range(len(members)), members, outs)
         return self.begin(exchange, piggyback)
 
     def open(self, bucket: Bucket, like: Array, ops: Ops) -> Exchange:
@@ -135,29 +152,36 @@ class Step:
             exchange = self.exchanges[bucket.spec.name] = self.rank.open(bucket, like, ops, self.loss_scale)
         return exchange
 
-    def receive(self, exchange: Exchange, place: int, gradient: Array, out: Array, clear: bool = False) -> None:
-        """Take a gradient as soon as it is there, while it is in the cache; see :meth:`Rank.receive`."""
-        self.rank.receive(exchange, place, gradient, out, clear)
+    def receive(
+        self,
+        exchange: Exchange,
+        places: Sequence[int],
+        gradients: Sequence[Array],
+        outs: Sequence[Array],
+        clear: bool = False,
+    ) -> None:
+        """Take gradients soon after they are there, while they are in the cache; see :meth:`Rank.receive`."""
+        self.rank.receive(exchange, places, gradients, outs, clear)
         if isinstance(exchange.finite, bool):  # else once for the bucket
             self.finite &= exchange.finite
 
-    def pass_on(
-        self, bucket: Bucket, gradient: Array, ops: Ops, spoil: Callable[[], object], check: bool = True
-    ) -> None:
+    def pass_on(self, bucket: Bucket, like: Any, ops: Ops, spoil: Callable[[], object]) -> None:
         """Note that the driver's framework reduces a gradient itself; see :meth:`Rank.pass_on`.
 
         Args:
             bucket: one that passes.
-            gradient: its flat gradient. What comes of an Inf or a NaN is one, too, so it may be reduced meanwhile.
+            like: an array on the gradient's device.
             ops: the array verbs of its library.
             spoil: fills the result with NaN, if another tensor of the step is not finite.
-            check: whether to look for an Inf or a NaN, at the latest with :meth:`status`.
         """
-        self._passing.append((self.rank.pass_on(bucket, gradient, ops), spoil))
-        if check and len(gradient) < LITTLE:
-            self._little.setdefault((ops, getattr(gradient, "device", None)), []).append(gradient)
-        elif check:
-            self._note(ops.all_finite(gradient))
+        self._passing.append((self.rank.pass_on(bucket, like, ops), spoil))
+
+    def look(self, gradient: Array, ops: Ops) -> None:
+        """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
+
+        What comes of one is one, too, so it may be reduced meanwhile.
+        """
+        self._note(ops.all_finite(gradient))
 
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
         """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
@@ -190,14 +214,6 @@ class Step:
         while self._under_way and self._is_there(self._under_way[0]):
             self._advance(self._under_way.popleft())
         self._deliver_done()
-
-    @contextlib.contextmanager
-    def errors_wait(self) -> Iterator[None]:
-        """Inside, an error waits for the ranks' agreement, which makes it everyone's."""
-        try:
-            yield
-        except Exception as error:
-            self.error = self.error or error
 
     def waits_for(self) -> str:
         """What this rank waits for, in words; another thread may ask."""
@@ -279,7 +295,7 @@ class Step:
             PeerError: a rank failed, or ranks disagree; on every rank.
         """
         while self.agree is Agree.BEFORE_WAITING and self._first and not self.collectives.ready(self._first):
-            with self.errors_wait():
+            with self.errors_wait:
                 self._go_on()
         self.hear()
         self.drain()
@@ -353,10 +369,7 @@ class Step:
             self._flags[finite.device] = both(self._flags.get(finite.device, True), finite)
 
     def _ask_devices(self) -> None:
-        """Look at small gradients, joined; wait for devices to say whether gradients are finite: once a step."""
-        for (ops, _), little in self._little.items():
-            self._note(ops.all_finite(ops.concat(little)))
-        self._little.clear()
+        """Wait for devices to say whether gradients are finite: once a step."""
         self.finite &= all(map(bool, self._flags.values()))
         self._flags.clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -169,17 +169,24 @@ class TensorCompressor(compressor.Compressor):
             return torch_ops
         return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
 
-    def _take(self, step: Step, bucket: Bucket, place: int, gradient: torch.Tensor) -> Exchange:
-        """Hand a gradient to the engine, which adds its residual while it is in the cache."""
-        ops, opened = self._ops(gradient), step.exchanges.get(bucket.spec.name)
+    def _flat(self, gradient: torch.Tensor) -> Any:
+        """A gradient as a vector of the library whose verbs it gets; a view of it where it is contiguous."""
+        flat = gradient.detach().reshape(-1)
+        return flat.numpy() if self._ops(gradient) is fast else flat
+
+    def _take(self, step: Step, bucket: Bucket, places: Sequence[int], gradients: Sequence[torch.Tensor]) -> Exchange:
+        """Hand gradients of a bucket's members to the engine, which adds their residuals."""
+        ops, opened = self._ops(gradients[0]), step.exchanges.get(bucket.spec.name)
         dtype = DTYPES[opened.dtype if opened else self.local.work_dtype(bucket)]
-        same = gradient.dtype == dtype and gradient.is_contiguous()
-        flat: Any = (gradient if same else gradient.to(dtype).contiguous()).detach().view(-1)
-        flat = flat.numpy() if ops is fast else flat
-        exchange = opened or step.open(bucket, flat, ops)
-        if not same:
-            self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
-        step.receive(exchange, place, flat, flat, clear=True)
+        flats: list[Any] = []
+        for gradient in gradients:
+            same = gradient.dtype == dtype and gradient.is_contiguous()
+            flat = self._flat(gradient if same else gradient.to(dtype).contiguous())
+            flats.append(flat)
+            if not same:
+                self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
+        exchange = opened or step.open(bucket, flats[0], ops)
+        step.receive(exchange, places, flats, flats, clear=True)
         return exchange
 
     def _store(self, exchange: Exchange) -> None:

@@ -173,12 +173,13 @@ class Compressor(compressor.Compressor):
     def _start(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
         for bucket in tensors.buckets:
             exchange, work = step.open(bucket, arrays[bucket.members[0].name], fast), self.local.work_dtype(bucket)
-            for place, member in enumerate(bucket.members):
-                array, out = arrays[member.name], outs[member.name].reshape(-1)
-                with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    flat = array.astype(work, copy=False).reshape(-1)
-                clear = flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data
-                step.receive(exchange, place, flat, out, clear)
+            given = [arrays[member.name] for member in bucket.members]
+            flat_outs = [outs[member.name].reshape(-1) for member in bucket.members]
+            with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+                flats = [array.astype(work, copy=False).reshape(-1) for array in given]
+            pairs = zip(flats, flat_outs, strict=True)
+            clear = all(flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data for flat, out in pairs)
+            step.receive(exchange, range(len(flats)), flats, flat_outs, clear)
             step.begin(exchange)
 
     def _known(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:

@@ -87,6 +87,9 @@ class Found(NamedTuple):
     saturated: Any = None
 
 
+Span = tuple[int, int]  #: where a part of a vector begins and ends
+
+
 class Velocity(NamedTuple):
     """The momentum of a gradient.
 

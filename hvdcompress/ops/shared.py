@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.ops.scan import Found, Norm, Scan
+from hvdcompress.ops.scan import Found, Norm, Scan, Span, Velocity
 from hvdcompress.ops.vectors import Array, Coded, Flag, NumpyArray, Outer, Scalar, Shares, Sparse, piece_of
 
 FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
@@ -44,6 +44,27 @@ def write_pieces(
     """Write each piece of a vector in host memory by itself; see ``write_parts`` of the spec."""
     for out, piece, clear in zip(outs, _pieces(total, [len(out) for out in outs]), cleared, strict=True):
         write(out, piece, factor, clear)
+
+
+def accumulate_pieces(
+    accumulate: Callable[..., Found],
+    gradients: Sequence[Array],
+    residual: Array,
+    scales: Sequence[float],
+    out: Array,
+    spans: Sequence[Span],
+    scans: Sequence[Scan],
+    clear: bool = False,
+    velocity: Velocity | None = None,
+) -> list[Found]:
+    """Accumulate each gradient by itself; see ``accumulate_parts`` of the spec."""
+    found = []
+    for gradient, scale, (start, stop), scan in zip(gradients, scales, spans, scans, strict=True):
+        part, moved = slice(start, stop), None
+        if velocity is not None:
+            moved = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
+        found.append(accumulate(gradient, residual[part], scale, out[part], scan, clear, moved))
+    return found
 
 
 def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hvdcompress.ops.scan import NOTHING, Found, Norm, Scan, Velocity
+from hvdcompress.ops.scan import NOTHING, Found, Norm, Scan, Span, Velocity
 from hvdcompress.ops.vectors import (
     FP16_MAX,
     FP32_MAX,
@@ -101,6 +101,33 @@ class Ops(Protocol):
 
         Returns:
             What was found. If ``out`` is not finite, the rest of it means nothing.
+        """
+
+    def accumulate_parts(
+        self,
+        gradients: Sequence[Array],
+        residual: Array,
+        scales: Sequence[float],
+        out: Array,
+        spans: Sequence[Span],
+        scans: Sequence[Scan],
+        clear: bool = False,
+        velocity: Velocity | None = None,
+    ) -> list[Found]:
+        """Do :meth:`accumulate` for several gradients, each with a part of the other vectors.
+
+        Args:
+            gradients: Each as long as its span.
+            residual: [n].
+            scales: Of each gradient, what it is multiplied by.
+            out: [n].
+            spans: Of each gradient, where its part begins and ends; no two overlap.
+            scans: What is asked for of each part.
+            clear: Whether to set the gradients to 0.
+            velocity: Of vectors [n].
+
+        Returns:
+            What was found in each part, in the order of the gradients.
         """
 
     def look(self, x: Array, scan: Scan) -> Found:

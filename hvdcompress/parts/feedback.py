@@ -26,12 +26,13 @@ host waits for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
-from hvdcompress.ops.scan import NOTHING, Found, Velocity
+from hvdcompress.ops.scan import NOTHING, Found, Span, Velocity
 from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
@@ -72,17 +73,17 @@ def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: O
 
 def receive(
     method: Method,
-    gradient: Array,
+    gradients: Sequence[Array],
     scale: float,
-    place: int | None,
-    span: slice,
+    places: Sequence[int] | None,
+    spans: Sequence[Span],
     state: dict[str, Array],
     spare: dict[str, Array],
     ctx: Context,
     ops: Ops,
     clear: bool = False,
-) -> Found:
-    """Add a tensor's gradient and residual: the one pass over memory that each gradient makes.
+) -> list[Found]:
+    """Add tensors' gradients and residuals: the one pass over memory that each gradient makes.
 
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
@@ -93,30 +94,34 @@ def receive(
 
     Args:
         method: the method; its feedback is not "none".
-        gradient: this rank's gradient of the tensor, float32.
-        scale: factor of the gradient, 1 / loss scale.
-        place: which part of the vectors of state and spare the tensor is; None: it is several, and not scanned.
-        span: where that is.
+        gradients: this rank's gradients of the tensors, float32.
+        scale: factor of the gradients, 1 / loss scale.
+        places: which parts of the vectors of state and spare the tensors are; None: each is several, and not scanned.
+        spans: where they are.
         state: current values of all slots; read only.
         spare: second buffers [n] of the feedback's slots, which receive their new values.
         ctx: rank, world, step and tensor.
         ops: the array backend.
-        clear: set the gradient to 0 once it has been read.
+        clear: set each gradient to 0 once it has been read.
 
     Returns:
-        What ``method.scan`` asked for, and whether x is finite with this gradient (``ops.vectors.Flag``).
+        Of each, what ``method.scan`` asked for, and whether x is finite with it (``ops.vectors.Flag``).
     """
-    x, residual = spare[RESIDUAL][span], state[RESIDUAL][span]
-    scan = NOTHING if place is None else method.scan(place, ctx, ops, gradient)
-    factor = clipping(method, gradient, scale, ctx, ops)
-    velocity = None
+    x, residual, velocity = spare[RESIDUAL], state[RESIDUAL], None
+    if places is None:
+        scans = [NOTHING] * len(gradients)
+    else:
+        scans = [method.scan(place, ctx, ops, each) for place, each in zip(places, gradients, strict=True)]
+    factors = [clipping(method, gradient, scale, ctx, ops) for gradient in gradients]
     if method.feedback == "momentum":
-        velocity = Velocity(state[VELOCITY][span], spare[VELOCITY][span], method.momentum)
-    found = ops.accumulate(gradient, residual, factor, x, scan, clear, velocity)
-    if found.finite is False:
-        zeros = ops.zeros(len(x), "float32", like=x)
-        return ops.accumulate(zeros, residual, 1.0, x, scan, velocity=velocity)._replace(finite=False)
-    return found
+        velocity = Velocity(state[VELOCITY], spare[VELOCITY], method.momentum)
+    founds = ops.accumulate_parts(gradients, residual, factors, x, spans, scans, clear, velocity)
+    for number, (found, (start, stop), scan) in enumerate(zip(founds, spans, scans, strict=True)):
+        if found.finite is False:
+            zeros = ops.zeros(stop - start, "float32", like=x)
+            (undone,) = ops.accumulate_parts([zeros], residual, [1.0], x, [(start, stop)], [scan], velocity=velocity)
+            founds[number] = undone._replace(finite=False)
+    return founds
 
 
 def exchange(

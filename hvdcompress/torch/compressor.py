@@ -8,6 +8,7 @@ Average from Sum. ``docs/drivers.md`` says more.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.rank import ENOUGH, LITTLE
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.engine.watchdog import Watchdog
@@ -65,12 +67,31 @@ class Ticket:
         self.passed = False
 
 
+class Waiting:
+    """Gradients of a bucket that have come and are taken in together, in a loop that stays in the processor's cache.
+
+    Attributes:
+        places: which members of the bucket they are of.
+        gradients: in the same order.
+        num_elements: of all of them.
+    """
+
+    __slots__ = ("gradients", "num_elements", "places")
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.gradients: list[torch.Tensor] = []
+        self.num_elements = 0
+
+
 class Arrivals:
     """The gradients of one step, and the exchanges that they are part of.
 
     Attributes:
         step: the engine's step.
-        came: names of the tensors whose gradients are there, by bucket.
+        came: the number of tensors whose gradients are there, by bucket.
+        waiting: those of them that have not been taken in, by bucket.
+        passing: tickets of gradients that Horovod reduces, until the engine knows of them.
         order: tensor names as their gradients came.
         left: names of gradients that have not been handed back.
         probes: what Horovod reduces where no payload goes along.
@@ -79,7 +100,9 @@ class Arrivals:
 
     def __init__(self, step: Step, probes: Iterator[torch.Tensor]):
         self.step, self.probes = step, probes
-        self.came: dict[str, set[str]] = {}
+        self.came: dict[str, int] = {}
+        self.waiting: dict[str, Waiting] = {}
+        self.passing: list[Ticket] = []
         self.order: list[str] = []
         self.left: set[str] = set()
         self.sealed = False
@@ -186,7 +209,8 @@ class Compressor(TensorCompressor):
         arrivals = self._arrivals
         assert arrivals is not None
         try:
-            self._seal(arrivals)
+            if not arrivals.sealed:
+                self._seal(arrivals)
             self._hand_back(arrivals, ctx, output)
             if not arrivals.left:
                 arrivals.step.finish()
@@ -232,56 +256,81 @@ class Compressor(TensorCompressor):
             self._arrivals = None
 
     def _receive_gradient(self, arrivals: Arrivals, ticket: Ticket) -> None:
-        """Take a gradient in, and start its bucket's exchange once it is whole."""
-        bucket, place = self._place[ticket.name]
-        came = arrivals.came.setdefault(bucket.spec.name, set())
-        if ticket.name in came:
+        """Note a gradient; take in those that wait if they are enough, and start the exchange of a whole bucket."""
+        if ticket.name in arrivals.left:
             raise RuntimeError(
                 f"a second gradient of {ticket.name!r} came before the first was used: call optimizer.step() "
                 "(or synchronize()) after every backward_passes_per_step backward passes"
             )
-        came.add(ticket.name)
         arrivals.order.append(ticket.name)
         arrivals.left.add(ticket.name)
+        bucket, place = self._place[ticket.name]
         # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
         if self._agreed and self.local.passes(bucket):
             ticket.passed = True
-            self._pass_on(arrivals.step, bucket, ticket.gradient)
+            arrivals.passing.append(ticket)
             return
-        if bucket.spec.name not in arrivals.step.exchanges:
-            arrivals.step.loss_scale = self.current_loss_scale()
-        exchange = self._take(arrivals.step, bucket, place, ticket.gradient)
-        if len(came) == len(bucket.members):
+        name = bucket.spec.name
+        came = arrivals.came[name] = arrivals.came.get(name, 0) + 1
+        waiting = arrivals.waiting.get(name)
+        if waiting is None:
+            waiting = arrivals.waiting[name] = Waiting()
+        waiting.places.append(place)
+        waiting.gradients.append(ticket.gradient)
+        waiting.num_elements += ticket.gradient.numel()
+        if came == len(bucket.members):
+            exchange = self._take_waiting(arrivals, bucket)
             piggyback = self._agreed and self.local.piggyback(bucket) is not None
             arrivals.step.begin(exchange, piggyback)
             ticket.piggyback = exchange if piggyback else None
+        elif waiting.num_elements >= ENOUGH:
+            self._take_waiting(arrivals, bucket)
 
-    def _pass_on(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> None:
-        """Leave a gradient to Horovod."""
-        ops = self._ops(gradient)
-        # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
-        check = not self.plan.stateless
-        flat: Any = gradient.detach().reshape(-1) if check else gradient
-        flat = flat.numpy() if check and ops is fast else flat
-        step.pass_on(bucket, flat, ops, lambda: gradient.detach().fill_(float("nan")), check)
+    def _take_waiting(self, arrivals: Arrivals, bucket: Bucket) -> Exchange:
+        """Take in a bucket's gradients that wait."""
+        if bucket.spec.name not in arrivals.step.exchanges:
+            arrivals.step.loss_scale = self.current_loss_scale()
+        waiting = arrivals.waiting.pop(bucket.spec.name)
+        return self._take(arrivals.step, bucket, waiting.places, waiting.gradients)
+
+    def _pass_on(self, arrivals: Arrivals) -> None:
+        """Tell the engine of the gradients that are left to Horovod, which may be reducing them already."""
+        step = arrivals.step
+        together: dict[torch.device, list[torch.Tensor]] = {}  # those that are looked at
+        for ticket in arrivals.passing:
+            gradient, (bucket, _) = ticket.gradient, self._place[ticket.name]
+            ops = self._ops(gradient)
+            step.pass_on(bucket, gradient, ops, functools.partial(_spoil, gradient))
+            # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
+            if self.plan.stateless:
+                continue
+            if gradient.numel() < LITTLE:  # a call costs more than a copy
+                together.setdefault(gradient.device, []).append(
+                    gradient if gradient.dim() == 1 else gradient.reshape(-1)
+                )
+            else:
+                step.look(self._flat(gradient), ops)
+        for little in together.values():
+            joined = torch.cat(little)
+            step.look(self._flat(joined), self._ops(joined))
 
     def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
         """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
-        came = arrivals.came[bucket.spec.name]
+        waiting = arrivals.waiting.setdefault(bucket.spec.name, Waiting())
         for place, member in enumerate(bucket.members):
-            if member.name not in came:
-                self._take(arrivals.step, bucket, place, torch.zeros_like(self.parameters[member.name]))
-        arrivals.step.begin(arrivals.step.exchanges[bucket.spec.name])
+            if member.name not in arrivals.left:
+                waiting.places.append(place)
+                waiting.gradients.append(torch.zeros_like(self.parameters[member.name]))
+        arrivals.step.begin(self._take_waiting(arrivals, bucket))
 
     def _seal(self, arrivals: Arrivals) -> None:
         """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
-        if arrivals.sealed:
-            return
         arrivals.sealed, step = True, arrivals.step
-        with step.errors_wait():
+        with step.errors_wait:
             for name in sorted(arrivals.came):
-                if len(arrivals.came[name]) < len(self.buckets[name].members):
+                if arrivals.came[name] < len(self.buckets[name].members):
                     self._complete(arrivals, self.buckets[name])
+            self._pass_on(arrivals)
         step.say()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
             step.hear()
@@ -297,7 +346,7 @@ class Compressor(TensorCompressor):
                 ticket.gradient.detach().copy_(output)
         elif step.factor is None:
             step.factor = factor_of(output[-2:].tolist(), self.local.world)
-        with step.errors_wait():
+        with step.errors_wait:
             if exchange and step.factor:
                 payload = output[:-2]
                 step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
@@ -401,6 +450,11 @@ class Compressor(TensorCompressor):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
+
+
+def _spoil(gradient: torch.Tensor) -> None:
+    """Fill a gradient with NaN."""
+    gradient.detach().fill_(float("nan"))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba import selection as numba_selection
 from hvdcompress.ops.numpy.arithmetic import FINDERS
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import find
+from hvdcompress.ops.shared import accumulate_pieces, find
 from hvdcompress.ops.vectors import Half, Sparse
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
@@ -71,7 +72,13 @@ def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, An
         accumulate(gradient, residual, scale, out)
         return find(out, scan, FINDERS)
 
-    patch.setattr(reference, "accumulate", otherwise)
+    replace_accumulate(patch, reference, otherwise)
+
+
+def replace_accumulate(patch: Patch, ops: Any, accumulate: Callable[..., Found]) -> None:
+    """Gradients and residuals are added by this, one by one."""
+    patch.setattr(ops, "accumulate", accumulate)
+    patch.setattr(ops, "accumulate_parts", partial(accumulate_pieces, accumulate))
 
 
 def feedback_is_switched_off(patch: Patch) -> None:
@@ -509,7 +516,7 @@ def test_results_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
 
     guard = holds("topk", testing.check_finite)
     guard()
-    monkeypatch.setattr(reference, "accumulate", by_norm)
+    replace_accumulate(monkeypatch, reference, by_norm)
     with pytest.raises(AssertionError, match="not finite"):
         guard()
 

@@ -15,7 +15,7 @@ import test_qsgd
 import test_quantize
 import test_signsgd
 import test_terngrad
-from test_mutations import Guard, Patch, holds, must_notice
+from test_mutations import Guard, Patch, holds, must_notice, replace_accumulate
 
 import hvdcompress
 from hvdcompress import testing as c
@@ -93,7 +93,7 @@ def _unfused_signs(patch: Patch) -> None:
                 return found
             return found._replace(signs=(ops.pack_signs(out), ops.bucket_norms(out, out.size, "mean")))
 
-        patch.setattr(ops, "accumulate", apart)
+        replace_accumulate(patch, ops, apart)
 
 
 def _norms(patch: Patch, change: Callable[..., Any]) -> None:

@@ -112,18 +112,19 @@ def momentum_comes_after_the_residual(patch: Patch) -> None:
 
     def receive(
         method: Method,
-        g: Any,
+        gradients: Any,
         scale: float,
-        place: int,
-        span: slice,
+        places: Any,
+        spans: Any,
         state: Any,
         spare: Any,
         ctx: Any,
         ops: Any,
         *_: Any,
     ) -> Any:
-        residual, x = state[feedback.RESIDUAL][span], spare[feedback.RESIDUAL][span]
-        return ops.accumulate(g, np.float32(method.momentum) * residual, 1.0, x, method.scan(place, ctx, ops, g))
+        residual, x = np.float32(method.momentum) * state[feedback.RESIDUAL], spare[feedback.RESIDUAL]
+        scans = [method.scan(place, ctx, ops, gradient) for place, gradient in zip(places, gradients, strict=True)]
+        return ops.accumulate_parts(gradients, residual, [1.0] * len(gradients), x, spans, scans)
 
     def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
         reduced = yield from method.exchange(x, state, ctx, ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,32 @@ def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.n
     gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
     found = o.accumulate(gradient, put(r), scale, out, scan, clear=clear)
     return *told(found), out, gradient
+
+
+def accumulated_parts(
+    scans: list[Scan], clear: bool, velocity: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray
+) -> Any:
+    """The same of several gradients, in another order than their parts; some are empty."""
+    spans = list(itertools.pairwise(itertools.accumulate(cut(x.size), initial=0)))[::-1]
+    gradients = [put(x[start:stop], changes=clear) for start, stop in spans]
+    out, new = put(np.ones_like(r), changes=True), put(np.ones_like(r), changes=velocity)
+    moved = Velocity(put(r[::-1].copy()), new, 0.9) if velocity else None
+    given = gradients, put(r), [1.0, 0.3, 2.0, 0.5, 1.0], out, spans, [scans[n % len(scans)] for n in range(5)]
+    return *map(told, o.accumulate_parts(*given, clear, moved)), out, new, *gradients
+
+
+ABOVE = Scan(above=0.5, capacity=10**6), Scan(above=np.float32(0), capacity=3), Scan(above=1.5, capacity=10**6)
+for scans in (
+    [Scan()],
+    list(ABOVE),
+    [Scan(), *ABOVE],
+    [Scan(chunk=7)],
+    [Scan(moments=True), *ABOVE],
+    [Scan(above=-1.0, capacity=10**6)],
+):
+    for clear in (False, True):
+        for velocity in (False, True):
+            call("accumulate_parts")(partial(accumulated_parts, scans, clear, velocity))
 
 
 def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:

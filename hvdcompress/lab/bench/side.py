@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.rank import ENOUGH, Rank
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.lab.bench.devices import Cost, Device, Gauge
 from hvdcompress.method import Array, Broadcast, TensorSpec
@@ -89,6 +89,7 @@ class Side:
     def _receive(self, rank: Rank, given: Sequence[Array], spent: Spent) -> dict[str, Exchange]:
         """All gradients of a rank, up to the first collective of each bucket."""
         exchanges: dict[str, Exchange] = {}
+        waiting: dict[str, tuple[list[int], list[Array]]] = {}
         missing = {bucket.spec.name: len(bucket.members) for bucket in self.buckets}
         for (bucket, place), gradient in reversed(list(zip(self._places, given, strict=True))):
             name = bucket.spec.name
@@ -97,8 +98,13 @@ class Side:
                 continue
             if name not in exchanges:
                 exchanges[name] = self._measured(spent, "encode", rank.open, bucket, gradient, self.device.ops)
-            self._measured(spent, "encode", rank.receive, exchanges[name], place, gradient, gradient, True)
+            places, gradients = waiting.setdefault(name, ([], []))
+            places.append(place)
+            gradients.append(gradient)
             missing[name] -= 1
+            if not missing[name] or sum(map(len, gradients)) >= ENOUGH:  # as under Horovod
+                del waiting[name]
+                self._measured(spent, "encode", rank.receive, exchanges[name], places, gradients, gradients, True)
             if not missing[name]:
                 self._measured(spent, "encode", rank.begin, exchanges[name])
         return exchanges

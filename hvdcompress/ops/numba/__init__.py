@@ -6,6 +6,7 @@ except where the spec says otherwise. Verbs without a kernel are the reference's
 
 from hvdcompress.ops.numba.arithmetic import (
     accumulate,
+    accumulate_parts,
     blend,
     dense,
     look,
@@ -68,13 +69,14 @@ from hvdcompress.ops.numpy import (
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
-    "accumulate", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms", "chunk_argmax",
-    "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize", "distinct_indices", "elias_fano",
-    "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16", "from_bytes", "from_elias_fano",
-    "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft", "keep_if", "kth_magnitude", "l2_norm",
-    "largest_of", "largest_waves", "look", "magnitudes", "matmul", "matmul_transposed", "max_abs", "merge",
-    "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs", "permute", "principal", "quantize",
-    "quantize_fields", "quantize_max", "range_codes", "range_mantissa", "range_values", "rfft", "scaled",
-    "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform",
-    "unpack_bits", "unpack_fields", "unpack_signs", "write", "write_parts", "zero_where", "zeros",
+    "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
+    "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize",
+    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
+    "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
+    "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",
+    "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
+    "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
+    "range_values", "rfft", "scaled", "set_bits", "sort", "subtract", "take", "to_bf16", "to_bytes", "to_fp16",
+    "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write", "write_parts",
+    "zero_where", "zeros",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from hvdcompress.ops.numba import coded, pool
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import matrices, statistics
 from hvdcompress.ops.numba.arrays import (
+    FLOAT32,
     INF_BITS,
     in_rows,
     int64,
@@ -31,13 +32,24 @@ from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.numba.threads import in_ranges
+from hvdcompress.ops.numba.threads import RANGE, count, in_ranges
 from hvdcompress.ops.numpy.statistics import fold, norms_of
-from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import PIECE, Finders, cuts_of, find, find_rest, index_dtype, moments_of, write_pieces
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
+from hvdcompress.ops.shared import (
+    PIECE,
+    Finders,
+    accumulate_pieces,
+    cuts_of,
+    find,
+    find_rest,
+    index_dtype,
+    moments_of,
+    write_pieces,
+)
 from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
+FINITE, NO_OTHER = Found(True), NOTHING[:2] + NOTHING[4:]  # all of a scan but what is above
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
@@ -74,6 +86,65 @@ def accumulate(
         most = matrices.accumulate_products(*passed, a.reshape(rows, -1), product)
         return Found(True, product=product.ravel()) if most < INF_BITS else Found(False)
     return _in_one_pass(gradient, residual, np.float32(scale), out, scan, clear, velocity)
+
+
+def accumulate_parts(
+    gradients: Sequence[Array],
+    residual: Array,
+    scales: Sequence[float],
+    out: Array,
+    spans: Sequence[Span],
+    scans: Sequence[Scan],
+    clear: bool = False,
+    velocity: Velocity | None = None,
+) -> list[Found]:
+    given = gradients, residual, scales, out, spans, scans, clear, velocity
+    if len(gradients) == 1 or velocity is not None or not _are_small(gradients, residual, out, spans, scans):
+        return accumulate_pieces(accumulate, *given)
+    rooms = [
+        0 if scan.above is None else min(scan.capacity, gradient.size)
+        for gradient, scan in zip(gradients, scans, strict=True)
+    ]
+    starts = np.cumsum([0, *rooms])
+    index, values = pool.empty(int(starts[-1]), np.int32), pool.empty(int(starts[-1]), np.float32)
+    lows = [kernels.MAGNITUDE if scan.above is None else magnitude_bits(scan.above) for scan in scans]
+    most, counts = np.empty(len(gradients), np.int32), np.empty(len(gradients), np.int64)
+    kernels.accumulate_parts(
+        np.array([gradient.ctypes.data for gradient in gradients]),
+        residual,
+        np.array(scales, np.float32),
+        out,
+        np.array(spans),
+        clear,
+        np.array(lows, np.int32),
+        starts,
+        index,
+        values,
+        most,
+        counts,
+    )
+    found = []
+    for scan, start, noted, largest in zip(scans, starts.tolist(), counts.tolist(), most.tolist(), strict=False):
+        if largest >= INF_BITS:
+            found.append(Found(False))
+        elif scan.above is None or noted >= scan.capacity:
+            found.append(FINITE)
+        else:
+            found.append(Found(True, above=Sparse(index[start : start + noted], values[start : start + noted])))
+    return found
+
+
+def _are_small(
+    gradients: Sequence[Array], residual: Array, out: Array, spans: Sequence[Span], scans: Sequence[Scan]
+) -> bool:
+    """Return whether one kernel can accumulate all: nothing but elements above is asked for, and no one has threads."""
+    most = 2 * RANGE if count() > 1 else 1 << 31
+    for gradient, (start, stop), scan in zip(gradients, spans, scans, strict=True):
+        if gradient.dtype != FLOAT32 or not gradient.flags.carray or not gradient.size == stop - start < most:
+            return False
+        if (scan.above is not None and scan.above < 0) or scan[:2] + scan[4:] != NO_OTHER:
+            return False
+    return plain(residual, out)
 
 
 def _in_one_pass(

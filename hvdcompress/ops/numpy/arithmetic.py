@@ -12,8 +12,17 @@ from hvdcompress.ops.numpy.memory import concat
 from hvdcompress.ops.numpy.selection import chunk_argmax, first_above
 from hvdcompress.ops.numpy.spectra import inverse
 from hvdcompress.ops.numpy.statistics import all_finite, bucket_norms, max_abs, moments
-from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum, write_pieces
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
+from hvdcompress.ops.shared import (
+    Finders,
+    accumulate_pieces,
+    end_to_end,
+    find,
+    index_dtype,
+    matmul_transposed,
+    outer_sum,
+    write_pieces,
+)
 from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -48,6 +57,19 @@ def accumulate(
     if clear:
         gradient[...] = 0
     return look(out, scan)
+
+
+def accumulate_parts(
+    gradients: Sequence[Array],
+    residual: Array,
+    scales: Sequence[float],
+    out: Array,
+    spans: Sequence[Span],
+    scans: Sequence[Scan],
+    clear: bool = False,
+    velocity: Velocity | None = None,
+) -> list[Found]:
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:

@@ -6,8 +6,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import Finders, end_to_end, find, index_dtype, matmul_transposed, outer_sum
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
+from hvdcompress.ops.shared import (
+    Finders,
+    accumulate_pieces,
+    end_to_end,
+    find,
+    index_dtype,
+    matmul_transposed,
+    outer_sum,
+)
 from hvdcompress.ops.torch.codes import dequantize, pack_signs, unpack_fields, unpack_signs
 from hvdcompress.ops.torch.floats import from_bf16, from_fp16, to_fp16
 from hvdcompress.ops.torch.memory import concat, zeros
@@ -58,6 +66,19 @@ def accumulate(
     if clear:
         gradient.zero_()
     return look(out, scan)
+
+
+def accumulate_parts(
+    gradients: Sequence[Array],
+    residual: Array,
+    scales: Sequence[float],
+    out: Array,
+    spans: Sequence[Span],
+    scans: Sequence[Scan],
+    clear: bool = False,
+    velocity: Velocity | None = None,
+) -> list[Found]:
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:

@@ -8,8 +8,16 @@ from math import isfinite
 import torch
 
 from hvdcompress.ops import torch as general
-from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
-from hvdcompress.ops.shared import Finders, end_to_end, find, find_rest, matmul_transposed, moments_of
+from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
+from hvdcompress.ops.shared import (
+    Finders,
+    accumulate_pieces,
+    end_to_end,
+    find,
+    find_rest,
+    matmul_transposed,
+    moments_of,
+)
 from hvdcompress.ops.torch import bucket_norms, concat, max_abs
 from hvdcompress.ops.torch.arithmetic import write_then_copy
 from hvdcompress.ops.torch.tensors import f32, flag, host
@@ -51,6 +59,19 @@ def accumulate(
         gradient, residual, f32(scale), out, finite, n, CLEAR=clear, BLOCK=BLOCK,
     )  # fmt: skip
     return find_rest(out, flag(finite), scan, FINDERS)
+
+
+def accumulate_parts(
+    gradients: Sequence[Array],
+    residual: Array,
+    scales: Sequence[float],
+    out: Array,
+    spans: Sequence[Span],
+    scans: Sequence[Scan],
+    clear: bool = False,
+    velocity: Velocity | None = None,
+) -> list[Found]:
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:

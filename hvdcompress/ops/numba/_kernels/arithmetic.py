@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, NEAR, SPAN, compiled
+from hvdcompress.ops.numba._kernels.memory import floats_at
 from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
@@ -50,6 +52,24 @@ def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
             g[:] = np.float32(0)
         found = flags.note(flag, o, start, index, values, found)
     return most, found
+
+
+@compiled
+def accumulate_parts(gradients, residual, scales, out, spans, clear, lows, starts, index, values, most, counts):
+    """As ``accumulate_above`` for each gradient, of which the addresses are given, and its span of the other vectors.
+
+    ``starts`` [parts + 1] says where a part's room in ``index`` and ``values`` is; where it has none, none are noted.
+    ``most`` and ``counts`` receive what is found.
+    """
+    for part in range(len(gradients)):
+        start, stop = spans[part]
+        gradient = carray(floats_at(gradients[part]), (stop - start,))
+        r, o, first, last = residual[start:stop], out[start:stop], starts[part], starts[part + 1]
+        if first == last:
+            most[part], counts[part] = accumulate(gradient, r, scales[part], o, clear), 0
+        else:
+            low, i, v = lows[part], index[first:last], values[first:last]
+            most[part], counts[part] = accumulate_above(gradient, r, scales[part], o, clear, low, i, v)
 
 
 @compiled
