@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from hvdcompress.engine.rank import ENOUGH
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries
@@ -46,17 +47,19 @@ def payloads_are_the_loopbacks(door: Any) -> None:
 
 @promise()
 def gradients_are_taken_in_as_they_come(door: Any) -> None:
-    """On the host each gradient makes its one pass over memory when it comes, also where tensors are joined, and not
-    when the last has come."""
-    shapes = {name: (64, 65 + number) for number, name in enumerate("vwxyz")}
+    """On the host gradients make their one pass over memory when a million elements have come, also where tensors are
+    joined, and not when the last has come."""
+    shapes = {name: (ENOUGH // 2, 1 + number % 2) for number, name in enumerate("vwxyz")}
     handle, watcher = door.make("topk", {"density": 0.05}, shapes), Watcher(door.rank)
     handle.watch(watcher)
-    for step in range(4):
+    for step in range(2):
         watcher.events.clear()
         handle.reduce(door.gradients(step, shapes))
-    # what is encoded: each gradient as it comes, and each bucket's selection
-    buckets, each = 1 if door.grouping else len(shapes), len(shapes) if door.on_host else 0
-    assert watcher.events["encoded"] == each + buckets == each + watcher.events["begun"], dict(watcher.events)
+    # what is encoded: each bucket's selection, and gradients: each by itself, or those that came until they were enough
+    buckets = 1 if door.grouping else len(shapes)
+    passes = {"torch": 3, "ddp": 1, "mpi": 1}.get(door.name, len(shapes)) if door.on_host else 0
+    assert watcher.events["begun"] == buckets, dict(watcher.events)
+    assert watcher.events["encoded"] >= buckets + passes and bool(passes) == door.on_host, dict(watcher.events)
     handle.close()
 
 
