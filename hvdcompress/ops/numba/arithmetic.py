@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +38,6 @@ from hvdcompress.ops.shared import (
     PIECE,
     Finders,
     accumulate_pieces,
-    cuts_of,
     find,
     find_rest,
     index_dtype,
@@ -110,7 +108,7 @@ def accumulate_parts(
     lows = [kernels.MAGNITUDE if scan.above is None else magnitude_bits(scan.above) for scan in scans]
     most, counts = np.empty(len(gradients), np.int32), np.empty(len(gradients), np.int64)
     kernels.accumulate_parts(
-        np.array([gradient.ctypes.data for gradient in gradients]),
+        _addresses(gradients),
         residual,
         np.array(scales, np.float32),
         out,
@@ -132,6 +130,11 @@ def accumulate_parts(
         else:
             found.append(Found(True, above=Sparse(index[start : start + noted], values[start : start + noted])))
     return found
+
+
+def _addresses(arrays: Sequence[Array]) -> Array:
+    """Return where in memory arrays begin, for a kernel that takes several; they must outlive its call."""
+    return np.array([array.ctypes.data for array in arrays])
 
 
 def _are_small(
@@ -288,12 +291,9 @@ def write_parts(
     for out, clear in zip(outs, cleared, strict=True):
         if not clear:
             _clear(out)
-    bounds = list(itertools.accumulate((out.size for out in outs), initial=0))
+    bounds, addresses = np.cumsum([0, *(out.size for out in outs)]), _addresses(outs)
     for index, values in shares:
-        for cuts in cuts_of(index, bounds):
-            for out, first, (start, stop) in zip(outs, bounds, itertools.pairwise(cuts.tolist()), strict=False):
-                if start < stop:
-                    kernels.add_between(out, first, index, values, np.float32(factor), start, stop)
+        kernels.add_to_parts(addresses, bounds, index, values, np.float32(factor))
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:

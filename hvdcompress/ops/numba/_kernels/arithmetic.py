@@ -10,7 +10,7 @@ from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, NEAR, SPAN, compiled
-from hvdcompress.ops.numba._kernels.memory import floats_at
+from hvdcompress.ops.numba._kernels.memory import check_places, floats_at
 from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
@@ -171,31 +171,42 @@ def subtract(x, own, factor):
 
 @compiled
 def add_at(out, index, values, factor):
+    check_places(index, out.size)
     for j in range(index.size):
-        i = index[j]
-        if i < 0 or i >= out.size:  # never write out of bounds, whatever came over the wire
-            raise IndexError("an index is outside of the tensor")
-        out[i] += factor * values[j]
+        out[np.uint64(index[j])] += factor * values[j]
 
 
 @compiled
-def add_between(out, first, index, values, factor, start, stop):
-    """As ``add_at``, of the entries from ``start`` to ``stop``, of a vector that ``out`` begins in at ``first``."""
-    for j in range(start, stop):
-        i = index[j] - first
-        if i < 0 or i >= out.size:
-            raise IndexError("an index is outside of the tensor")
-        out[i] += factor * values[j]
+def add_from(out, start, index, values, factor):
+    """As ``add_at`` of a vector's part that begins at ``start``; the indices are known to be inside."""
+    for j in range(index.size):
+        out[np.uint64(np.int64(index[j]) - start)] += factor * values[j]
+
+
+@compiled
+def add_to_parts(outs, bounds, index, values, factor):
+    """As ``add_at``, for a vector in parts: their addresses, and where they begin and end."""
+    check_places(index, bounds[-1])
+    part, first = 0, 0
+    while first < index.size:
+        while index[first] >= bounds[part + 1]:
+            part += 1
+        while index[first] < bounds[part]:  # another run of ascending indices begins
+            part -= 1
+        start, stop, last = bounds[part], bounds[part + 1], first + 1
+        while last < index.size and start <= index[last] < stop:
+            last += 1
+        out = carray(floats_at(outs[part]), (stop - start,))
+        add_from(out, start, index[first:last], values[first:last], factor)
+        first = last
 
 
 @compiled
 def zero_at(x, index, values):
+    check_places(index, x.size)
     for j in range(index.size):
-        i = index[j]
-        if i < 0 or i >= x.size:
-            raise IndexError("an index is outside of the tensor")
         if values[j] != 0:
-            x[i] = np.float32(0)
+            x[np.uint64(index[j])] = np.float32(0)
 
 
 @compiled
