@@ -23,6 +23,7 @@ esac
 use_venv
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc goes by that variable
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # some hundred processes are started: each would compile the package for itself
 cd "$ROOT"
 
 say "== ruff"

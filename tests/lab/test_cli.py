@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from installed import needs
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -269,16 +270,14 @@ def wait_for_step(folder, run, seconds=120):
 
 @pytest.fixture
 def whole(config):
-    for module in ("horovod", "torch", "sklearn", "psutil", "matplotlib"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
     return config
 
 
 @pytest.fixture(scope="module")
 def under_horovod(tmp_path_factory):
     """A run from end to end: what it printed, and its folder."""
-    for module in ("horovod", "torch", "sklearn", "psutil", "matplotlib"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
     file = tmp_path_factory.mktemp("whole") / "small.yaml"
     file.write_text(CONFIG, encoding="utf-8")
     run = start(file)
