@@ -70,8 +70,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if expression and test and not may_have(collection_path, expression) else None
 
 
+#: files of the longest launches, the longest first: two are tried at a time, and a long one at the end would be alone
+LONGEST = (
+    "test_promises_tensorflow.py",
+    "test_cli.py",
+    "test_promises_torch.py",
+    "test_promises_ddp.py",
+    "test_promises_mpi.py",
+    "test_integrations.py",
+    "test_readme.py",
+    "test_ddp.py",
+    "test_advise.py",
+    "test_torch.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A mark that a file's text does not have would be overlooked above."""
+    """Long launches come first. A mark that a file's text does not have would be overlooked above."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
     can = {file: marks_in(file) for file in {item.path for item in items}}
     for item in items:
         hidden = {mark for mark in MARKS if item.get_closest_marker(mark)} - can[item.path]

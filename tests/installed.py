@@ -1,8 +1,10 @@
-"""What is installed, without importing it."""
+"""What is installed, without importing it, and what a launch may do without."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,3 +15,11 @@ def needs(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed", allow_module_level=True)
+
+
+def without_tensorflow() -> dict[str, str]:
+    """The variable under which ``horovodrun`` does not find TensorFlow. It imports every framework that it finds, to
+    see what Horovod was built for: four seconds of seven, in launches of PyTorch alone."""
+    tests, given = Path(__file__).resolve().parent, os.environ.get("PYTHONPATH")
+    folders = [str(tests / "without_tensorflow"), str(tests.parent), *([given] if given else [])]
+    return {"PYTHONPATH": os.pathsep.join(folders)}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from installed import needs
+from installed import needs, without_tensorflow
 from typer.testing import CliRunner
 
 from hvdcompress import cli, get
@@ -372,7 +372,7 @@ def begin(tmp_path, more=()):
     return subprocess.Popen(
         line,
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **without_tensorflow()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from installed import needs
+from installed import needs, without_tensorflow
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -233,7 +233,8 @@ def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
 # -- whole runs ----------------------------------------------------------------------------------
 
 
-def start(config, *words):
+def start(config, *words, **more):
+    """Begin an experiment, with ``more`` in its environment."""
     line = [sys.executable, "-m", "hvdcompress", "run", str(config), "--out", "out", *words]
     return subprocess.Popen(
         line,
@@ -242,7 +243,7 @@ def start(config, *words):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **more},
     )
 
 
@@ -315,7 +316,7 @@ def test_a_run_from_end_to_end(under_horovod):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_every_rank_and_reports(whole, number):
     whole.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
-    run = start(whole)
+    run = start(whole, **without_tensorflow())
     wait_for_step(whole.parent, "digits.none.0")
     ranks = rank_pids(whole.parent)
     assert len(ranks) == 2
@@ -334,7 +335,7 @@ def test_ctrl_c_ends_every_rank_and_reports(whole, number):
 def test_a_killed_rank_fails_its_run_and_no_other(whole):
     long = "{task: digits, label: long, steps: 100000, log_every: 2}"
     whole.write_text(f"tasks: [{long}, {{task: digits, steps: 20}}]\nmethods: [fp16]\n")
-    run = start(whole)
+    run = start(whole, **without_tensorflow())
     wait_for_step(whole.parent, "long.fp16.0")
     os.kill(rank_pids(whole.parent)[0], signal.SIGKILL)
     output, _ = run.communicate(timeout=240)

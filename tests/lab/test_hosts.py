@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from installed import needs
+from installed import needs, without_tensorflow
 from test_cli import CONFIG, start, wait_for_step
 from typer.testing import CliRunner
 
@@ -513,7 +513,15 @@ def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(nothing_left, t
 @pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_run_on_hosts(nothing_left, config, controller):
     needs("horovod", "torch", "sklearn", "psutil")
-    run = start(config, "--hosts", "2", "--rate", "100mbit", *(["--gloo"] if controller == "gloo" else []))
+    run = start(
+        config,
+        "--hosts",
+        "2",
+        "--rate",
+        "100mbit",
+        *(["--gloo"] if controller == "gloo" else []),
+        **without_tensorflow(),
+    )
     output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
     assert "2 emulated hosts, 100 Mbit/s each (network namespaces, tbf)" in output
@@ -534,7 +542,7 @@ def test_a_run_on_hosts(nothing_left, config, controller):
 def test_ctrl_c_takes_the_hosts_down(nothing_left, config):
     needs("horovod", "torch", "sklearn", "psutil")
     config.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
-    run = start(config, "--hosts", "2", "--rate", "1gbit")
+    run = start(config, "--hosts", "2", "--rate", "1gbit", **without_tensorflow())
     wait_for_step(config.parent, "digits.none.0")
     assert subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.count(f"hvdc-p{run.pid}x1-") == 3
     run.send_signal(signal.SIGINT)
