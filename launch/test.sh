@@ -23,6 +23,7 @@ esac
 use_venv
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc goes by that variable
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # some hundred processes are started: each would compile the package for itself
 cd "$ROOT"
 
 say "== ruff"
@@ -46,9 +47,10 @@ run() {
 }
 
 run "in one process" "not parallel and not hosts" -n "$cores" "$@"
-# While the ranks of one launch wait for each other, another's work. What one launch serves is in one file.
+# While the ranks of one launch wait for each other, another's work. What one launch serves is in one file; the order
+# is that of tests/conftest.py.
 # Ranks on emulated hosts are bound to processors, so they have the machine for themselves.
-run "launched" "parallel and not hosts and not alone" -n $((cores > 1 ? 2 : 1)) --dist loadfile "$@"
+run "launched" "parallel and not hosts and not alone" -n $((cores > 1 ? 2 : 1)) --dist loadfile --no-loadscope-reorder "$@"
 run "launched, one at a time" "(hosts or alone)" "$@"
 
 # "2 failed, 30 passed, 4 skipped in 5.1s" of each, added up

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,3 +38,59 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("hvdcompress")
+
+# -- files of which no test is chosen are not imported ---------------------------------------------------
+
+MARKS = ("slow", "parallel", "alone", "hosts")
+
+
+def marks_in(file: Path) -> set[str]:
+    """The marks that tests of a file can have, by its text; ``launched_tests`` makes launched ones."""
+    text = file.read_text(encoding="utf-8")
+    made = {"slow", "parallel"} if "launched_tests" in text else set()
+    return made | {mark for mark in MARKS if f"mark.{mark}" in text}
+
+
+def may_have(file: Path, expression: str) -> bool:
+    """Whether pytest's ``-m EXPRESSION`` may choose a test of a file: some of the marks that it can have fulfil it."""
+    if not set(re.findall(r"\w+", expression)) <= {*MARKS, "and", "or", "not"}:
+        return True
+    can = sorted(marks_in(file))
+    for has in product((False, True), repeat=len(can)):
+        if eval(expression, {}, {**dict.fromkeys(MARKS, False), **dict(zip(can, has, strict=True))}):
+            return True
+    return False
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """To collect all files takes 20 seconds, most of it for the frameworks that they import. launch/test.sh calls
+    pytest several times, each time for other marks."""
+    expression = config.getoption("markexpr")
+    test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if expression and test and not may_have(collection_path, expression) else None
+
+
+#: files of the longest launches, the longest first: two are tried at a time, and a long one at the end would be alone
+LONGEST = (
+    "test_promises_tensorflow.py",
+    "test_cli.py",
+    "test_promises_torch.py",
+    "test_promises_ddp.py",
+    "test_promises_mpi.py",
+    "test_integrations.py",
+    "test_readme.py",
+    "test_ddp.py",
+    "test_advise.py",
+    "test_torch.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long launches come first. A mark that a file's text does not have would be overlooked above."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    can = {file: marks_in(file) for file in {item.path for item in items}}
+    for item in items:
+        hidden = {mark for mark in MARKS if item.get_closest_marker(mark)} - can[item.path]
+        if hidden:
+            raise pytest.UsageError(f"{item.nodeid}: write 'pytest.mark.{hidden.pop()}' in its file; see {__file__}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import needs
 from launching import MORE, Outcomes, case_names, check, outcomes
 from promises.table import DOORS, is_slow, names_in
 from run_door import CASE_SUBSETS, CASES
@@ -33,8 +34,7 @@ def cases(door: str, launch: str) -> list[str]:
 
 def outcome(door: str, launch: str, name: str, factory: pytest.TempPathFactory) -> Outcomes:
     """What the ranks of the launch wrote in which a promise or a case is tried."""
-    for module in MODULES[door]:
-        pytest.importorskip(module)
+    needs(*MODULES[door])
     slow = is_slow(door, launch, name)
     every = [*names_in(door, launch), *cases(door, launch)]
     names = [each for each in every if is_slow(door, launch, each) == slow]

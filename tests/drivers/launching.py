@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from installed import without_tensorflow
 
 SECONDS = 240
 MORE = 60  #: what a test may take beyond its launch
@@ -30,6 +31,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        **(without_tensorflow() if more.get("DOOR") == "torch" else {}),
         **more,
     }
 

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from installed import needs
 from launching import environment, launch
 
-pytest.importorskip("torch")
+needs("torch")
 pytestmark = pytest.mark.parallel
 
 HERE = Path(__file__).parent

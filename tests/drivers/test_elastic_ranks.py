@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from door_launches import MODULES
+from installed import needs
 from launching import environment, launch
 
 HERE = Path(__file__).parent
@@ -44,8 +45,7 @@ def check(folder: Path, output: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("door,script", [("torch", "elastic_ranks.py"), ("tensorflow", "elastic_ranks_tf.py")])
 def test_others_go_on_without_a_lost_rank_and_with_its_successor(door: str, script: str, tmp_path: Path) -> None:
-    for module in MODULES[door]:
-        pytest.importorskip(module)
+    needs(*MODULES[door])
     (tmp_path / "kept").mkdir()
     (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")  # a host of which a rank fails is not asked again
     discover = tmp_path / "discover.sh"
@@ -61,7 +61,7 @@ def test_others_go_on_without_a_lost_rank_and_with_its_successor(door: str, scri
 @pytest.mark.timeout(300)
 def test_torchruns_others_go_on_without_a_lost_node_and_with_its_successor(tmp_path: Path) -> None:
     """Two agents, of two ranks and of one; the second is killed with its rank, and started again after a while."""
-    pytest.importorskip("torch")
+    needs("torch")
     (tmp_path / "kept").mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from installed import needs
 from launching import MORE, case_names, check, outcomes
 
-pytest.importorskip("tensorflow")
-pytest.importorskip("horovod")
+needs("tensorflow", "horovod")
 pytestmark = [pytest.mark.parallel, pytest.mark.slow]
 
 KERAS_2 = Path(__file__).parent / "keras2_cases.py"

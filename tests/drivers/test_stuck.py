@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from door_launches import MODULES
+from installed import needs
 from launching import environment, launch, world_of
 
 pytestmark = [pytest.mark.parallel, pytest.mark.alone]  # a step that takes six seconds is stuck
@@ -30,8 +31,7 @@ LAUNCHES = [
 @pytest.mark.parametrize("how", ["stopped", pytest.param("absent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("door,kind", LAUNCHES)
 def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, how: str, tmp_path: Path) -> None:
-    for module in MODULES[door]:
-        pytest.importorskip(module)
+    needs(*MODULES[door])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=120, DOOR=door)
     said = [line for line in done.stdout.splitlines() if "hvdcompress: " in line]
     assert done.returncode != 0 and (tmp_path / "before").exists(), done.stdout[-3000:]
@@ -71,8 +71,7 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
     door: str, kind: str, how: str, what: str, missing: str, tmp_path: Path
 ) -> None:
     """Ranks have not yet told each other where they can be asked. Each says so before it ends."""
-    for module in MODULES[door]:
-        pytest.importorskip(module)
+    needs(*MODULES[door])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=90, DOOR=door)
     assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
     for rank in range(world_of(kind) - 1):
@@ -87,8 +86,7 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("door,kind", LAUNCHES)
 def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(door: str, kind: str, tmp_path: Path) -> None:
-    for module in MODULES[door]:
-        pytest.importorskip(module)
+    needs(*MODULES[door])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), "late", seconds=120, DOOR=door)
     assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_of(kind), done.stdout[-3000:]
     said = [line for line in done.stdout.splitlines() if "hvdcompress: rank" in line]

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from installed import needs
 from launching import launch
 
-pytest.importorskip("torch")
-pytest.importorskip("horovod")
+needs("torch", "horovod")
 pytestmark = pytest.mark.parallel
 
 

@@ -32,9 +32,10 @@ def compressor(method: str, **settings) -> Compressor:
 class Model(TensorFlowHandle):
     """Variables whose gradients we choose: called with gradients, it gives the reduced ones."""
 
-    def __init__(self, comp: Compressor, shapes: dict = SHAPES, **options):
+    def __init__(self, comp: Compressor, shapes: dict = SHAPES, autograph: bool = True, **options):
         super().__init__(comp, shapes, **options)
-        self.step = tf.function(self.reduced)  # with autograph, as users have it
+        # as users have it; cases of the tape's options do without, as to trace takes five times as long with it
+        self.step = tf.function(self.reduced, autograph=autograph)
 
     def __call__(self, gradients: dict[str, np.ndarray], step: Callable | None = None) -> dict[str, np.ndarray]:
         return self.reduce(gradients, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,17 @@ def name_of(path: Path) -> str:
     return relative.removesuffix("/__init__")
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file. Several tests ask for them, and parsing the package takes seconds."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever it is: lazy and TYPE_CHECKING ones, too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,15 +101,13 @@ def resolved(module: str) -> str | None:
     return "__init__"
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     found = {}
     for path in files():
         targets = {target for module in imports(path) if (target := resolved(module))}
         found[name_of(path)] = targets - {name_of(path)}
     return found
-
-
-GRAPH = graph()
 
 
 def room_of(name: str) -> str:
@@ -118,9 +124,9 @@ def floor_of(name: str) -> int:
     return next(number for number, floor in enumerate(FLOORS) if room_of(name) in floor)
 
 
-@pytest.mark.parametrize("name", GRAPH)
+@pytest.mark.parametrize("name", map(name_of, files()))
 def test_imports_point_down(name: str) -> None:
-    for target in GRAPH[name]:
+    for target in graph()[name]:
         if room_of(target) != room_of(name):
             assert floor_of(target) < floor_of(name), f"{name} imports {target}, which is not below it"
 
@@ -134,12 +140,12 @@ def test_there_is_no_circle() -> None:
         if name in done:
             return
         path.append(name)
-        for target in sorted(GRAPH.get(name, ())):
+        for target in sorted(graph().get(name, ())):
             visit(target)
         path.pop()
         done.add(name)
 
-    for name in GRAPH:
+    for name in graph():
         visit(name)
 
 
@@ -167,7 +173,7 @@ def test_the_package_needs_no_file_outside_of_it() -> None:
     """A wheel has the package alone: no path may lead out of it."""
     for path in files():
         depth = len(path.relative_to(PACKAGE).parts)  # parents[depth - 1] is the package itself
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if (
                 isinstance(node, ast.Subscript)
                 and isinstance(node.value, ast.Attribute)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from installed import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +71,7 @@ def test_the_plan_example_loads(tmp_path: Path) -> None:
     ],
 )
 def test_the_torch_examples_train(kind: str, kind_of_launch: str, names: list[str]) -> None:
-    pytest.importorskip("horovod" if kind == "torch" else "torch")
+    needs("torch", *(["horovod"] if kind == "torch" else []))
     sys.path.insert(0, str(ROOT / "tests" / "drivers"))
     from launching import launch
 
@@ -93,7 +94,7 @@ def test_the_torch_examples_train(kind: str, kind_of_launch: str, names: list[st
     ],
 )
 def test_the_tensorflow_examples_train(name: str) -> None:
-    pytest.importorskip("horovod.tensorflow")
+    needs("tensorflow", "horovod")
     sys.path.insert(0, str(ROOT / "tests" / "drivers"))
     from launching import launch
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,13 @@ def dangers(tree: ast.AST) -> Iterator[str]:
                 yield "shell"
 
 
-def found() -> set[tuple[str, str]]:
-    return {
+@cache
+def found() -> frozenset[tuple[str, str]]:
+    return frozenset(
         (path.relative_to(PACKAGE).as_posix(), what)
         for path in sorted(PACKAGE.rglob("*.py"))
         for what in dangers(ast.parse(path.read_text(encoding="utf-8")))
-    }
+    )
 
 
 def test_no_file_runs_code_that_comes_out_of_data() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from installed import needs
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ def weights(framework: str, checkpoint: Path) -> dict[str, np.ndarray]:
     "framework", [pytest.param(name, marks=[] if name == "lightning" else [pytest.mark.slow]) for name in FRAMEWORKS]
 )
 def test_training_goes_on_from_a_checkpoint_to_the_bit(framework: str, tmp_path: Path) -> None:
-    pytest.importorskip(framework)
+    needs(framework)
     _, middle, end, _ = FRAMEWORKS[framework]
     said = train(framework, tmp_path / "whole")
     rate, accuracy = map(float, re.search(r"sent (\d+)x less, held-out accuracy ([\d.]+)%", said).groups())

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from installed import needs
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -546,7 +547,7 @@ def test_outcomes_are_predicted_anew_from_what_was_measured(tmp_path):
 @pytest.mark.parallel
 @pytest.mark.timeout(290)
 def test_two_ranks_measure_advise_and_check(tmp_path):
-    pytest.importorskip("horovod.torch")
+    needs("horovod", "torch")
     file = tmp_path / "profile.json"
     line = [sys.executable, "-m", "hvdcompress", "advise", "--task", "digits", "-np", "2", "--check", "--rounds", "1"]
     line += ["--methods", "fp16,topk 1 %", "--save", str(file), "--format", "json"]
@@ -564,8 +565,7 @@ def test_two_ranks_measure_advise_and_check(tmp_path):
 @pytest.mark.parallel
 @pytest.mark.timeout(290)
 def test_it_runs_under_torchrun(tmp_path):
-    torch = pytest.importorskip("torch.distributed.run")
-    assert torch
+    needs("torch")
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line += ["-m", "hvdcompress", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from installed import needs, without_tensorflow
 from typer.testing import CliRunner
 
 from hvdcompress import cli, get
@@ -352,8 +353,7 @@ MORE = ["none gloo", "none ddp"]  #: takes a quarter longer with these
 
 @pytest.fixture
 def possible():
-    for module in ("horovod", "torch", "psutil"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "psutil")
     if reason := hosts.problem():
         pytest.skip(" ".join(reason.split()))
 
@@ -372,7 +372,7 @@ def begin(tmp_path, more=()):
     return subprocess.Popen(
         line,
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **without_tensorflow()},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from installed import needs, without_tensorflow
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -232,7 +233,8 @@ def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
 # -- whole runs ----------------------------------------------------------------------------------
 
 
-def start(config, *words):
+def start(config, *words, **more):
+    """Begin an experiment, with ``more`` in its environment."""
     line = [sys.executable, "-m", "hvdcompress", "run", str(config), "--out", "out", *words]
     return subprocess.Popen(
         line,
@@ -241,7 +243,7 @@ def start(config, *words):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **more},
     )
 
 
@@ -269,16 +271,14 @@ def wait_for_step(folder, run, seconds=120):
 
 @pytest.fixture
 def whole(config):
-    for module in ("horovod", "torch", "sklearn", "psutil", "matplotlib"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
     return config
 
 
 @pytest.fixture(scope="module")
 def under_horovod(tmp_path_factory):
     """A run from end to end: what it printed, and its folder."""
-    for module in ("horovod", "torch", "sklearn", "psutil", "matplotlib"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
     file = tmp_path_factory.mktemp("whole") / "small.yaml"
     file.write_text(CONFIG, encoding="utf-8")
     run = start(file)
@@ -316,7 +316,7 @@ def test_a_run_from_end_to_end(under_horovod):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_every_rank_and_reports(whole, number):
     whole.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
-    run = start(whole)
+    run = start(whole, **without_tensorflow())
     wait_for_step(whole.parent, "digits.none.0")
     ranks = rank_pids(whole.parent)
     assert len(ranks) == 2
@@ -335,7 +335,7 @@ def test_ctrl_c_ends_every_rank_and_reports(whole, number):
 def test_a_killed_rank_fails_its_run_and_no_other(whole):
     long = "{task: digits, label: long, steps: 100000, log_every: 2}"
     whole.write_text(f"tasks: [{long}, {{task: digits, steps: 20}}]\nmethods: [fp16]\n")
-    run = start(whole)
+    run = start(whole, **without_tensorflow())
     wait_for_step(whole.parent, "long.fp16.0")
     os.kill(rank_pids(whole.parent)[0], signal.SIGKILL)
     output, _ = run.communicate(timeout=240)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from installed import needs, without_tensorflow
 from test_cli import CONFIG, start, wait_for_step
 from typer.testing import CliRunner
 
@@ -416,8 +417,7 @@ METHODS = ["none", "topk:density=0.05", "scalecom:density=0.05", "qsgd"]
 @pytest.fixture(scope="session")
 def truth(possible, tmp_path_factory):
     """What three ranks wrote: their ledgers' bytes, and their interfaces'."""
-    for module in ("torch", "horovod"):
-        pytest.importorskip(module)
+    needs("torch", "horovod")
     folder = tmp_path_factory.mktemp("truth")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with Hosts(3, "100mbit") as network:
@@ -512,9 +512,16 @@ def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(nothing_left, t
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_a_run_on_hosts(nothing_left, config, controller):
-    for module in ("horovod", "torch", "sklearn", "psutil"):
-        pytest.importorskip(module)
-    run = start(config, "--hosts", "2", "--rate", "100mbit", *(["--gloo"] if controller == "gloo" else []))
+    needs("horovod", "torch", "sklearn", "psutil")
+    run = start(
+        config,
+        "--hosts",
+        "2",
+        "--rate",
+        "100mbit",
+        *(["--gloo"] if controller == "gloo" else []),
+        **without_tensorflow(),
+    )
     output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
     assert "2 emulated hosts, 100 Mbit/s each (network namespaces, tbf)" in output
@@ -533,10 +540,9 @@ def test_a_run_on_hosts(nothing_left, config, controller):
 @pytest.mark.parallel
 @pytest.mark.timeout(280)
 def test_ctrl_c_takes_the_hosts_down(nothing_left, config):
-    for module in ("horovod", "torch", "sklearn", "psutil"):
-        pytest.importorskip(module)
+    needs("horovod", "torch", "sklearn", "psutil")
     config.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
-    run = start(config, "--hosts", "2", "--rate", "1gbit")
+    run = start(config, "--hosts", "2", "--rate", "1gbit", **without_tensorflow())
     wait_for_step(config.parent, "digits.none.0")
     assert subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.count(f"hvdc-p{run.pid}x1-") == 3
     run.send_signal(signal.SIGINT)

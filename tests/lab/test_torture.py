@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from installed import needs
 
 from hvdcompress.lab.torture import launch as launching
 from hvdcompress.lab.torture import report, run
@@ -129,7 +130,7 @@ def test_a_launch_that_waits_for_processors_is_given_more_time(tmp_path: Path, m
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("door,module", [("mpi", "mpi4py"), ("ddp", "torch")])
 def test_faults_are_survived(door: str, module: str, tmp_path: Path) -> None:
-    pytest.importorskip(module)
+    needs(module)
     if door == "mpi" and not shutil.which("mpirun"):
         pytest.skip("mpirun is not installed")
     folder = tmp_path / "torture"

@@ -46,7 +46,7 @@ def test_each_value_becomes_one_of_the_two_levels_around(world: int, n: int, bit
     run_one_of_two_levels(world, n, bits, bucket, norm)
 
 
-def run_unbiased(steps: int = 600, world: int = 4, n: int = 200, **options: Any) -> None:
+def run_unbiased(steps: int = 300, world: int = 4, n: int = 200, **options: Any) -> None:
     """On each route, the mean over steps approaches the gradients' mean as 1/√steps, not slower."""
     net = Loopback("qsgd", world=world, min_elements=1, **options)
     gradients = [numbers((n,), rank, kind="heavy") for rank in range(world)]

@@ -79,7 +79,7 @@ def test_bytes_of_the_other_routes() -> None:
             assert net.ledger.bytes_sent(0) == (world + 1) * (4 + math.ceil(math.ceil(n / world) / 4))
 
 
-def run_mean(clip: float = 0.0, route: str = "reduce", world: int = 4, steps: int = 1200) -> None:
+def run_mean(clip: float = 0.0, route: str = "reduce", world: int = 4, steps: int = 600) -> None:
     """The mean over steps approaches the mean of the (clipped) gradients as 1/√steps."""
     net = Loopback("terngrad", world=world, clip_factor=clip, route=route, min_elements=1)
     gradients = [numbers((60,), rank) for rank in range(world)]

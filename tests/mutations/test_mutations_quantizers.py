@@ -270,6 +270,7 @@ def _mean(bits: int = 4, **options: Any) -> Guard:
     return lambda: test_qsgd.run_unbiased(bits=bits, bucket=64, **options)
 
 
+MEAN = _mean()
 FINE = CODEC(8, 7, "l2")
 
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [
@@ -278,13 +279,13 @@ CASES: list[tuple[Callable[[Patch], None], Guard]] = [
     (ranks_share_a_stream, lambda: test_quantize.test_errors_of_ranks_and_streams_average_out(FINE)),
     (streams_are_one, lambda: test_quantize.test_errors_of_ranks_and_streams_average_out(FINE)),
     (steps_share_a_stream, test_qsgd.test_each_step_and_tensor_draws_anew),
-    (steps_share_a_stream, _mean()),
-    (levels_are_rounded_to_nearest, _mean()),
+    (steps_share_a_stream, MEAN),
+    (levels_are_rounded_to_nearest, MEAN),
     (levels_are_rounded_to_nearest, lambda: test_quantize.test_the_mean_is_x(CODEC(4))),
     (levels_are_rounded_to_nearest, holds("qsgd", c.check_unbiased, bits=2)),
     (levels_are_rounded_down, holds("qsgd", c.check_unbiased)),
     (levels_are_rounded_down, test_terngrad.run_mean),
-    (random_numbers_stop_short_of_one, _mean()),
+    (random_numbers_stop_short_of_one, MEAN),
     (random_numbers_stop_short_of_one, lambda: test_quantize.test_the_mean_is_x(CODEC(4))),
     (random_numbers_stop_short_of_one, lambda: test_ops_codes.test_levels_are_their_definition(reference, 4)),
     (one_norm_for_the_whole_tensor, test_quantize.test_one_large_value_spoils_its_own_bucket_only),

@@ -56,9 +56,8 @@ _OF_EVERY_METHOD = (  # of one exchange of each method and option
 #: (door, launch) -> the promises and cases that are tried there without --slow, where it is not all: another launch of
 #: the door tries the others, on other numbers of ranks
 QUICK: dict[tuple[str, str], tuple[str, ...]] = {
-    ("loopback", "threads-3"): (
+    ("loopback", "threads-3"): (  # of every method, three ranks of MPI are tried
         *_SOME,
-        *_OF_EVERY_METHOD,
         "another_number_of_ranks_takes_over",
         "odd_shapes_go_through",
     ),
