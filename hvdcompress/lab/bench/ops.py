@@ -98,8 +98,9 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
     matrix, image, p, q, bounds, ranged = map(place, (matrix, image, p, q, bounds, ranged))
     shares, other, waves = (Sparse(*map(place, each)) for each in (shares, other, waves))
     sizes = [n * (part + 1) // 16 - n * part // 16 for part in range(16)]
-    stops = itertools.accumulate(sizes)
-    parts = [out[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    spans = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    parts, gradients = ([vector[start:stop] for start, stop in spans] for vector in (out, x))
+    few = [Scan(above=0.9 * threshold, capacity=6 * k)] * len(parts)
     candidates, coded = Sparse(near, found), tuple(map(place, coded))
     by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
     fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
@@ -128,6 +129,12 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
             lambda o: o.accumulate(x, residual, 1.0, out, Scan(signs=True)),
         ),
         Case("accumulate", "product, 4 rows", 12 * n, lambda o: o.accumulate(*squares, Scan(product=Product(p, 4)))),
+        Case(
+            "accumulate_parts",
+            "above, 16 parts",
+            12 * n,
+            lambda o: o.accumulate_parts(gradients, zeros, [1.0] * len(parts), out, spans, few),
+        ),
         Case("moments", "", 4 * n, lambda o: o.moments(x)),
         Case("all_finite", "", 4 * n, lambda o: o.all_finite(x)),
         Case("blend", "", 12 * n, lambda o: o.blend(out, residual, 0.9)),
