@@ -152,7 +152,7 @@ def every_method_trains_with_batch_norm_and_clipping() -> None:
         compressor = ddp.attach(model, method)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
-        for _ in range(30):
+        for _ in range(16):
             x = torch.randn(16, 64, generator=generator)
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))

@@ -124,7 +124,7 @@ def floor_of(name: str) -> int:
     return next(number for number, floor in enumerate(FLOORS) if room_of(name) in floor)
 
 
-@pytest.mark.parametrize("name", map(name_of, files()))
+@pytest.mark.parametrize("name", [name_of(path) for path in files()])
 def test_imports_point_down(name: str) -> None:
     for target in graph()[name]:
         if room_of(target) != room_of(name):
