@@ -240,7 +240,8 @@ class Compressor(TensorCompressor):
         return self._arrivals
 
     def _is_under_way(self) -> bool:
-        return self._arrivals is not None and bool(self._arrivals.step.exchanges)
+        arrivals = self._arrivals
+        return arrivals is not None and bool(arrivals.step.exchanges or arrivals.waiting)
 
     def _waits_for(self) -> str | None:
         arrivals = self._arrivals
