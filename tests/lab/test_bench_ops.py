@@ -23,7 +23,7 @@ def as_bytes(result: Any) -> Any:
     """What is equal to the bit: not moments, which are sums in another order, nor the type of a count."""
     if isinstance(result, Found):
         result = tuple(result._replace(moments=None, saturated=None))
-    if isinstance(result, tuple):
+    if isinstance(result, tuple | list):
         return [as_bytes(one) for one in result]
     return np.asarray(result).tobytes() if isinstance(result, torch.Tensor | np.ndarray) else result
 
