@@ -37,7 +37,8 @@ class Observer:
             rank: this rank.
             name: the tensor or bucket; or what else the collective was for, such as "status".
             verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-            payload: what was handed over; None for a broadcast of another rank, and for a driver's own probe.
+            payload: what was handed over; None for a broadcast of another rank, for a driver's own probe, and for a
+                gradient that TensorFlow hands to Horovod itself.
             num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
             lengths: of an all-gather, the bytes of every rank.
             splits: of an all-to-all of unequal pieces, the bytes for each rank.

@@ -132,14 +132,15 @@ class Rank:
     # -- one exchange ---------------------------------------------------------------------------------------
 
     def start(
-        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Ops, loss_scale: float = 1.0
+        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array | None], ops: Ops, loss_scale: float = 1.0
     ) -> Exchange:
         """Begin a bucket's exchange and run it to its first verb: :meth:`open`, :meth:`receive` each, :meth:`begin`.
 
         Args:
             bucket: what is exchanged.
             members: its tensors' flat gradients in the working dtype; read only, until :meth:`deliver`.
-            outs: the flat arrays that receive the reduced gradients; may be ``members`` themselves.
+            outs: the flat arrays that receive the reduced gradients; may be ``members`` themselves. None where the
+                driver puts one into ``Exchange.outs`` before :meth:`deliver`.
             ops: the array verbs of their library.
             loss_scale: what the loss was multiplied by; residuals are kept unscaled.
 
@@ -215,7 +216,7 @@ class Rank:
         exchange: Exchange,
         places: Sequence[int],
         gradients: Sequence[Array],
-        outs: Sequence[Array],
+        outs: Sequence[Array | None],
         clear: bool = False,
     ) -> None:
         """Take gradients of a bucket's members, in any order: the one pass over memory that each of them makes.

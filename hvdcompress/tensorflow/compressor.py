@@ -59,16 +59,35 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
     return compressor.next_number(_numbers, set_id, largest, watchdog)
 
 
+class Traced:
+    """What was traced in one outermost graph.
+
+    Attributes:
+        count: how many gradients.
+        exchanged: the names of those whose exchange is ours.
+        passing: the others, which TensorFlow hands to Horovod itself. The first gradient is never one of them: with
+            its exchange the engine is told of theirs.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.exchanged: list[str] = []
+        self.passing: list[Bucket] = []
+
+
 class Ticket:
     """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange.
 
     Attributes:
+        passing: with the first gradient of a graph, the tensors that the engine is told of with it.
         done: what the last segment waits for.
         received: whether ``done`` is a collective's result, which the last segment is to take.
     """
 
-    def __init__(self, gradient: tf.Tensor, bucket: Bucket, done: tf.Tensor, received: bool):
-        self.gradient, self.bucket, self.done, self.received = gradient, bucket, done, received
+    def __init__(
+        self, gradient: tf.Tensor, bucket: Bucket, passing: Sequence[Bucket] | None, done: tf.Tensor, received: bool
+    ):
+        self.gradient, self.bucket, self.passing, self.done, self.received = gradient, bucket, passing, done, received
 
 
 class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
@@ -119,8 +138,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
         self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
         self.buckets: dict[str, Bucket] = {}
-        # names of what was traced, by outermost graph
-        self._traced: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+        # by outermost graph
+        self._traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
         self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
         self._eager = itertools.count()
         self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
@@ -130,17 +149,25 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
     # -- Horovod's interface -------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert  # it would rewrite, slowly, what needs no rewriting
-    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket]:
-        """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket."""
+    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket | None]:
+        """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket.
+
+        A gradient that is all-reduced as it is goes to Horovod itself, without a ticket.
+        """
         if not isinstance(self, Compressor):  # Horovod's own compressions are classes
             raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
-        bucket = self._bucket(tensor)
+        bucket, traced = self._bucket(tensor)
         self._compare_plans_once()
+        if traced.count > 1 and self._passes(bucket):
+            traced.passing.append(bucket)
+            return tensor, None
+        traced.exchanged.append(bucket.spec.name)
+        self._segments.together[bucket.spec.name] = traced.exchanged
         flat = tf.reshape(tensor, [-1])
         work = _work(bucket)
         flat = flat if flat.dtype == work else tf.cast(flat, work)
         piggyback = self._piggyback(bucket)
-        ended = tf.raw_ops.ReadVariableOp(resource=self._ended[bucket.spec.name], dtype=tf.int64)
+        ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name), dtype=tf.int64)
         segments = self._segments
         chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
         first = chains[0][:1] if len(chains) == 1 else ()  # one segment does what it can: each costs much
@@ -152,21 +179,22 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
         probe.set_shape([PROBE + (piggyback or 0)])
         if first:
-            return probe, Ticket(tensor, bucket, self._chain(bucket, payload, chains[0]), received=True)
-        done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, Ticket(tensor, bucket, done, received=False)
+            done = self._chain(bucket, payload, chains[0])
+        else:
+            done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
+        return probe, Ticket(tensor, bucket, traced.passing if traced.count == 1 else None, done, received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
         """The end of a gradient's exchange: the reduced gradient."""
         if ctx is None:
             return output
-        bucket, gradient, received = ctx.bucket, ctx.gradient, ctx.received
+        bucket, gradient, passing, received = ctx.bucket, ctx.gradient, ctx.passing, ctx.received
 
         def finish(probe: Array, done: Array) -> Array:
             if received:
                 self._segments.receive(bucket, done)
-            return self._segments.finish(bucket, probe)
+            return self._segments.finish(bucket, probe, passing)
 
         out = _segment(finish, [output, ctx.done], _work(bucket))
         with tf.control_dependencies([out]):
@@ -229,11 +257,15 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         op = hvd.Max if planned.op == "max" else hvd.Sum
         return mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
 
-    def _bucket(self, tensor: tf.Tensor) -> Bucket:
-        """The bucket of the gradient that is being traced, by its ordinal in the outermost graph."""
+    def _passes(self, bucket: Bucket) -> bool:
+        """Whether a gradient is all-reduced as it is in every step."""
+        return len(bucket.program.stages) == 1 and self.local.passes(bucket)
+
+    def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
+        """The bucket of the gradient that is being traced, by its ordinal in the outermost graph; and that graph's."""
         if tensor.shape.num_elements() is None:
             raise ValueError(f"a gradient of unknown shape {tensor.shape} cannot be compressed: give it a static shape")
-        name = self._note_name()
+        name, traced = self._note_name()
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype.name, "hwio")
         known = self.buckets.get(name)
         if known is None:
@@ -244,38 +276,42 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
                     "where each gradient has a graph of its own; use scope: tensor"
                 )
             self.buckets[name] = known
-            with tf.init_scope(), tf.device("CPU:0"):
-                # no tf.Variable, which a function may only make in its first trace
-                ended = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
-                tf.raw_ops.AssignVariableOp(resource=ended, value=tf.constant(0, tf.int64))
-                self._ended[name] = ended
         if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
             raise ValueError(
                 f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
                 f"{spec.shape} and {spec.dtype} now: one Compressor serves one list of variables, always in one order"
             )
-        return known
+        return known, traced
 
-    def _note_name(self) -> str:
-        """The name of the gradient that is being traced, noted with those of the same outermost graph."""
+    def _note_name(self) -> tuple[str, Traced]:
+        """The name of the gradient that is being traced, and what was traced in the same outermost graph."""
         graph, outermost, graphs = tf.compat.v1.get_default_graph(), None, []
         while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
             graphs.append(graph)
             outermost, graph = graph, graph.outer_graph
         if outermost is not None and outermost not in self._traced:
             self._refuse_another_model(graphs)
-        traced = [] if outermost is None else self._traced.setdefault(outermost, [])
+        traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
         name = self._name
         if name is None:
-            ordinal = next(self._eager) if outermost is None else len(traced)
+            ordinal = next(self._eager) if outermost is None else traced.count
             if self.names is not None and ordinal >= len(self.names):
                 raise ValueError(
                     f"there are more gradients than the {len(self.names)} names that the Compressor was given"
                 )
             name = str(ordinal) if self.names is None else self.names[ordinal]
-        traced.append(name)
-        self._segments.together[name] = traced
-        return name
+        traced.count += 1
+        return name, traced
+
+    def _counter(self, name: str) -> tf.Tensor:
+        """The variable that counts how often a tensor's exchange has ended."""
+        if name not in self._ended:
+            with tf.init_scope(), tf.device("CPU:0"):
+                # no tf.Variable, which a function may only make in its first trace
+                counter = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
+                tf.raw_ops.AssignVariableOp(resource=counter, value=tf.constant(0, tf.int64))
+                self._ended[name] = counter
+        return self._ended[name]
 
     def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
         """Refuse a graph that has none of the variables of those before: equal ordinals would share residuals."""

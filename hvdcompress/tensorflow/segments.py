@@ -27,13 +27,17 @@ from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
+from hvdcompress.engine.state import State
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast
 from hvdcompress.plan import Bucket
+from hvdcompress.tensorflow.memory import Arrays
 
 _MATHS = ctypes.util.find_library("m") if sys.platform == "linux" else None
 _maths = ctypes.PyDLL(_MATHS) if _MATHS else None
 _DEFAULT = ctypes.c_void_p(-1)  # C's FE_DFL_ENV, with glibc and musl
+
+_NOTHING = np.empty(0, np.float32)
 
 PROBE = 6  #: numbers in the probe: two to tell the operation, flags, and who failed
 
@@ -76,6 +80,7 @@ class Segments:
         self._asking: dict[str, int] = {}
         self._carried: dict[str, int] = {}
         self._lengths: dict[tuple[str, Round, int], int] = {}
+        self._arrays = Arrays()
         self._lock = threading.RLock()
 
     # -- the segments ---------------------------------------------------------------------------------
@@ -101,18 +106,17 @@ class Segments:
                 scale = self.loss_scale()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                     work = gradient.astype(self.local.work_dtype(bucket), copy=False)
-                out = np.empty(bucket.spec.size, gradient.dtype)
-                self.exchanges[name] = exchange = self.local.start(bucket, [work], [out], fast, scale)
+                self.exchanges[name] = exchange = self.local.start(bucket, [work], [None], fast, scale)
                 finite = exchange.finite
                 asks = self._asks(exchange)
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
-            probe = [1.0 / p, (rank + 1.0) / p**2, float(not finite), float(asks), failed, failed * (rank + 1)]
-            stock = np.array(probe, np.float32)
+            stock = self._arrays.take((piggyback or 0) + PROBE, np.float32)
             if piggyback is not None:
-                payload = np.zeros(piggyback, np.float32) if failed else exchange.verb.x  # type: ignore[union-attr]
-                stock = np.concatenate([payload, stock])
+                stock[:piggyback] = 0 if failed else exchange.verb.x  # type: ignore[union-attr]
+            flags = float(not finite), float(asks), failed, failed * (rank + 1)
+            stock[-PROBE:] = 1.0 / p, (rank + 1.0) / p**2, *flags
             self._sent(name, "AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes)
             return stock
 
@@ -161,14 +165,21 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
 
-    def finish(self, bucket: Bucket, probe: Array) -> Array:
+    def finish(self, bucket: Bucket, probe: Array, passing: Sequence[Bucket] | None) -> Array:
         """Commit the step, if all ranks did well, and return the reduced gradient [n].
+
+        Args:
+            bucket: the tensor.
+            probe: what Horovod has all-reduced.
+            passing: with the first tensor of a step, those whose gradients TensorFlow hands to Horovod itself: their
+                steps count if its does.
 
         Raises:
             PeerError: a rank failed, or the optimizer's operation is neither Average nor Sum.
         """
         with self._lock:
             name = bucket.spec.name
+            passed = [self._pass_on(other) for other in passing or ()]
             exchange, error = self.exchanges.pop(name, None), self.errors.pop(name, None)
             payload, probe = probe[:-PROBE], probe[-PROBE:]
             try:
@@ -183,13 +194,18 @@ class Segments:
                 out = np.full(bucket.spec.size, np.nan, _work(bucket))
             else:
                 assert exchange is not None
-                (out,) = exchange.outs  # type: ignore[assignment]
                 if exchange.reduced is None:
                     factor = self.local.receive_piggyback(exchange, payload, factor)
+                assert exchange.reduced is not None
+                as_it_came = exchange.reduced[0].total is payload  # then it is the result, without a copy
+                out = payload if as_it_came else self._arrays.take(bucket.spec.size, _work(bucket))
+                exchange.outs = [out]
                 if non_finite > 0.5:
                     self.local.abandon(exchange)
                 else:
-                    self._commit(exchange, factor, triggered > 0.5)
+                    self._commit(exchange, factor, passed, triggered > 0.5)
+                if passing is not None:
+                    self.local.ledger.steps = self.local.steps_done()
             self._raise_at_the_end_of_a_step(name)
             return out
 
@@ -198,13 +214,19 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].where(len(waiting)) if waiting else None
 
-    def _commit(self, exchange: Exchange, factor: float, triggered: bool) -> None:
+    def _commit(self, exchange: Exchange, factor: float, passed: Sequence[State], triggered: bool) -> None:
         self.local.deliver(exchange, factor)
         self.local.commit(exchange)
+        for state in passed:
+            self.local.passed(state)
         self._carried[exchange.name] = self._asking[exchange.name]
         if triggered:
-            self.local.trigger([exchange.name])
-        self.local.ledger.steps = max(state.step for state in self.local.states.values())
+            self.local.trigger([exchange.name, *(state.bucket.spec.name for state in passed)])
+
+    def _pass_on(self, bucket: Bucket) -> State:
+        """Note that TensorFlow hands a tensor's gradient to Horovod itself."""
+        self._sent(bucket.spec.name, "AllReduce", None, 4 * bucket.spec.size)
+        return self.local.pass_on(bucket, _NOTHING, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str) -> None:
         """Raise what failed, once no rank waits for another any more.

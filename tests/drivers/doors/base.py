@@ -50,6 +50,10 @@ class Handle(ABC):
         """Bytes that the driver sends in so many steps beyond what methods ask for, by the ledger's names; a set-up
         cost, and what depends on the method, as it was counted."""
 
+    def unseen(self) -> set[str]:
+        """Tensors whose gradients go from the framework to the transport itself: no observer sees them."""
+        return set()
+
     def change(self, name: str) -> None:
         """Change a parameter on this rank alone, by as little as can be; drivers without parameters are excepted."""
         raise NotImplementedError

@@ -69,11 +69,14 @@ class TensorFlowHandle(Handle):
         return dict(zip(self.shapes, [array.numpy() for array in plain], strict=True))
 
     def overhead(self, steps: int) -> dict[str, int]:
-        """A probe with each gradient, plans once."""
-        return {
-            **{name: steps * TensorFlowDoor.probe for name in self.shapes},
-            "plan": self.sent().get("plan", 0),
-        }
+        """A probe with each gradient that TensorFlow does not hand to Horovod itself, plans once."""
+        probes = {name: steps * TensorFlowDoor.probe for name in self.shapes.keys() - self.unseen()}
+        return {**probes, "plan": self.sent().get("plan", 0)}
+
+    def unseen(self) -> set[str]:
+        """Those that are all-reduced as they are in every step, but for the first."""
+        plain = [name for name, bucket in self.compressor.buckets.items() if self.compressor._passes(bucket)]
+        return set(plain) - {next(iter(self.shapes))}
 
 
 class TensorFlowDoor(Door):

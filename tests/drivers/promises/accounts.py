@@ -39,7 +39,7 @@ def payloads_are_the_loopbacks(door: Any) -> None:
     and length of more."""
     for found in all_variants(door):
         for name, (got, want) in found.payloads.items():
-            if not door.exact_with(found.method):
+            if name in found.unseen or not door.exact_with(found.method):
                 got, want = ([bytes(len(payload)) for payload in payloads] for payloads in (got, want))
             assert carries(got, want, door.probe), f"{found.what}, {name}"
         assert found.events["begun"] and found.events["committed"], found.events

@@ -41,6 +41,7 @@ class Compared:
     sent: tuple[dict, dict] = ({}, {})  #: bytes of each tensor
     counters: tuple[dict, dict] = ({}, {})
     payloads: dict[str, tuple[list[bytes], list[bytes]]] = field(default_factory=dict)
+    unseen: set[str] = field(default_factory=set)  #: tensors whose payloads no observer sees
     booked: int = 0  #: bytes in the ledger
     given: int = 0  #: bytes of the arrays that the transport was given
     events: dict[str, int] = field(default_factory=dict)
@@ -93,6 +94,7 @@ def compare(
     found.booked, found.given = handle.bytes_sent(), counter.num_bytes if watched else 0
     found.events = dict(watcher.events)
     found.payloads = {name: (watcher.payloads[name], expected.payloads[door.rank][name]) for name in shapes}
+    found.unseen = handle.unseen()
     found.digests = [list(step) for step in zip(*door.gather(digests), strict=True)]
     residuals = expected.residuals[door.rank]
     found.residuals = {name: (handle.residual(name), residuals.get(name)) for name in shapes}
