@@ -63,14 +63,12 @@ class Traced:
     """What was traced in one outermost graph.
 
     Attributes:
-        count: how many gradients.
         exchanged: the names of those whose exchange is ours.
         passing: the others, which TensorFlow hands to Horovod itself. The first gradient is never one of them: with
             its exchange the engine is told of theirs.
     """
 
     def __init__(self) -> None:
-        self.count = 0
         self.exchanged: list[str] = []
         self.passing: list[Bucket] = []
 
@@ -84,9 +82,7 @@ class Ticket:
         received: whether ``done`` is a collective's result, which the last segment is to take.
     """
 
-    def __init__(
-        self, gradient: tf.Tensor, bucket: Bucket, passing: Sequence[Bucket] | None, done: tf.Tensor, received: bool
-    ):
+    def __init__(self, gradient: tf.Tensor, bucket: Bucket, passing: Sequence[Bucket], done: tf.Tensor, received: bool):
         self.gradient, self.bucket, self.passing, self.done, self.received = gradient, bucket, passing, done, received
 
 
@@ -158,9 +154,10 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
         bucket, traced = self._bucket(tensor)
         self._compare_plans_once()
-        if traced.count > 1 and self._passes(bucket):
+        if traced.exchanged and self._passes(bucket):
             traced.passing.append(bucket)
             return tensor, None
+        passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
         self._segments.together[bucket.spec.name] = traced.exchanged
         flat = tf.reshape(tensor, [-1])
@@ -182,7 +179,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, Ticket(tensor, bucket, traced.passing if traced.count == 1 else None, done, received=bool(first))
+        return probe, Ticket(tensor, bucket, passing, done, received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
@@ -294,13 +291,12 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
         name = self._name
         if name is None:
-            ordinal = next(self._eager) if outermost is None else traced.count
+            ordinal = next(self._eager) if outermost is None else len(traced.exchanged) + len(traced.passing)
             if self.names is not None and ordinal >= len(self.names):
                 raise ValueError(
                     f"there are more gradients than the {len(self.names)} names that the Compressor was given"
                 )
             name = str(ordinal) if self.names is None else self.names[ordinal]
-        traced.count += 1
         return name, traced
 
     def _counter(self, name: str) -> tf.Tensor:
@@ -393,6 +389,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
                 nothing is changed then.
         """
         self.local.load_state_dict(saved, np.concatenate, self._buckets() or None)
+        self.ledger.steps = min(self.ledger.steps, self.local.steps_done())
 
     def _buckets(self) -> list[Bucket]:
         return list(self.buckets.values())

@@ -29,9 +29,8 @@ from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
-from hvdcompress.ops import fast
+from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket
-from hvdcompress.tensorflow.memory import Arrays
 
 _MATHS = ctypes.util.find_library("m") if sys.platform == "linux" else None
 _maths = ctypes.PyDLL(_MATHS) if _MATHS else None
@@ -80,7 +79,6 @@ class Segments:
         self._asking: dict[str, int] = {}
         self._carried: dict[str, int] = {}
         self._lengths: dict[tuple[str, Round, int], int] = {}
-        self._arrays = Arrays()
         self._lock = threading.RLock()
 
     # -- the segments ---------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
-            stock = self._arrays.take((piggyback or 0) + PROBE, np.float32)
+            stock = pool.empty((piggyback or 0) + PROBE, np.float32)
             if piggyback is not None:
                 stock[:piggyback] = 0 if failed else exchange.verb.x  # type: ignore[union-attr]
             flags = float(not finite), float(asks), failed, failed * (rank + 1)
@@ -165,7 +163,7 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
 
-    def finish(self, bucket: Bucket, probe: Array, passing: Sequence[Bucket] | None) -> Array:
+    def finish(self, bucket: Bucket, probe: Array, passing: Sequence[Bucket] = ()) -> Array:
         """Commit the step, if all ranks did well, and return the reduced gradient [n].
 
         Args:
@@ -179,7 +177,7 @@ class Segments:
         """
         with self._lock:
             name = bucket.spec.name
-            passed = [self._pass_on(other) for other in passing or ()]
+            passed = [self._pass_on(other) for other in passing]
             exchange, error = self.exchanges.pop(name, None), self.errors.pop(name, None)
             payload, probe = probe[:-PROBE], probe[-PROBE:]
             try:
@@ -198,14 +196,12 @@ class Segments:
                     factor = self.local.receive_piggyback(exchange, payload, factor)
                 assert exchange.reduced is not None
                 as_it_came = exchange.reduced[0].total is payload  # then it is the result, without a copy
-                out = payload if as_it_came else self._arrays.take(bucket.spec.size, _work(bucket))
+                out = payload if as_it_came else pool.empty(bucket.spec.size, _work(bucket))
                 exchange.outs = [out]
                 if non_finite > 0.5:
                     self.local.abandon(exchange)
                 else:
                     self._commit(exchange, factor, passed, triggered > 0.5)
-                if passing is not None:
-                    self.local.ledger.steps = self.local.steps_done()
             self._raise_at_the_end_of_a_step(name)
             return out
 
@@ -222,6 +218,7 @@ class Segments:
         self._carried[exchange.name] = self._asking[exchange.name]
         if triggered:
             self.local.trigger([exchange.name, *(state.bucket.spec.name for state in passed)])
+        self.local.ledger.steps = max(self.local.ledger.steps, exchange.state.step)
 
     def _pass_on(self, bucket: Bucket) -> State:
         """Note that TensorFlow hands a tensor's gradient to Horovod itself."""

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from hvdcompress.ops.numba import pool
+from hvdcompress.ops import pool
 
 MANY = pool.LEAST
 

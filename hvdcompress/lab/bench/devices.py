@@ -129,8 +129,8 @@ class Cpu(Device):
         return result, Cost(fresh=most - before)
 
     def tracing(self, on: bool) -> None:
-        if "hvdcompress.ops.numba.pool" in sys.modules:  # what it keeps shall count
-            sys.modules["hvdcompress.ops.numba.pool"].clear()
+        if "hvdcompress.ops.pool" in sys.modules:  # what it keeps shall count
+            sys.modules["hvdcompress.ops.pool"].clear()
         (tracemalloc.start if on else tracemalloc.stop)()
 
     def __str__(self) -> str:

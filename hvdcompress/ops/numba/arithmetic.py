@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import coded, pool
+from hvdcompress.ops import pool
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import arithmetic as kernels
 from hvdcompress.ops.numba._kernels import matrices, statistics
 from hvdcompress.ops.numba.arrays import (

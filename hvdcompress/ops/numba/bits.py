@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import pool
+from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import bits as kernels
 from hvdcompress.ops.numba.arrays import INDICES, int64, plain
 from hvdcompress.ops.vectors import NumpyArray as Array

@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import coded, pool
+from hvdcompress.ops import pool
+from hvdcompress.ops.numba import coded
 from hvdcompress.ops.numba._kernels import codes as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges

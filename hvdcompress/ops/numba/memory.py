@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import pool
+from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.vectors import NumpyArray as Array

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.numba import pool
+from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import selection as kernels
 from hvdcompress.ops.numba.arrays import INDICES, int64, magnitude_bits, magnitude_of, plain
 from hvdcompress.ops.numba.memory import joined, take

@@ -2,7 +2,7 @@
 
 The system hands out memory page by page, each cleared when it is first touched, and takes it back when a large array is
 freed: a step's candidates and decoded indices would meet fresh pages in every step. Kept is as much as was in use at
-once, of each power of two.
+once, of each power of two. It is aligned, so that TensorFlow takes an array over as it is, and does not copy it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.ops.numpy.memory import ALIGNMENT, aligned
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 LEAST = 1 << 17  #: bytes; the memory of less is kept by the system's allocator
@@ -43,7 +44,7 @@ def empty(size: int, dtype: Any) -> Array:
     try:
         memory = _free[room].pop()
     except IndexError:
-        buffer = np.empty(room, np.uint8)
+        buffer = aligned(np.empty(room + ALIGNMENT, np.uint8), room)
         memory = buffer, buffer.ctypes.data
     return np.asarray(_Lease(memory, size, dtype))
 
