@@ -16,8 +16,13 @@ from hvdcompress.lab.output.table import Format
 def reproduce(
     paper: Annotated[str, typer.Argument(help="A paper by its method's id, such as gaussiank; or summary.")],
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="Hours, for verdicts to print; or at most ten minutes.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--full/--quick",
+            help="Long trainings, hours; or at most ten minutes, with fewer settings. Neither: as docs/papers has it.",
+            show_default=False,
+        ),
+    ] = None,
     claims: Annotated[
         str | None, typer.Option(help="Only these, such as S5,S6: the other parts of the page stay as they are.")
     ] = None,
@@ -45,14 +50,13 @@ def reproduce(
         if paper == "summary":
             page.summary(output or parent).print(console, form)
             return
-        found, scale = papers.find(paper), Scale(quick=not full, path=data)
+        found, scale = papers.find(paper), Scale(quick=not full, few=full is False, path=data)
         only = papers.named(found, [id.strip() for id in claims.split(",")]) if claims else None
         run.check(found, scale)
         folder = output or parent / paper
         cores = len(os.sched_getaffinity(0))
-        line = (
-            f"hvdcompress reproduce {paper} {'--full' if full else '--quick'}{f' --claims {claims}' if claims else ''}"
-        )
+        size = {True: " --full", False: " --quick", None: ""}[full]
+        line = f"hvdcompress reproduce {paper}{size}{f' --claims {claims}' if claims else ''}"
         files = run.reproduce(found, folder, scale, jobs or cores, console, line, only)
         page.verdicts(folder / f"{paper}.json").print(console, form)
         console.print(f"written: {escape(str(files[-1]))}", highlight=False, soft_wrap=True)

@@ -135,9 +135,17 @@ class Report:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: quick (minutes) or full (hours), and where the user's data is."""
+    """How much is measured, and where the user's data is.
+
+    Args:
+        quick: short trainings (minutes), as the pages in docs/papers have them, or long ones (hours).
+        few: only so many settings that a paper takes ten minutes at most.
+        path: the user's data.
+        seeds: of each measurement.
+    """
 
     quick: bool = True
+    few: bool = False
     path: str | None = None
     seeds: tuple[int, ...] = (0, 1, 2)
 

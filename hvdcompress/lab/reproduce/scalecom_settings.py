@@ -40,7 +40,12 @@ READ = {
     CLIPPED: _MORE,
     "LSTM, text": FEW,
 }  #: the settings that text is learnt with, by task and rate
-QUICK = {TEXT: FEW, CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF)}}  #: the same with --quick
+SHORT = {TEXT: FEW, CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF)}}  #: the same without --full
+_QUICK = {**FEW, "over 100x": ("exact, β 1", "chunk, β 0.1")}
+QUICK = {
+    **dict.fromkeys(("FNN-3, Fashion-MNIST", "LeNet-5, Fashion-MNIST", "convolutions, noisy digits"), _QUICK),
+    TEXT: {"": ("none",), "48x": ("topk", HALF), "over 100x": ("exact, β 1",)},
+}  #: the tasks and settings of --quick
 
 
 def tasks(scale: Scale) -> dict[str, Row]:
@@ -60,7 +65,7 @@ def tasks(scale: Scale) -> dict[str, Row]:
 
 
 def picture(task: Row, scale: Scale, steps: int = 300) -> Row:
-    """A task of pictures: ``steps`` with --quick, eight times as many with --full."""
+    """A task of pictures: ``steps``, or eight times as many with --full."""
     steps = steps if scale.quick else 8 * steps
     path = {"path": scale.path} if scale.path and task["task"] == "fashion_mnist" else {}
     return {"learning_rate": 0.05, **task, "steps": steps, "batch_size": 32, "warmup_steps": steps // 10, **path}
@@ -198,11 +203,13 @@ def trained(scale: Scale) -> list[Unit]:
 def wanted(task: str, method: str, rate: str, scale: Scale) -> bool:
     """Whether a scale has a training.
 
-    With --full, pictures have all settings, and text, which is slow, those of ``READ``. With --quick: Fashion-MNIST,
-    with two rates and no β of 0.3; and text with those of ``QUICK``.
+    With --full, pictures have all settings, and text, which is slow, those of ``READ``. Without it, pictures have two
+    rates and no β of 0.3, and text those of ``SHORT``. With --quick there are the tasks and settings of ``QUICK``.
     """
+    if scale.few:
+        return method in QUICK.get(task, {}).get(rate, ())
     if not scale.quick:
         return task not in TEXTS or method in READ[task].get(rate, ())
     if task in TEXTS:
-        return method in QUICK.get(task, {}).get(rate, ())
+        return method in SHORT.get(task, {}).get(rate, ())
     return rate != "80x" and "β 0.3" not in method
