@@ -19,6 +19,8 @@ from charts import Axis, Line, lines
 from growth import wire
 from printed import Printed, figure, tables
 
+from hvdcompress.lab.output.numbers import rate_of
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "exchange.svg"
@@ -107,7 +109,7 @@ def which() -> str:
         for link in ("100 Mbit/s", "1 Gbit/s"):
             (row,) = (row for row in links[link].rows if row["method"] == contender)
             times = figure(row["× best dense"])
-            cells.append(f"{times:g}x" if times >= 1 else "slower")
+            cells.append(rate_of(times) if times >= 1 else "slower")
         out.append(f"| {' | '.join([*cells, verdict])} |")
     return "\n".join(out)
 

@@ -250,7 +250,7 @@ def loses(id: str) -> list[str]:
         many, most = numbers.num_bytes(ours[-1]), numbers.num_bytes(dense[-1])
         said.append(f"Not by the number of ranks: among {WORLDS[-1]} a rank transmits {many}, dense {most}.")
     slower = [
-        f"at {link} ({row['method']}: {figure(row['× best dense']):g}x)"
+        f"at {link} ({row['method']}: {numbers.rate_of(figure(row['× best dense']))})"
         for link, row in speeds(id)
         if figure(row["× best dense"]) < 1
     ]

@@ -38,11 +38,11 @@ def run(folder: Path, losses: dict[str, list[float]]) -> Path:
 def test_the_table(tmp_path):
     falling = [8.0, 7, 6, 5, 4, 3, 2, 1]
     folder = run(tmp_path, {"none": falling, "topk": falling, "fp16": [9.0] * 8})
-    lines = to_loss.table(folder, {"digits": 5.0}).markdown().splitlines()
+    lines = to_loss.table(to_loss.times(folder, [("digits", 5.0)])).markdown().splitlines()
     assert lines[2:] == [
         "| digits, 5 | none | 12.0 s | 100 % | 6 |",
         "| digits, 5 | topk | 3.00 s | 25 % | 6 |",
         "| digits, 5 | fp16 | not reached | – | – |",
     ]
     with pytest.raises(ValueError, match="has no task 'bytes'; it has: digits"):
-        to_loss.table(folder, {"bytes": 1.0})
+        to_loss.times(folder, [("bytes", 1.0)])

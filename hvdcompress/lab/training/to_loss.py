@@ -6,11 +6,13 @@ A batch's loss is noisy, so the mean of the last few that were logged counts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdcompress.lab.output import numbers
+import matplotlib
+
+from hvdcompress.lab.output import numbers, plots
 from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.training import results
 
@@ -30,65 +32,128 @@ def reached(steps: Sequence[float], losses: Sequence[float], target: float) -> f
     return None
 
 
-def _first(row: results.Row, axis: str, target: float) -> float | None:
-    """The step or second at which the row's first seed reached the loss."""
-    curve = row.results[0].curve
-    return reached(curve[axis], curve["loss"], target) if curve.get("loss") else None
-
-
 class Time(NamedTuple):
-    """The time of one method to a task's loss; None where it was not reached."""
+    """What one method takes to a task's loss: by seed, of those that reach it."""
 
     task: str
     target: float
     method: str
-    seconds: float | None
-    steps: float | None
-    dense: float | None  #: seconds without compression
+    seeds: int
+    seconds: Mapping[int, float]
+    steps: Mapping[int, float]
+    dense: Mapping[int, float]  #: seconds without compression
+
+    @property
+    def shares(self) -> list[float]:
+        """The seconds by those of dense training, for every seed in which both reach the loss."""
+        return [seconds / self.dense[seed] for seed, seconds in self.seconds.items() if seed in self.dense]
 
 
-def _share(row: Time) -> float | None:
-    return row.seconds / row.dense if row.seconds and row.dense else None
+def _firsts(row: results.Row, axis: str, target: float) -> dict[int, float]:
+    """The step or second at which each seed of the row reached the loss."""
+    found = {
+        result.seed: reached(result.curve[axis], result.curve["loss"], target)
+        for result in row.results
+        if result.curve.get("loss")
+    }
+    return {seed: at for seed, at in found.items() if at is not None}
+
+
+def _told(values: Iterable[float], show: Callable[[float], str]) -> str:
+    """The median, and the least and the greatest where there are several."""
+    values = list(values)
+    if not values:
+        return MISSING
+    middle = show(statistics.median(values))
+    return f"{middle} ({show(min(values))} – {show(max(values))})" if len(values) > 1 else middle
+
+
+def _seconds(row: Time) -> str:
+    if not row.seconds:
+        return "not reached"
+    least = "" if len(row.seconds) == row.seeds else f", not reached in {row.seeds - len(row.seconds)} of {row.seeds}"
+    return _told(row.seconds.values(), numbers.seconds_of) + least
+
+
+def _median(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.median(values) if values else None
 
 
 COLUMNS: tuple[Column[Time], ...] = (
     Column("task", "task, loss", lambda row: f"{row.task}, {row.target:g}", align="left"),
     Column("method", "method", lambda row: row.method, align="left"),
-    Column(
-        "seconds",
-        "time to it",
-        lambda row: numbers.seconds_of(row.seconds) if row.seconds else "not reached",
-        lambda row: row.seconds,
-        "s",
-    ),
+    Column("seconds", "time to it", _seconds, lambda row: _median(row.seconds.values()), "s"),
     Column(
         "share",
         "of none's",
-        lambda row: f"{100 * share:.0f} %" if (share := _share(row)) else MISSING,
-        _share,
+        lambda row: _told(row.shares, lambda share: f"{100 * share:.0f} %"),
+        lambda row: _median(row.shares),
     ),
-    Column("steps", "steps to it", lambda row: f"{row.steps:.0f}" if row.steps else MISSING, lambda row: row.steps),
+    Column(
+        "steps",
+        "steps to it",
+        lambda row: _told(row.steps.values(), lambda steps: f"{steps:.0f}"),
+        lambda row: _median(row.steps.values()),
+    ),
 )
 
 
-def table(folder: Path, targets: Mapping[str, float]) -> Table[Time]:
-    """Seconds and steps to each task's loss, for one folder that ``hvdcompress run`` wrote.
+def times(folder: Path, targets: Sequence[tuple[str, float]]) -> list[Time]:
+    """Seconds and steps to some losses, for one folder that ``hvdcompress run`` wrote.
 
     Args:
         folder: the training's.
-        targets: the loss to reach, by the task's label.
+        targets: a task's label and a loss to reach, several of a task if one likes.
 
     Raises:
         ValueError: the folder holds no training, or has no task of such a name.
     """
     found = results.read([folder])
-    if missing := sorted(targets.keys() - found.tasks().keys()):
+    if missing := sorted({task for task, _ in targets} - found.tasks().keys()):
         raise ValueError(f"{folder} has no task {missing[0]!r}; it has: {', '.join(found.tasks())}")
-    times = []
-    for task, target in targets.items():
-        rows = [row for row in found.tasks()[task] if row.results]
-        seconds = {row.method: _first(row, "seconds", target) for row in rows}
-        for row in rows:
-            steps = _first(row, "step", target)
-            times.append(Time(task, target, row.method, seconds[row.method], steps, seconds.get("none")))
-    return Table(COLUMNS, times)
+    rows = []
+    for task, target in targets:
+        methods = [row for row in found.tasks()[task] if row.results]
+        seconds = {row.method: _firsts(row, "seconds", target) for row in methods}
+        for row in methods:
+            steps, dense = _firsts(row, "step", target), seconds.get("none", {})
+            rows.append(Time(task, target, row.method, len(row.results), seconds[row.method], steps, dense))
+    return rows
+
+
+def table(rows: Sequence[Time]) -> Table[Time]:
+    """:func:`times` for readers: medians over the seeds, with the least and the greatest."""
+    return Table(COLUMNS, rows)
+
+
+def picture(rows: Sequence[Time], name: str) -> str:
+    """Bars, a line per task and method: the time to the loss, in % of dense training's.
+
+    Args:
+        rows: what :func:`times` found.
+        name: of the figure, which tells its parts' ids apart on a page.
+    """
+    rows = [row for row in rows if row.shares and row.method != "none"]
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    with matplotlib.rc_context(plots.STYLE):
+        figure = plots.figure(1.1 + 0.3 * len(rows))
+        axes = figure.add_subplot()
+        for place, row in enumerate(rows):
+            middle, least, most = (100 * each(row.shares) for each in (statistics.median, min, max))
+            axes.barh(place, middle, color=plots.colour(tasks.index(row.task)), height=0.66)
+            axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
+            axes.annotate(
+                f"{middle:.0f} %", (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
+            )
+        labels = [f"{row.task} {row.target:g}: {row.method}" for row in rows]
+        axes.set_yticks(range(len(rows)), labels, color=plots.INK, fontsize=8.5)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1.15 * max([100.0, *(100 * max(row.shares) for row in rows)]))
+        axes.tick_params(axis="y", length=0)
+        axes.grid(visible=False, axis="y")
+        axes.axvline(100, color=plots.INK, linewidth=0.8)
+        seeds = max((row.seeds for row in rows), default=0)
+        axes.set_xlabel(f"% of dense training's time ({seeds} seeds: median, least to greatest)")
+        axes.set_title("Time to a fixed loss: left of the line is faster than dense", loc="left", fontsize=10)
+        return plots.svg(figure, name, "Time to a fixed loss by dense training's, a bar per task and method")
