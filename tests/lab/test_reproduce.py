@@ -181,10 +181,7 @@ def test_some_claims_alone_leave_the_rest_of_the_page_as_it_is(tmp_path, monkeyp
     assert done.exit_code == 0, done.output
     head, one, two = re.split(r"\n(?=## )", (folder / "toy.md").read_text())
     assert "Made by `the toy's command`" in head and "holds under" not in head and one in first
-    assert (
-        "because no square is" in two
-        and "*Measured by itself* by `hvdcompress reproduce toy --claims T2`" in two
-    )
+    assert "because no square is" in two and "*Measured by itself* by `hvdcompress reproduce toy --claims T2`" in two
     rows = json.loads((folder / "toy.json").read_text())["claims"]
     assert [row["verdict"] for row in rows] == ["holds", "does not hold here, because no square is"]
     wrong = CliRunner().invoke(cli.app, [*words, "--claims", "T9"])

@@ -80,8 +80,7 @@ def test_no_loss_is_judged_by_all_seeds_and_against_dense(scale):
     for unit in units:
         task, method = (str(sorted(unit.settings[key].items(), key=str)) for key in ("task", "method"))
         found.setdefault(task, {}).setdefault(method, []).append(unit.settings["seed"])
-    short = len(settings.PICTURES) + len(settings.SHORT)
-    assert len(found) == {SCALES[0]: short, SCALES[1]: len(settings.QUICK)}.get(scale, short + 1)
+    assert len(found) == (len(settings.QUICK) if scale.few else len(settings.PICTURES) + len(settings.TEXTS))
     for methods in found.values():
         assert "[('method', 'none')]" in methods and len(methods) >= 4
         assert all(seeds == [0, 1, 2] for seeds in methods.values())
@@ -90,7 +89,7 @@ def test_no_loss_is_judged_by_all_seeds_and_against_dense(scale):
 
 
 def test_quick_takes_ten_minutes_at_most_on_two_cores():
-    """By the units' own guesses; scale.seeds of all claims that do not measure time alone."""
+    """By what units say they take on one core."""
     units = {str(unit.settings): unit for claim in scalecom.PAPER.claims for unit in claim.units(Scale(few=True))}
     assert sum(unit.seconds for unit in units.values()) < 2 * 600
 

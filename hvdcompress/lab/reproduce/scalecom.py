@@ -476,10 +476,10 @@ PAPER = Paper(
             "S5",
             "Models train without loss at 47x to 65x and at more than 100x.",
             "Tables 2 and 3",
-            "Four trainings on pictures (300 steps; 2400 with --full) and one on text (500; 2500; without --full fewer "
-            "settings), 2 simulated ranks, SGD with momentum, the same learning rate for all of a task. The text's "
-            "gradient is clipped after the exchange, and in a task of its own before it, each rank's. With --full an "
-            "LSTM learns the text, too; β 0.3 and 80x are tried.",
+            "Four trainings on pictures (300 steps; 2400 with --full) and two on text (500; 2500; fewer settings), "
+            "2 simulated ranks, SGD with momentum, the same learning rate for all of a task. The text's gradient is "
+            "clipped after the exchange, and in a task of its own before it, each rank's. With --full β 0.3 and 80x "
+            "are tried, too; with --quick three trainings on pictures and one on text have fewer settings.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
             settings.trained,
             no_loss,
