@@ -194,7 +194,7 @@ def ratios(rows: Sequence[Row], tasks: Sequence[str], methods: Sequence[str], mo
             axes.axhline(most[task], color=plots.FAINT, linewidth=1, dashes=(3, 2))
             axes.set_title(task, fontsize=9)
             axes.set_ylabel(f"{unit_of(task)} lost")
-            axes.set_xlim(left=0)
+            axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
             axes.set_xlabel("overall compression ratio")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
