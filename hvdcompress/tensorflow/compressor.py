@@ -59,6 +59,12 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
     return compressor.next_number(_numbers, set_id, largest, watchdog)
 
 
+def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
+    """Count an exchange when ``ended`` is there; what reads the counter later waits for that."""
+    with tf.control_dependencies([ended]):
+        tf.raw_ops.AssignAddVariableOp(resource=counter, value=tf.constant(1, tf.int64))
+
+
 class Traced:
     """What was traced in one outermost graph.
 
@@ -145,10 +151,10 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
     # -- Horovod's interface -------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert  # it would rewrite, slowly, what needs no rewriting
-    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket | None]:
+    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket | tf.Tensor]:
         """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket.
 
-        A gradient that is all-reduced as it is goes to Horovod itself, without a ticket.
+        A gradient that is all-reduced as it is goes to Horovod itself; its ticket is its counter.
         """
         if not isinstance(self, Compressor):  # Horovod's own compressions are classes
             raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
@@ -156,7 +162,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self._compare_plans_once()
         if traced.exchanged and self._passes(bucket):
             traced.passing.append(bucket)
-            return tensor, None
+            return tensor, self._counter(bucket.spec.name)
         passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
         self._segments.together[bucket.spec.name] = traced.exchanged
@@ -182,9 +188,11 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         return probe, Ticket(tensor, bucket, passing, done, received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, output: tf.Tensor, ctx: Ticket | None) -> tf.Tensor:
+    def decompress(self, output: tf.Tensor, ctx: Ticket | tf.Tensor) -> tf.Tensor:
         """The end of a gradient's exchange: the reduced gradient."""
-        if ctx is None:
+        if not isinstance(ctx, Ticket):
+            # in a loop, the next iteration waits for what a variable waits for: one name is all-reduced once at a time
+            _count(ctx, output)
             return output
         bucket, gradient, passing, received = ctx.bucket, ctx.gradient, ctx.passing, ctx.received
 
@@ -194,8 +202,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             return self._segments.finish(bucket, probe, passing)
 
         out = _segment(finish, [output, ctx.done], _work(bucket))
-        with tf.control_dependencies([out]):
-            tf.raw_ops.AssignAddVariableOp(resource=self._ended[bucket.spec.name], value=tf.constant(1, tf.int64))
+        _count(self._ended[bucket.spec.name], out)
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
