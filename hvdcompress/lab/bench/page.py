@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from hvdcompress.lab.bench.report import LEGEND, tables
-from hvdcompress.lab.bench.results import PARTS, Figures, Result, Row
+from hvdcompress.lab.bench.results import PARTS, Result, Row
 from hvdcompress.lab.output import numbers, page, plots
 from hvdcompress.lab.output.page import Section
 
@@ -31,7 +31,7 @@ def time_split(rows: Sequence[Row], name: str) -> str:
             for what, seconds in parts.items():
                 axes.barh(place, seconds, left=left, color=plots.colour(SHADES.get(what, WHOLE)), height=0.66)
                 left += seconds
-            _spread(axes, place, row.time, numbers.seconds_of(row.time.middle))
+            plots.spread(axes, place, *row.time, numbers.seconds_of(row.time.middle))
         for what, title in (*((what, what) for what in PARTS), ("whole", "not told apart (DDP)")):
             axes.barh([0], [0], color=plots.colour(SHADES.get(what, WHOLE)), label=title)
         _named(axes, rows)
@@ -52,7 +52,7 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
             assert row.speed_up
             middle = row.speed_up.middle
             axes.barh(place, middle, color=plots.colour(BASELINE if row.is_baseline else METHOD), height=0.66)
-            _spread(axes, place, row.speed_up, numbers.rate_of(middle))
+            plots.spread(axes, place, *row.speed_up, numbers.rate_of(middle))
         _named(axes, rows)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
@@ -65,20 +65,10 @@ def speed_up(rows: Sequence[Row], name: str) -> str:
         return plots.svg(figure, name, "Speed-up over the best dense all-reduce, a bar per method")
 
 
-def _spread(axes: Axes, place: int, figures: Figures, text: str) -> None:
-    """Draw a line from the least to the most, with a text behind it."""
-    middle, least, most = figures
-    axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
-    axes.annotate(text, (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-
-
 def _named(axes: Axes, rows: Sequence[Row]) -> None:
-    axes.set_yticks(range(len(rows)), [row.shown for row in rows], color=plots.INK, fontsize=8.5)
+    plots.name_lines(axes, [row.shown for row in rows])
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
         label.set_color(plots.FAINT if row.is_baseline else plots.INK)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
 
 
 def _plots(number: int, rows: Sequence[Row]) -> list[tuple[str, str]]:

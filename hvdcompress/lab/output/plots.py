@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+from collections.abc import Sequence
 from importlib import resources
 
 logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it says when it builds its font cache
 import matplotlib  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from hvdcompress.lab.output.table import SERIES  # noqa: E402
@@ -55,6 +57,20 @@ def shade(number: int) -> str:
 def figure(height: float) -> Figure:
     """An empty figure of the page's width; ``height`` in inches."""
     return Figure(figsize=(6.2, height))
+
+
+def spread(axes: Axes, place: int, middle: float, least: float, most: float, text: str) -> None:
+    """Draw a line from the least to the most over a horizontal bar, with a text behind it."""
+    axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=INK, linewidth=1)
+    axes.annotate(text, (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+
+
+def name_lines(axes: Axes, names: Sequence[str]) -> None:
+    """Name the lines of horizontal bars, the first one at the top."""
+    axes.set_yticks(range(len(names)), names, color=INK, fontsize=8.5)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
 
 
 def svg(figure: Figure, name: str, label: str) -> str:

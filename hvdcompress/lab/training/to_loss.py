@@ -71,8 +71,8 @@ def _told(values: Iterable[float], show: Callable[[float], str]) -> str:
 def _seconds(row: Time) -> str:
     if not row.seconds:
         return "not reached"
-    least = "" if len(row.seconds) == row.seeds else f", not reached in {row.seeds - len(row.seconds)} of {row.seeds}"
-    return _told(row.seconds.values(), numbers.seconds_of) + least
+    lost = row.seeds - len(row.seconds)
+    return _told(row.seconds.values(), numbers.seconds_of) + (f", not reached in {lost} of {row.seeds}" if lost else "")
 
 
 def _median(values: Iterable[float]) -> float | None:
@@ -142,16 +142,9 @@ def picture(rows: Sequence[Time], name: str) -> str:
         for place, row in enumerate(rows):
             middle, least, most = (100 * each(row.shares) for each in (statistics.median, min, max))
             axes.barh(place, middle, color=plots.colour(tasks.index(row.task)), height=0.66)
-            axes.errorbar(middle, place, xerr=[[middle - least], [most - middle]], color=plots.INK, linewidth=1)
-            axes.annotate(
-                f"{middle:.0f} %", (most, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5
-            )
-        labels = [f"{row.task} {row.target:g}: {row.method}" for row in rows]
-        axes.set_yticks(range(len(rows)), labels, color=plots.INK, fontsize=8.5)
-        axes.set_ylim(len(rows) - 0.4, -0.6)
+            plots.spread(axes, place, middle, least, most, f"{middle:.0f} %")
+        plots.name_lines(axes, [f"{row.task} {row.target:g}: {row.method}" for row in rows])
         axes.set_xlim(0, 1.15 * max([100.0, *(100 * max(row.shares) for row in rows)]))
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
         axes.axvline(100, color=plots.INK, linewidth=0.8)
         seeds = max((row.seeds for row in rows), default=0)
         axes.set_xlabel(f"% of dense training's time ({seeds} seeds: median, least to greatest)")
