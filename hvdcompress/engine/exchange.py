@@ -51,7 +51,8 @@ class Exchange:
         verb: what the method waits for; None when it has returned.
         reduced: what it returned; of several tensors in their order.
         round: the number of the collective that it waits for.
-        known: of all-gathers of earlier steps, by :attr:`call`, the length that all ranks' payloads have.
+        known: of the bucket's all-gathers in earlier steps of the phase, by :attr:`call`, the length that all ranks'
+            payloads have.
         lengths: the same of this step's.
         pending: that collective under way.
         asked_at: when it was asked for, by ``time.perf_counter``.
@@ -117,7 +118,7 @@ class Exchange:
     @property
     def call(self) -> Hashable:
         """What an all-gather's length must depend on alone, if it is fixed."""
-        return self.bucket.spec, self.method, self.ctx.phase, self.ctx.triggers, self.round
+        return self.method, self.ctx.phase, self.ctx.triggers, self.round
 
     def knows_lengths(self) -> bool:
         """Whether the all-gather that is asked for is known to bring payloads of this rank's length from all.

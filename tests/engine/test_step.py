@@ -110,6 +110,28 @@ def test_lengths_that_may_differ_are_told_in_every_step(monkeypatch: pytest.Monk
     assert first and later == [first] * 3
 
 
+def test_a_phase_that_comes_again_may_have_other_lengths() -> None:
+    settings = {"dense_steps": 2, "compressed_steps": 2, "tensors": "all", "slice_elements": 8, "min_rate": 1.0}
+    rng = np.random.default_rng(0)
+    alike = np.float32(rng.normal(size=(64, 1)) * rng.normal(size=8)).ravel()  # slices in one direction
+    unlike = np.float32(rng.normal(size=512))
+
+    def program(transport: ThreadTransport) -> Any:
+        door, asked, sizes = Door(transport, "gradiveq", min_elements=100, values="qsgd8", **settings), [0], [0]
+        for step in range(8):
+            door.reduce({"w": (alike if step < 4 else unlike) * (1 + transport.rank)})
+            entries = door.local.ledger.tensors()
+            asked.append(entries["lengths"].collectives if "lengths" in entries else 0)
+            sizes.append(entries["w"].sent)
+        return np.diff(asked).tolist(), np.diff(sizes).tolist()
+
+    found, _ = run(2, True, program)
+    assert found[0] == found[1]
+    asked, sizes = found[0]
+    assert asked == [0, 0, 1, 0, 0, 0, 1, 0]
+    assert sizes[2] == sizes[3] < sizes[6] == sizes[7]
+
+
 @pytest.mark.parametrize("differs", ["rank", "step"])
 def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = QSGD.encode
