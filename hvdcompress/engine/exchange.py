@@ -51,9 +51,7 @@ class Exchange:
         verb: what the method waits for; None when it has returned.
         reduced: what it returned; of several tensors in their order.
         round: the number of the collective that it waits for.
-        known: of the bucket's all-gathers in earlier steps of the phase, by :attr:`call`, the length that all ranks'
-            payloads have.
-        lengths: the same of this step's.
+        lengths: what this step adds to the state's ``lengths``, by :attr:`call`.
         pending: that collective under way.
         asked_at: when it was asked for, by ``time.perf_counter``.
     """
@@ -78,7 +76,6 @@ class Exchange:
     verb: Verb | None = None
     reduced: list[Reduced] | None = None
     round: int = -1
-    known: dict[Hashable, int] = field(default_factory=dict)
     lengths: dict[Hashable, int] = field(default_factory=dict)
     pending: Pending | None = None
     asked_at: float = 0.0
@@ -128,7 +125,7 @@ class Exchange:
         """
         if not (isinstance(self.verb, AllGather) and self.verb.fixed):
             return False
-        before, now = self.known.get(self.call), len(self.verb.x)
+        before, now = self.state.lengths.get(self.call), len(self.verb.x)
         if before not in (None, now):
             raise self.failed(
                 ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}{UNEVEN}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -22,7 +22,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Broadcast, Context, Method, Slot, TensorSpec
+from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, Outer, Waves, both
@@ -47,7 +47,6 @@ class Rank:
         self.ledger = ledger or Ledger(world, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: dict[str, State] = {}
-        self.lengths: dict[TensorSpec, dict[Hashable, int]] = {}  # of all-gathers of fixed length, see Exchange.call
         self.asks_for_trigger = False
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
         self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
@@ -200,7 +199,6 @@ class Rank:
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self.worked, self.answered, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
-        exchange.known = self.lengths.get(spec, {})
         if contexts:
             buffer = functools.partial(ctx.buffer, ops=ops, like=like)
             names = [member.name for member in bucket.members]
@@ -401,9 +399,9 @@ class Rank:
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1
         state.restart = exchange.restart
-        self.lengths.setdefault(exchange.bucket.spec, {}).update(exchange.lengths)
+        state.lengths |= exchange.lengths
         if len(exchange.method.phases) > 1 and self.phase_now(exchange.bucket)[0] != exchange.ctx.phase:
-            del self.lengths[exchange.bucket.spec]  # a phase that comes again may have other lengths
+            state.lengths.clear()  # a phase that comes again may have other lengths
         self.asks_for_trigger |= any(reduced.trigger for reduced in exchange.reduced)
         for observer in self.observers:
             observer.committed(self.rank, exchange.name, counters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -37,6 +37,7 @@ class State:
         spare: second buffers of the slots in ``feedback.BUFFERED``, which a step writes its new values into.
         joined: the members' gradients one after another; None for a bucket of one tensor.
         scratch: large arrays that methods use in a step, kept since fresh memory is expensive; no state.
+        lengths: of all-gathers of fixed length, by ``Exchange.call``, that of all ranks' payloads in the phase.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -48,6 +49,7 @@ class State:
     spare: dict[str, Array] = field(default_factory=dict)
     joined: Array | None = None
     scratch: dict[str, Array] = field(default_factory=dict)
+    lengths: dict[Hashable, int] = field(default_factory=dict)
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)

@@ -132,6 +132,23 @@ def test_a_phase_that_comes_again_may_have_other_lengths() -> None:
     assert sizes[2] == sizes[3] < sizes[6] == sizes[7]
 
 
+@pytest.mark.parametrize("how", ["loaded", "released"])
+def test_lengths_are_told_again_where_a_state_is_replaced(how: str) -> None:
+    def program(transport: ThreadTransport) -> Any:
+        door, asked = Door(transport, "qsgd", min_elements=100), [0]
+        for step in range(4):
+            if step == 2 and how == "loaded":
+                door.local.load_state_dict(door.local.state_dict(), np.concatenate)
+            elif step == 2:
+                door.local.states.clear()
+            door.reduce({"w": np.float32(np.arange(512)) * (1 + transport.rank)})
+            asked.append(door.local.ledger.tensors()["lengths"].collectives)
+        return np.diff(asked).tolist()
+
+    found, _ = run(2, True, program)
+    assert found == [[1, 0, 1, 0]] * 2
+
+
 @pytest.mark.parametrize("differs", ["rank", "step"])
 def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = QSGD.encode
