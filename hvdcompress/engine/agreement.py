@@ -95,12 +95,13 @@ def factor_of(probe: Sequence[float], world: int) -> float:
 
 @dataclass(frozen=True)
 class Status:
-    """How a step stands, in seven numbers whose *maxima* over ranks all ranks then read.
+    """How a step stands, in eight numbers whose *maxima* over ranks all ranks then read.
 
     A maximum of (f, −f) shows any difference in f; an average could hide one.
 
     Attributes:
         failed, non_finite, triggered: flags; of all ranks together, whether any has it.
+        replaced: the same: a state was loaded, released or regrouped, so ranks may not know lengths of payloads alike.
         state: :func:`fingerprint` of what must be alike.
         loss_scale: the greatest over ranks.
         alike: the ranks have one ``state``.
@@ -110,21 +111,23 @@ class Status:
     failed: bool = False
     non_finite: bool = False
     triggered: bool = False
+    replaced: bool = False
     state: float = 0.0
     loss_scale: float = 1.0
     alike: bool = True
     least_loss_scale: float | None = None
 
     def numbers(self) -> list[float]:
-        """The seven numbers, to be all-reduced by their maximum."""
-        flags = map(float, (self.failed, self.non_finite, self.triggered))
+        """The eight numbers, to be all-reduced by their maximum."""
+        flags = map(float, (self.failed, self.non_finite, self.triggered, self.replaced))
         return [*flags, self.state, -self.state, self.loss_scale, -self.loss_scale]
 
     @classmethod
     def of(cls, maxima: Sequence[float]) -> Status:
         """What all ranks together say."""
-        failed, non_finite, triggered, high, low, scale, negative = maxima
-        return cls(bool(failed), bool(non_finite), bool(triggered), high, scale, high == -low, -negative)
+        failed, non_finite, triggered, replaced = map(bool, maxima[:4])
+        high, low, scale, negative = maxima[4:]
+        return cls(failed, non_finite, triggered, replaced, high, scale, high == -low, -negative)
 
     @property
     def joined(self) -> bool:

@@ -95,7 +95,7 @@ class Compressor(ABC):
 
     def release(self) -> None:
         """Give back the memory of residuals and other state; the Compressor begins again."""
-        self.local.states.clear()
+        self.local.release()
 
     @abstractmethod
     def _waits_for(self) -> str | None:

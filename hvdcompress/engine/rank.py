@@ -48,6 +48,7 @@ class Rank:
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: dict[str, State] = {}
         self.asks_for_trigger = False
+        self.replaced = False  # a state was, since all ranks last forgot lengths
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
         self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
         self._copy: snapshot.Copy = np.concatenate
@@ -510,6 +511,7 @@ class Rank:
         left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
         alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
         kept = [snapshot.restored(saved, bucket, self._copy) for bucket in alone]
+        self.replaced = True
         for state in moved:
             del self.states[state.bucket.spec.name]
         self.states |= {state.bucket.spec.name: state for state in kept if state}
@@ -542,6 +544,17 @@ class Rank:
         """Drop the states of these buckets, as if they had never come."""
         for name in names:
             self.states.pop(name, None)
+
+    def release(self) -> None:
+        """Drop all states."""
+        self.states.clear()
+        self.replaced = True
+
+    def forget_lengths(self) -> None:
+        """Some rank's state was replaced: all tell each other again how long their payloads are."""
+        for state in self.states.values():
+            state.lengths.clear()
+        self.replaced = False
 
     # -- saved and restored ---------------------------------------------------------------------------------
 
@@ -590,7 +603,7 @@ class Rank:
             if unknown := sorted(saved["steps"].keys() - known):
                 raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
         found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
-        self.states = {state.bucket.spec.name: state for state in found if state}
+        self.states, self.replaced = {state.bucket.spec.name: state for state in found if state}, True
         self._loaded, self._copy = snapshot.without(saved, self.buckets()), copy
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
 

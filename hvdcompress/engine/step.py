@@ -240,7 +240,7 @@ class Step:
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self._make_checksums() if self.rank.verifies() else {}
         state = self.terms.fingerprint(steps, self.checksums)
-        return Status(self.error is not None, not self.finite, self._asked, state, scale)
+        return Status(self.error is not None, not self.finite, self._asked, self.rank.replaced, state, scale)
 
     def say(self) -> None:
         """Tell all ranks how the step stands on this one; returns at once."""
@@ -281,6 +281,8 @@ class Step:
         """Do in this step as all ranks do."""
         self.finite &= not status.non_finite
         self.triggered |= status.triggered
+        if status.replaced:
+            self.rank.forget_lengths()
 
     # -- the end --------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ def test_ranks_that_agree() -> None:
     assert one.agreed
 
 
-@pytest.mark.parametrize("flag", ("failed", "non_finite", "triggered"))
+@pytest.mark.parametrize("flag", ("failed", "non_finite", "triggered", "replaced"))
 def test_a_flag_of_one_rank_is_seen_by_all(flag: str) -> None:
     agreed = together(Status(), Status(**{flag: True}), Status())
     assert agreed == Status(**{flag: True}, least_loss_scale=1.0)
@@ -70,6 +70,6 @@ def test_probes_tell_an_average_from_a_sum_from_anything_else(world: int) -> Non
 
 def test_a_rank_that_gives_zeros_has_joined() -> None:
     good = Status(state=5.0, loss_scale=1024.0)
-    maxima = np.maximum(good.numbers(), np.zeros(7))
+    maxima = np.maximum(good.numbers(), np.zeros(8))
     assert Status.of(maxima.tolist()).joined
     assert not together(good, good).joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -132,15 +133,25 @@ def test_a_phase_that_comes_again_may_have_other_lengths() -> None:
     assert sizes[2] == sizes[3] < sizes[6] == sizes[7]
 
 
-@pytest.mark.parametrize("how", ["loaded", "released"])
-def test_lengths_are_told_again_where_a_state_is_replaced(how: str) -> None:
+@pytest.mark.parametrize(
+    "how,ranks", [("released", 2), ("loaded", 2), ("loaded", 1), ("regrouped", 2), ("regrouped", 1)]
+)
+def test_lengths_are_told_again_where_a_state_is_replaced(how: str, ranks: int) -> None:
+    """By all ranks, also where one alone does so: the others would send payloads where it sends lengths."""
+
     def program(transport: ThreadTransport) -> Any:
         door, asked = Door(transport, "qsgd", min_elements=100), [0]
         for step in range(4):
-            if step == 2 and how == "loaded":
+            if step != 2 or transport.rank >= ranks:
+                pass
+            elif how == "loaded":
                 door.local.load_state_dict(door.local.state_dict(), np.concatenate)
-            elif step == 2:
-                door.local.states.clear()
+            elif how == "released":
+                door.local.release()
+            else:
+                (bucket,), other = door.plan.buckets([TensorSpec("w", (512,))]), TensorSpec("v", (9,))
+                joined = TensorSpec("v+1", (521,))
+                door.local.regroup([replace(bucket, spec=joined, members=(other, *bucket.members))])
             door.reduce({"w": np.float32(np.arange(512)) * (1 + transport.rank)})
             asked.append(door.local.ledger.tensors()["lengths"].collectives)
         return np.diff(asked).tolist()

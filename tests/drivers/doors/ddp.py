@@ -86,7 +86,7 @@ class DdpHandle(Handle):
         """A status at the beginning and the end of each step, and the lengths of payloads that are gathered."""
         gathers = self.compressor.ledger.tensors().get("lengths")
         lengths = {"lengths": 8 * gathers.collectives} if gathers else {}
-        return {"status": 64 * steps, **lengths}
+        return {"status": 72 * steps, **lengths}
 
     def close(self) -> None:
         self.compressor.close()

@@ -54,7 +54,7 @@ class MpiHandle(Handle):
         """A status at the beginning and the end of each step, the lengths of payloads that are gathered, plans once."""
         gathers = self.compressor.ledger.tensors().get("lengths")
         lengths = {"lengths": 8 * gathers.collectives} if gathers else {}
-        return {"status": 64 * steps, "plan": self.sent()["plan"], **lengths}
+        return {"status": 72 * steps, "plan": self.sent()["plan"], **lengths}
 
     def close(self) -> None:
         self.compressor.close()

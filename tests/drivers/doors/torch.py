@@ -83,7 +83,7 @@ class TorchHandle(Handle):
             methods = [bucket.program.at(step) for step in range(1, steps)]
             passed = sum(passing and method.passes and method.feedback == "none" for method in methods)
             probes |= {member.name: (steps - passed) * TorchDoor.probe for member in bucket.members}
-        return {**probes, "status": 56 * steps, "watchdog": self.sent().get("watchdog", 0)}
+        return {**probes, "status": 64 * steps, "watchdog": self.sent().get("watchdog", 0)}
 
 
 class TorchDoor(Door):
