@@ -193,7 +193,7 @@ def _in_one_pass(
     if scan.above is not None:
         low, room = magnitude_bits(scan.above), min(scan.capacity, n)
     if scan.moments:
-        totals, squared = np.zeros((2, -(-n // kernels.SPAN), kernels.LANES))
+        totals, squared = np.zeros((2, -(-n // kernels.SPAN), statistics.LANES))
 
     def noting(start: int, stop: int) -> tuple[int, Sparse]:
         index = pool.empty(min(room, stop - start), index_dtype(n))
@@ -233,7 +233,7 @@ def look(x: Array, scan: Scan) -> Found:
             return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
     if scan != Scan(moments=True, largest=True) or not plain(x):
         return find(x, scan, FINDERS)
-    total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
+    total, squares = np.zeros(statistics.LANES), np.zeros(statistics.LANES)
     most = statistics.spread(x, total, squares)
     if most >= INF_BITS:
         return Found(False)

@@ -9,8 +9,10 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import memory as kernels
-from hvdcompress.ops.numba.arrays import plain
+from hvdcompress.ops.numba.arrays import FLOAT32, INDICES, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
+
+WORDS = (FLOAT32, np.dtype(np.int32))  #: what is as large
 
 
 def joined(arrays: Sequence[Array]) -> Array:
@@ -20,8 +22,10 @@ def joined(arrays: Sequence[Array]) -> Array:
 
 
 def take(x: Array, index: Array) -> Array:
-    if not plain(x) or index.dtype not in (np.int32, np.int64) or not plain(index, dtype=index.dtype):
+    if x.dtype not in WORDS or index.dtype not in INDICES:
+        return reference.take(x, index)
+    if not (plain(x, dtype=x.dtype) and plain(index, dtype=index.dtype)):
         return reference.take(x, index)
     out = pool.empty(index.size, x.dtype)
-    kernels.take(x, index, out)
+    kernels.take(x.view(FLOAT32), index, out.view(FLOAT32))  # one kernel for both: it only moves them
     return out

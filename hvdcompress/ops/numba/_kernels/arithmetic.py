@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, LANES, MAGNITUDE, NEAR, SPAN, compiled
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, FOUR, MAGNITUDE, NEAR, SPAN, compiled
 from hvdcompress.ops.numba._kernels.memory import check_places, floats_at
 from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
@@ -99,9 +99,9 @@ def accumulate_velocity(gradient, residual, scale, out, clear, low, index, value
 def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, totals, squared):
     """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
     # the loop of accumulate_above again: as a function of both it took 5 to 15 % longer
-    found, most, flag = 0, np.int32(0), np.zeros(2 * LANES, np.int8)
-    for start in range(0, out.size, 2 * LANES):
-        stop = start + 2 * LANES
+    found, most, flag = 0, np.int32(0), np.zeros(FOUR, np.int8)
+    for start in range(0, out.size, FOUR):
+        stop = start + FOUR
         g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
         if o.size < flag.size:
             flag[:] = 0

@@ -8,7 +8,8 @@ import numpy as np
 from numba import njit
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
-LANES = 256  #: how many sums run side by side
+LANES = 128  #: how many sums run side by side
+FOUR = 4 * LANES  #: elements of which four go into each of these sums
 SPAN = 1 << 16  #: elements whose sums are one row: threads begin at multiples of it, so that sums are the same
 BLOCK = 1024  #: how many elements stay in the processor's nearest cache
 NEAR = 256  #: so few that the processor fetches the next elements while it looks at these again

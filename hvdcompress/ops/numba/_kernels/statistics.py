@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.compiling import LANES, MAGNITUDE, compiled
+from hvdcompress.ops.numba._kernels.compiling import FOUR, LANES, MAGNITUDE, compiled
 from hvdcompress.ops.shared import PIECE
 
 
 @compiled
 def add_moments(x, total, squares):
-    """Add at most 2·LANES numbers, and their squares, to LANES sums of each."""
-    if x.size == 2 * LANES:  # the sums are fetched once for two numbers
-        first, second = x[:LANES], x[LANES:]
+    """Add at most FOUR numbers, and their squares, to LANES sums of each."""
+    if x.size == FOUR:  # the sums are fetched once for four numbers
+        a, b, c, d = x[:LANES], x[LANES : 2 * LANES], x[2 * LANES : 3 * LANES], x[3 * LANES :]
         for i in range(LANES):
-            one, two = np.float64(first[i]), np.float64(second[i])
-            total[i] = (total[i] + one) + two
-            squares[i] = (squares[i] + one * one) + two * two
+            one, two, three, four = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
+            total[i] = (((total[i] + one) + two) + three) + four
+            squares[i] = (((squares[i] + one * one) + two * two) + three * three) + four * four
     else:
         for i in range(x.size):
             wide = np.float64(x[i])
@@ -29,16 +29,16 @@ def add_moments(x, total, squares):
 
 @compiled
 def moments(x, total, squares):
-    for start in range(0, x.size, 2 * LANES):
-        add_moments(x[start : start + 2 * LANES], total, squares)
+    for start in range(0, x.size, FOUR):
+        add_moments(x[start : start + FOUR], total, squares)
 
 
 @compiled
 def spread(x, total, squares):
     """Returns the greatest magnitude's bits; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
     most = np.int32(0)
-    for start in range(0, x.size, 2 * LANES):
-        part = x[start : start + 2 * LANES]
+    for start in range(0, x.size, FOUR):
+        part = x[start : start + FOUR]
         for i in range(part.size):
             most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
         add_moments(part, total, squares)
