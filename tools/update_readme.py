@@ -41,7 +41,7 @@ DECISIONS = (  # method, its label in the tables of trainings, of ResNet-50's ex
     ("topk", "topk", "topk 0.5 %", "Few ranks: loses less than ScaleCom, but its bytes grow."),
     ("powersgd", "powersgd", "powersgd rank 1", "Large matrices on slow links; many ranks."),
     ("signsgd", "signsgd", "signsgd", "Only if a training of your own shows no loss."),
-    ("fft", "fft", "fft", "No: top-k errs less at the same bytes."),
+    ("fft", "fft", "fft", "No: top-k loses less at four times the ratio."),
     ("randomk", "randomk", "randomk 1 %", "No: a baseline. It hardly learns text."),
 )
 

@@ -24,7 +24,7 @@ is 0.016 on smooth data (0.66 for top-k in the time domain, on smoothed noise), 
 gradients of a small convolutional network on scikit-learn's digits are correlated in memory, by 0.28 to 0.47 from one
 element to the next, yet with a kurtosis of 9 to 38 the largest elements serve them better: 0.07 to 0.47 by layer, and
 0.49 to 0.58 for frequencies. Of eleven tensors of a small transformer, frequencies serve the one that is correlated
-(0.46) and has light tails (4.6) better. docs/results.md has the tables; measure it on your own gradients.
+(0.46) and has light tails (4.6) better. docs/formats.md has the tables; measure it on your own gradients.
 
 ``values``: how many of the 10 bits of "rangefloat10" are mantissa is chosen from the spectrum's range: mostly 6, and 5
 for spectra that fall steeply, such as of slow waves (error 0.006; with "rangefloat10m6" 0.017).

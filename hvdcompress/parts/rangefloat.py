@@ -16,7 +16,7 @@ other sign gets no codes. A code decodes to the middle of its bin, limited to [m
 a decoded value gives the same code, and the relative error is below 2^−(m+1) for |f| ≥ eps.
 
 How many of the N bits are mantissa is given, or chosen from the data's range as in the paper, which tunes its float to
-the range of the frequencies. Ours minimises the expected squared error Σ(decoded − f)² of a sample of up to 4096
+the range of the frequencies. Ours minimises the expected squared error Σ(decoded − f)² of a sample of up to 1024
 values: width²/12 of its bin for each that has a code, f² for each that is below eps. A bit more of mantissa quarters
 the first sum and halves the octaves that there are codes for, 2^(N − 1 − m) with both signs. The sample is every so
 many-th value. All is computed in integers, so that every array backend chooses alike; the receiver reads m.

@@ -48,7 +48,9 @@ LAUNCHED = {*(f"{name}.md" for name in (*SCRIPTS.values(), "fsdp")), "advise.md"
 # Longer pages, each with the reason.
 LONG = {
     "fft.md": "a report that `hvdcompress reproduce` writes: a verdict per claim, with its numbers in sentences",
+    "gaussiank.md": "likewise",
     "gradiveq.md": "likewise",
+    "scalecom.md": "likewise",
     "CHANGELOG.md": "grows with every release",
 }
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]

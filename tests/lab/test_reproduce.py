@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 
 from hvdcompress import cli
 from hvdcompress.lab.reproduce import cache, page, papers, run
-from hvdcompress.lab.reproduce.claims import Kind, Unit, judge
+from hvdcompress.lab.reproduce.claims import Kind, Result, Unit, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +43,11 @@ def test_every_seed_must_meet_the_rule():
     none = judge({"a": [True, False], "b": [False, True]}, "seeds disagree")
     assert str(none) == "does not hold here, because seeds disagree"
     many = judge({**{f"c{n}": [True] for n in range(9)}, "d": [False]}, "-")
-    assert many.because.endswith("c5 and 3 more (9 of 10)")
+    assert many.because == "all but d (9 of 10)"
+    few = judge({**{f"c{n}": [True] for n in range(6)}, "d": [False]}, "-")
+    assert few.because == "c0; c1; c2; c3; c4; c5 (6 of 7)"
+    half = judge({**{f"c{n}": [True] for n in range(8)}, **{f"d{n}": [False] for n in range(8)}}, "-")
+    assert half.because == "c0; c1; c2; c3; c4; c5; c6; c7 (8 of 16)"
 
 
 @pytest.mark.parametrize("cells", [{}, {"a": []}])
@@ -166,7 +172,9 @@ def test_a_page_says_all_of_a_claim(tmp_path):
     assert "**It holds**.\n" in text and "**It holds under these conditions**: n = 1; n = 2 (2 of 3).\n" in text
     assert "| [T1](#t1-squares-are-positive) | Squares are positive. | holds |" in text
     assert "| [T2](#t2-squares-are-below-9) | Squares are below 9. | holds under 2 of 3 conditions |" in text
-    assert text.count("<summary>All figures</summary>\n\nat most 9\n\nSquares.\n\n| square |") == 2
+    assert "**It holds**.\n\nat most 9\n" in text and text.count("\n\nat most 9\n\n<details>") == 2
+    assert text.count("<summary>All figures</summary>\n\nSquares.\n\n| square |") == 2
+    assert text.count("*In the paper:* §1\n\n*Published:* 1, 4, 9\n\n*How") == 1 and text.count("*Published:*") == 1
     data = json.loads((tmp_path / "toy" / "toy.json").read_text())
     assert [claim["kind"] for claim in data["claims"]] == ["holds", "holds under these conditions"]
 
@@ -305,6 +313,73 @@ def test_counts_are_those_of_the_thresholds(measures):
     assert heavy["first threshold"] > 4 and 2 / 3 <= heavy["bisect"] <= 4 / 3
     ties = measures.counts(np.ones(1000, np.float32), 0.01)
     assert ties["bisect"] == 1
+    assert found.keys() == heavy.keys() == {*measures.RULES, *measures.OTHERS}
+    for each in (found, heavy, ties):
+        assert each["RedSync's trimmed top-k"] == 1 and 2 / 3 <= each["DGC's sampling"] <= 4 / 3
+        assert 0 <= each["RedSync's binary search"] <= 2
+
+
+def seen(measures, draw):
+    """Results as of the watched trainings of both nets: one vector, at four steps of two seeds."""
+    from hvdcompress.lab.reproduce import gaussiank
+
+    found = []
+    for net, seed in itertools.product(gaussiank.NETS, (0, 1)):
+        xs = [draw(np.random.default_rng([seed, step]), 20_000).astype(np.float32) for step in range(4)]
+        rows = [{"phase": "early", "tensor": "w", **measures.describe(x, gaussiank.DENSITIES)} for x in xs]
+        unit = Unit("watch", measures.watched, {"task": {"net": net}, "seed": seed})
+        found.append(Result(unit, {"rows": rows}))
+    return gaussiank, found
+
+
+def test_a_bell_that_is_not_normal_is_told(measures):
+    gaussiank, normal = seen(measures, lambda random, n: random.normal(size=n))
+    report = gaussiank.bells(normal)
+    assert report.verdict.kind is Kind.HOLDS and "is met for fnn3 w; lenet5 w (2 of 2)" in report.number
+    _, heavy = seen(measures, lambda random, n: random.standard_t(1.5, n))
+    report = gaussiank.bells(heavy)
+    assert report.verdict.because == "as a bell for every tensor; as a Normal one for 0 of 2"
+    assert "is met for no tensor (0 of 2)" in report.number
+    _, two = seen(measures, lambda random, n: random.choice([-1.7, 1.7], n) + random.normal(size=n))
+    report = gaussiank.bells(two)
+    assert report.verdict.kind is Kind.FAILS and "(2 of 2)" in report.number
+
+
+def test_only_the_papers_rules_are_judged(measures):
+    gaussiank, heavy = seen(measures, lambda random, n: random.laplace(size=n))
+    report = gaussiank.counted(heavy)
+    assert report.verdict.because.endswith(" of 6)") and "bisect" not in report.verdict.because
+    assert "not judged, by our bisection in 100 % (100 % to 100 %)" in report.number
+    assert {row["rule"] for row in report.tables[0].rows} == {*measures.RULES, *measures.OTHERS}
+
+
+def test_what_selection_is_faster_than(measures):
+    from hvdcompress.lab.reproduce import gaussiank
+
+    names = measures.selectors(1000, 0.01)
+    took = {name: 2.0 for name in names} | {"Gaussian-k, bisect": 1.0, "our own exact top-k": 0.5}
+    settings = [{"n": n, "draws": "laplace", "seed": seed} for n in (1000, 2000) for seed in (0, 1)]
+    units = [Unit("select", measures.times, each) for each in settings]
+    report = gaussiank.selection([Result(unit, {"seconds": took}) for unit in units])
+    said = report.verdict.because
+    assert said.startswith("on one CPU core, faster than exact top-k (numpy.argpartition) and ")
+    assert said.endswith("at every size, but never in all seeds faster than our own exact top-k")
+    assert report.number.startswith("On one CPU core, at n = 2,000")
+
+
+def test_what_diverged_has_no_ratio(measures):
+    from hvdcompress.lab.reproduce import gaussiank, simulate
+
+    found = []
+    for unit in gaussiank.trained(toy_claims.SCALE):
+        random = unit.settings["method"]["method"] == "randomk"
+        lost = random and unit.settings["task"]["net"] == "fnn3"
+        value, rate = (math.nan, math.nan) if lost else (70.0 if random else 80.0, 9.0)
+        found.append(Result(unit, {"value": value, "rate": rate}))
+    assert found[0].unit.measure is simulate.accuracy
+    report = gaussiank.training(found)
+    text = report.tables[0].markdown()
+    assert report.verdict.kind is Kind.HOLDS and "| fnn3 | randomk | 1 % | – |" in text and "–x" not in text
 
 
 def test_selectors_choose_what_they_should(measures):

@@ -64,6 +64,15 @@ def test_bytes_are_equal_and_errors_are_those_of_the_methods():
     assert all(each["fft"] < each["rival"] for each in smooth["rivals"].values())
 
 
+def test_formats_of_16_bits_are_compared():
+    x = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    found = {name: fft_measures.formats.error([x], f) for bits, name, f in fft_measures.number_formats() if bits == 16}
+    assert found.keys() == {"bf16", "rangefloat16", "fp16"}
+    assert found["rangefloat16"] < found["fp16"] < found["bf16"] < 2.0**-9
+    small = np.full(10, 1e-9, np.float32)  # unscaled, fp16 loses it
+    assert fft_measures.fp16(small).max() == 0
+
+
 def test_kinds_of_layers():
     shapes = {"0.weight": (8, 1, 3, 3), "2.weight": (8, 8, 3, 3), "4.weight": (8, 8, 3, 3), "9.weight": (10, 8)}
     assert list(fft_measures.kinds_of(shapes).values()) == ["early conv", "early conv", "late conv", "fully connected"]
@@ -160,6 +169,9 @@ def test_the_page_of_tiny_trainings(tmp_path, small_net, monkeypatch):
     assert "fnn3, fully connected" in text and "| fnn3 | diminishing from 0.99 |" in text and "nan" not in text
     data = json.loads((tmp_path / "fft.json").read_text())["claims"]
     assert [claim["id"] for claim in data] == ["F1", "F2", "F3", "F4"]
+    assert data[3]["number"].startswith("Predicted: ") and "stalls" not in data[1]["verdict"]
+    assert all(f"| 16 | {name} |" in text for name in ("bf16", "rangefloat16", "fp16"))
+    assert "16 bits" not in data[2]["verdict"] and "*Published:* on 8 GPUs 2.26 times" in text
     drawn = {file.name for file in tmp_path.glob("*.svg")}
     assert {f"fft-{name}.svg" for name in ("ratios", "theta", "causes", "losses-fnn3", "alexnet", "primitives")} < drawn
     assert all(f"({name})" in text for name in drawn)

@@ -7,13 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from hvdcompress.lab.reproduce.claims import Kind, Result, Unit
+from hvdcompress.lab.reproduce.claims import Kind, Result, Scale, Unit
 from hvdcompress.lab.scale.ring import Projection, simulate
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import codecs
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
+from hvdcompress.lab.reproduce import gradiveq  # noqa: E402
 from hvdcompress.lab.reproduce import gradiveq_measures as measures  # noqa: E402
 from hvdcompress.lab.reproduce import gradiveq_reports as reports  # noqa: E402
 from hvdcompress.lab.reproduce import gradiveq_ring as ring  # noqa: E402
@@ -28,6 +29,13 @@ def stack_of(rank: int, steps: int = 30) -> np.ndarray:
     rng = np.random.default_rng(rank)
     base = rng.standard_normal((rank, 72))
     return (rng.standard_normal((steps, 16, rank)) @ base).reshape(steps, 16, 8, 3, 3).astype(np.float32)
+
+
+def test_quick_takes_ten_minutes_at_most_on_two_cores():
+    """By what units say they take on one core; rings are timed alone."""
+    units = {str(unit.settings): unit for claim in gradiveq.PAPER.claims for unit in claim.units(Scale(few=True))}
+    together = sum(unit.seconds for unit in units.values() if not unit.alone)
+    assert together / 2 + sum(unit.seconds for unit in units.values() if unit.alone) < 600
 
 
 # -- spectra -------------------------------------------------------------------------------------

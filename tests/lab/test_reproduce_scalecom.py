@@ -101,9 +101,9 @@ def test_a_placement_of_clipping_is_a_task_of_its_own():
 
 
 def large_results(values):
-    """Results of S4 with a value for each factor and method."""
+    """Results of S4 with a value for each factor and method, whatever the number of workers."""
     return [
-        Result(unit, {"value": values[unit.name.split(" rate")[0].removeprefix("large batch "), factor]})
+        Result(unit, {"value": values[unit.name.split(" rate")[0].split("workers ")[1], factor]})
         for unit in settings.large(Scale())
         for factor in [4 if "x4" in unit.name else 1]
     ]
@@ -118,6 +118,34 @@ def test_the_rule_for_many_workers():
     assert scalecom.large_batch(large_results(behind)).verdict.kind is Kind.CONDITIONS
     worse = good | {("β 0.1", 4): 60.0}
     assert scalecom.large_batch(large_results(worse)).verdict.kind is Kind.FAILS
+    # where dense training fails at four times the rate, it is no measure: it is compared at the rate that suits it
+    broken = good | {("none", 4): 60.0, ("β 1", 4): 50.0, ("β 0.1", 4): 75.0}
+    report = scalecom.large_batch(large_results(broken))
+    assert report.verdict.kind is Kind.CONDITIONS and "within" not in report.verdict.because
+    assert [picture.name for picture in report.pictures] == ["large-16", "large-64"]
+
+
+def test_a_ratio_that_little_is_left_of_is_not_judged():
+    """LeNet-5 at 48x and over 100x sends so much uncompressed that the claim is not about it."""
+    units = settings.trained(Scale(seeds=(0,)))
+    rates = {"48x": 44.0, "over": 116.0}
+    found = [
+        Result(
+            unit,
+            {
+                "value": 3.0,
+                "rate": 20.0 if "LeNet" in unit.name else next((r for at, r in rates.items() if at in unit.name), 1.0),
+            },
+        )
+        for unit in units
+    ]
+    report = scalecom.no_loss(found)
+    assert report.verdict.kind is Kind.HOLDS and "LeNet-5, Fashion-MNIST, much of which" in report.notes[0]
+    judged = [
+        Result(r.unit, {**r.found, "value": 99.0 if "LeNet" in r.unit.name and "none" in r.unit.name else 3.0})
+        for r in found
+    ]
+    assert scalecom.no_loss(judged).verdict.kind is Kind.HOLDS
 
 
 def test_losses_are_counted_from_dense_in_the_tasks_own_direction():

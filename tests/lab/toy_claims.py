@@ -37,10 +37,11 @@ def paper(log: str, numbers: Sequence[int] = (1, 2, 3), **settings: Any) -> Pape
 
         return made
 
-    def claim(id: str, says: str, limit: float) -> Claim:
-        return Claim(id, says, "§1", "Squared.", "true", lambda _: units(log, numbers, **settings), report(limit))
+    def claim(id: str, says: str, limit: float, published: str = "") -> Claim:
+        made = (lambda _: units(log, numbers, **settings)), report(limit)
+        return Claim(id, says, "§1", "Squared.", "true", *made, published)
 
-    claims = [claim("T1", "Squares are positive.", 1e9), claim("T2", "Squares are below 9.", 9)]
+    claims = [claim("T1", "Squares are positive.", 1e9, "1, 4, 9"), claim("T2", "Squares are below 9.", 9)]
     return Paper("toy", "Toys", "Nobody 2000.", [], claims)
 
 

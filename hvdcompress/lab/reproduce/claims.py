@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdcompress.lab.output.table import Table
 
-LISTED = 6  #: conditions that a verdict names; more are counted
+LISTED = 6  #: conditions met that a verdict names, where it could name fewer that are not met
 
 
 class Kind(StrEnum):
@@ -35,6 +35,8 @@ class Verdict:
 def judge(cells: Mapping[str, Sequence[bool]], otherwise: str) -> Verdict:
     """A verdict: the rule must be met in every seed, and the conditions in which it is are named.
 
+    If many are met and fewer are not, the verdict names those that are not.
+
     Args:
         cells: whether the rule was met, for each condition one value a seed.
         otherwise: why the claim does not hold, where no condition meets the rule in every seed.
@@ -46,6 +48,8 @@ def judge(cells: Mapping[str, Sequence[bool]], otherwise: str) -> Verdict:
     'holds'
     >>> str(judge({"n = 10": [True, True], "n = 20": [True, False]}, "-"))
     'holds under these conditions: n = 10 (1 of 2)'
+    >>> str(judge({f"n = {n}": [n != 5] for n in range(9)}, "-"))
+    'holds under these conditions: all but n = 5 (8 of 9)'
     >>> str(judge({"n = 10": [True, False]}, "the rule is met in 1 of 2 seeds"))
     'does not hold here, because the rule is met in 1 of 2 seeds'
     """
@@ -56,8 +60,10 @@ def judge(cells: Mapping[str, Sequence[bool]], otherwise: str) -> Verdict:
         return Verdict(Kind.HOLDS)
     if not met:
         return Verdict(Kind.FAILS, otherwise)
-    more = f" and {len(met) - LISTED} more" if len(met) > LISTED else ""
-    return Verdict(Kind.CONDITIONS, f"{'; '.join(met[:LISTED])}{more} ({len(met)} of {len(cells)})")
+    told, failed = "; ".join(met), [condition for condition in cells if condition not in met]
+    if len(met) > max(LISTED, len(failed)):
+        told = f"all but {'; '.join(failed)}"
+    return Verdict(Kind.CONDITIONS, f"{told} ({len(met)} of {len(cells)})")
 
 
 def judge_by(cells: Mapping[tuple[str, str], Sequence[bool]], otherwise: str) -> Verdict:
@@ -162,6 +168,7 @@ class Claim:
         rule: when it holds.
         units: the units of work at a scale.
         report: from their results, in the same order, to what the page says.
+        published: the paper's own figures; nothing is said where it is empty.
     """
 
     id: str
@@ -171,6 +178,7 @@ class Claim:
     rule: str
     units: Callable[[Scale], Sequence[Unit]]
     report: Callable[[Sequence[Result]], Report]
+    published: str = ""
 
 
 @dataclass(frozen=True)

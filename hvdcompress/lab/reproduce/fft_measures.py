@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hvdcompress.lab.reproduce.simulate import Moment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.methods.fft import FFT
+from hvdcompress.ops import fast
 
 Vector = np.ndarray[Any, Any]
 Settings = dict[str, Any]
@@ -79,7 +81,7 @@ class Watch:
             ],
             "formats": [
                 {**place, "bits": bits, "format": name, "raw": formats.error(raw, f), "kept": formats.error(kept, f)}
-                for bits, name, f in formats.formats()
+                for bits, name, f in number_formats()
             ],
         }
 
@@ -113,6 +115,16 @@ class Watch:
             },
             "thetas": {str(t): {"fft": errors[f"fft {t}"], "topk": errors[f"topk {t}"]} for t in self.thetas},
         }
+
+
+def number_formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
+    """Bits, name, and what writes and reads, of each format: those of ``bench.formats``, and two more of 16 bits."""
+    return [*formats.formats(), (16, "rangefloat16", partial(formats.coded, name="rangefloat16")), (16, "fp16", fp16)]
+
+
+def fp16(x: Vector) -> Vector:
+    """The values of x [n] float32 rounded to half precision, unscaled."""
+    return np.asarray(fast.from_fp16(fast.to_fp16(x, 1.0)[0], 1.0))
 
 
 def relative(found: Vector, wanted: Any) -> float:

@@ -25,6 +25,8 @@ EDGES = np.linspace(-6.0, 6.0, 122)  #: of the histograms' bins, in standard dev
 PEAK = 3.0  #: bins within so many standard deviations have to fall off on both sides of the highest
 PROMINENT = 0.05  #: of the peak: what rises by less on a side is no second peak
 WHOLE = "all tensors"
+RULES = ("first threshold", "paper", "bisect")  #: of Gaussian-k
+OTHERS = ("DGC's sampling", "RedSync's trimmed top-k", "RedSync's binary search")  #: selectors that are counted, too
 Settings = dict[str, Any]
 
 
@@ -151,7 +153,7 @@ def left(magnitudes: Vector, k: int) -> float:
 
 
 def counts(x: Vector, density: float) -> dict[str, float]:
-    """What each rule's threshold chooses, in units of k: the first threshold, the paper's three changes, bisection."""
+    """What is chosen, in units of k: by each of :data:`RULES`, and by the selectors in :data:`OTHERS`."""
     wanted = select.about(density, len(x))
     k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
@@ -162,7 +164,8 @@ def counts(x: Vector, density: float) -> dict[str, float]:
         if ties is not None and chosen < k:  # elements of equal magnitude fill up
             chosen += min(k - chosen, int((np.abs(x) == ties).sum()))
         found[rule] = chosen / k
-    return found
+    choose = selectors(len(x), density)
+    return found | {name: len(choose[name](x).index) / k for name in OTHERS}
 
 
 def counterexample(n: int, density: float) -> dict[str, Any]:
@@ -200,7 +203,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     return {
         "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
         "Gaussian-k, paper": lambda x: gaussian["paper"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
-        "exact top-k (ours)": lambda x: select.largest(x, [k], fresh(), fast),
+        "our own exact top-k": lambda x: select.largest(x, [k], fresh(), fast),
         "exact top-k (numpy.argpartition)": lambda x: np.argpartition(np.abs(x), n - k)[n - k :],
         "exact top-k (torch.topk)": lambda x: torch.topk(torch.from_numpy(x).abs(), k, sorted=False),
         "DGC's sampling": sampled,

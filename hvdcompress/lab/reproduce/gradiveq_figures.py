@@ -14,6 +14,9 @@ from hvdcompress.lab.reproduce.claims import Picture
 from hvdcompress.lab.reproduce.pictures import picture, seeds_of, style
 from hvdcompress.lab.reproduce.rows import Row, grouped
 
+FASHION = "Fashion-MNIST, 10 000 pictures"
+HELD_OUT = {"digits_net": "digits, 449 pictures"}
+
 
 def spectra(rows: Sequence[Row], net: str) -> Picture:
     """The oracle's error against the rank, a line per layer and order, median over windows and seeds."""
@@ -113,7 +116,7 @@ def accuracies(rows: Sequence[Row], net: str) -> Picture:
         axes.set_xlabel("compression ratio on the wire, dense steps counted (logarithmic; 5x is marked)")
         axes.set_ylabel("points against dense (−1 is marked)")
         figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
-        title = f"{net} on Fashion-MNIST: held-out accuracy, 10 000 pictures, {seeds_of(those)}"
+        title = f"{net} on {HELD_OUT.get(net, FASHION)} held out: accuracy, {seeds_of(those)}"
         return picture(
             figure,
             f"accuracy-{net}",

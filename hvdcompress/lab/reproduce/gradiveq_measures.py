@@ -21,6 +21,7 @@ Settings = dict[str, Any]
 RATE = 8  #: elements of a slice per value that is kept: rank n/8
 ORDERS: tuple[Order, ...] = ("oihw", "hwio")
 PLACES = 33  #: of a spectrum, evenly over the share of components
+ENOUGH = 4  #: slices per vector of a basis, at least: fewer would fit well whatever they are
 SAMPLES = 4096  #: slices of a spectrum, at most
 #: of each ratio: (name, elements per value of GradiVeQ or 0, bits of QSGD or 0); QSGD has no single bit
 MIXES: dict[int, list[tuple[str, float, int]]] = {
@@ -182,11 +183,12 @@ def spectrum(stack: Matrix, spec: TensorSpec, order: Order, size: int) -> Settin
     """How well slices of gradients fit into few dimensions.
 
     Returns:
-        ``size``: elements of a slice; ``samples``: how many slices, of steps that are evenly spread and at most
-        :data:`SAMPLES` in all; ``error``: of the best basis of rank size/8; ``control``: the same for slices whose
-        elements are shuffled, each slice otherwise: what the count of samples and the spread of magnitudes alone
-        explain; ``energy``: the share of energy in the first components, at :data:`PLACES` ranks. None where a slice
-        does not fit, or there are too few of them to tell: not twice as many as a basis has vectors.
+        ``size``: elements of a slice; ``convolution``: whether the layer is one; ``samples``: how many slices, of steps
+        that are evenly spread and at most :data:`SAMPLES` in all; ``error``: of the best basis of rank size/8;
+        ``control``: the same for slices whose elements are shuffled, each slice otherwise: what the count of samples
+        and the spread of magnitudes alone explain; ``energy``: the share of energy in the first components, at
+        :data:`PLACES` ranks. None where a slice does not fit, or there are too few of them to tell: not :data:`ENOUGH`
+        times as many as a basis has vectors.
     """
     size = size or matrices.slice_for(*matrices.blocks(spec, order))
     rank = max(1, size // RATE)
@@ -194,7 +196,7 @@ def spectrum(stack: Matrix, spec: TensorSpec, order: Order, size: int) -> Settin
         return None
     stride = -(-len(stack) * (spec.size // size) // SAMPLES)
     samples = slices(stack[::stride], spec, order, size)
-    if len(samples) < 2 * rank or not samples.any():
+    if len(samples) < ENOUGH * rank or not samples.any():
         return None
     shuffled = np.random.default_rng(0).permuted(samples, axis=1)
     found = energies(samples)
@@ -202,6 +204,7 @@ def spectrum(stack: Matrix, spec: TensorSpec, order: Order, size: int) -> Settin
     summed = np.concatenate([[0.0], found.cumsum()]) / found.sum()
     return {
         "size": size,
+        "convolution": len(spec.shape) == 4,
         "samples": len(samples),
         "error": left(found, rank),
         "control": left(energies(shuffled), rank),

@@ -12,8 +12,8 @@ import numpy as np
 from hvdcompress.lab.output.numbers import num_bytes, number, percent, rate_of, seconds_of
 from hvdcompress.lab.output.table import MISSING, Table
 from hvdcompress.lab.reproduce import gradiveq_figures as figures
-from hvdcompress.lab.reproduce.claims import Kind, Report, Result, Verdict, judge
-from hvdcompress.lab.reproduce.gradiveq_measures import MIXES
+from hvdcompress.lab.reproduce.claims import Kind, Report, Result, Verdict, judge, judge_by
+from hvdcompress.lab.reproduce.gradiveq_measures import ENOUGH, MIXES
 from hvdcompress.lab.reproduce.rows import Row, grouped, over_seeds, spread, text
 
 CORRELATED = 0.3  #: the largest error of the best basis of rank n/8 for slices that count as correlated
@@ -46,13 +46,14 @@ def method_of(result: Result) -> str:
 def correlated(results: Sequence[Result]) -> Report:
     """Do slices fit into an eighth of their dimensions?"""
     rows = list(rows_of(results, "spectra"))
-    cells: dict[str, list[bool]] = {}
+    cells: dict[tuple[str, str], list[bool]] = {}
     lines = []
     for (net, tensor, order, size), some in grouped(rows, "net", "tensor", "order", "size").items():
-        name = f"{net} {tensor}, {order}, slices of {size}"
-        cells[name] = [max(row["error"] for row in one) < CORRELATED for one in grouped(some, "seed").values()]
+        if some[0]["convolution"]:
+            met = [max(row["error"] for row in one) < CORRELATED for one in grouped(some, "seed").values()]
+            cells[f"in order {order}, slices of {size}:", f"{net} {tensor}"] = met
         line = {
-            "tensor": f"{net} {tensor}",
+            "tensor": f"{net} {tensor}{'' if some[0]['convolution'] else ' (a matrix)'}",
             "order": order,
             "size": f"{size}{' (default)' if some[0]['default'] else ''}",
             "samples": f"{some[0]['samples']:,}",
@@ -61,7 +62,7 @@ def correlated(results: Sequence[Result]) -> Report:
         line |= dict(zip(("first", "last"), _ends(some), strict=True))
         lines.append(line)
     nets = list(dict.fromkeys(row["net"] for row in rows))
-    told = [f"{net} {_by_order([row for row in rows if row['net'] == net])}" for net in nets]
+    told = [f"{net} {_by_order([row for row in rows if row['net'] == net and row['convolution']])}" for net in nets]
     columns = [
         text("tensor", "layer", "left"),
         text("order", "order", "left"),
@@ -72,15 +73,16 @@ def correlated(results: Sequence[Result]) -> Report:
         text("control", "elements shuffled"),
     ]
     return Report(
-        judge(cells, f"the best basis of rank n/8 leaves {CORRELATED:g} or more of every layer in some seed"),
-        f"Error of the best basis of rank n/8, slices of the default size with whole filters (oihw) and in the paper's "
-        f"order (hwio), slices of {SMALL} and less, and the first with each slice's elements shuffled: "
-        f"{'; '.join(told)}.",
+        judge_by(cells, f"the best basis of rank n/8 leaves {CORRELATED:g} or more of every layer in some seed"),
+        f"Error of the best basis of rank n/8 for convolutions, slices of the default size with whole filters (oihw) "
+        f"and in the paper's order (hwio), slices of {SMALL} and less, and the first with each slice's elements "
+        f"shuffled: {'; '.join(told)}.",
         [Table(columns, lines, "Over all slices of a window's compressed steps; seeds' values, least to largest.")],
         [*[figures.spectra(rows, net) for net in nets], figures.by_slice(rows)],
         [
-            "Few slices fit well by themselves: what shuffled elements leave says how much of that there is. "
-            "Sizes are left out where a layer has not twice as many slices as the basis has vectors.",
+            "A basis fits few slices well whatever they are; the column *elements shuffled* shows how much of the fit "
+            f"that explains. Sizes are left out where a layer has not {ENOUGH} times as many slices as the basis has "
+            "vectors.",
         ],
     )
 
@@ -159,8 +161,8 @@ def carries(results: Sequence[Result]) -> Report:
         [figures.over_time(rows, net) for net in dict.fromkeys(row["net"] for row in rows)],
         [
             "The oracle is the best basis of rank n/8 for the steps themselves that are looked at, in the same order "
-            "of weights. The paper's samples, one slice per step, are one fewer than there are dense steps at most: "
-            "where n/8 is more, its basis has fewer vectors than the oracle's.",
+            "of weights. From one slice per dense step, as in the paper, come at most Lt − 1 components: where "
+            "n/8 is more, its basis has fewer vectors than the oracle's.",
             "Dense from step 0 on, the first basis is made of gradients whose norm falls by the step: its samples are "
             "those of the first few.",
         ],
@@ -227,7 +229,7 @@ def training(results: Sequence[Result]) -> Report:
         said = f"“{name}”, {rate_of(rate)} at {spread(gaps)} points"
         best.append(f"{net} with {said}" if within else f"none for {net}, the nearest being {said}")
     return Report(
-        judge(cells, f"more than {POINTS:g} point is lost in some seed with either settings"),
+        judge(cells, f"with both settings at least one seed loses more than {POINTS:g} point"),
         f"Against dense, in points: default settings {default}; the paper's {paper}. The highest overall ratio within "
         f"{POINTS:g} point in every seed and of {FASTER:g}x at least, dense steps counted: {'; '.join(best)}.",
         [
@@ -239,11 +241,11 @@ def training(results: Sequence[Result]) -> Report:
         ],
         [figures.accuracies(rows, net) for net in nets],
         [
-            "“default”, “paper” and “paper, 4-bit dense steps” have a tenth of the training as dense warm-up, then "
+            "Settings whose names begin with “default” or “paper” have a tenth of the training as dense warm-up, then "
             "cycles of a tenth dense (Lt) and four tenths compressed (Lc), the paper's ratio; the others a twentieth "
             "each of warm-up and dense steps, and then one basis to the end, or, “refreshed”, cycles of that ratio.",
-            "The first three train their basis again whenever the learning rate has halved (`retrain_drop: 0.5`). With "
-            "the cosine to zero here, which halves for ever, that makes most late steps dense: the others do not.",
+            "By default a basis is trained again whenever the learning rate has halved (`retrain_drop: 0.5`). With the "
+            "cosine to zero here, which halves for ever, that makes most late steps dense: it is shown once.",
             f"Of Lt dense and 4·Lt compressed steps at 8x, the overall ratio is {number(5 / (1 + 4 / 8))}x, whatever "
             f"the network: {FASTER:g}x overall needs quantized dense steps, fewer of them, or compressed steps "
             f"of a higher ratio.",
@@ -459,7 +461,7 @@ def together(results: Sequence[Result]) -> Report:
             for seed in sorted({seed for _, seed in by_seed})
         ]
         lower.append(f"at {rate}x in {sum(wins)} of {len(wins)} seeds")
-    verdict = judge(cells, "no combination has the lower error and the shorter step than GradiVeQ and QSGD alone")
+    verdict = judge(cells, "no combination has both a lower error and a shorter step than each alone")
     if verdict.kind is Kind.FAILS:
         verdict = Verdict(
             Kind.FAILS, f"{verdict.because}; its error alone is the lower {', '.join(lower)}, but quantizing takes time"

@@ -26,8 +26,8 @@ BRIEF: tuple[Column[dict[str, Any]], ...] = (
     Column("verdict", "here it", lambda row: brief(row), align="left", wrap=True),
 )
 READ = (
-    "*Holds* means in every condition that was tried; *under 3 of 8 conditions* in those alone, which the claim's part "
-    "names. In each condition the rule must be met in every seed.\n"
+    "*Holds* means in every condition that was tried; *under 3 of 8 conditions* in these three only, which the claim's "
+    "part names. In each condition the rule must be met in every seed.\n"
 )
 
 
@@ -105,18 +105,21 @@ def row(claim: Claim, report: Report) -> dict[str, Any]:
 
 
 def part(paper: str, claim: Claim, report: Report) -> str:
-    """A claim's part of the page, whose figures are folded."""
+    """A claim's part of the page: the number that decides is open, tables are folded."""
     told = row(claim, report)
     texts = [
         f"## {title(told)}\n",
         f"*In the paper:* {claim.where}\n",
+        *([f"*Published:* {claim.published}\n"] if claim.published else []),
         f"*How it was tested:* {claim.tested}\n",
         f"*The rule:* {claim.rule}\n",
         f"{said(told)}\n",
+        f"{told['number']}\n",
     ]
     texts += [f"![{p.caption}]({paper}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
     tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
-    texts.append(folded([told["number"], *tables]))
+    if tables:
+        texts.append(folded(tables))
     if report.notes:
         texts.append("".join(f"* {note}\n" for note in report.notes))
     return "\n".join(texts)

@@ -19,6 +19,7 @@ from hvdcompress.lab.reproduce.rows import grouped, spread, text
 NEAR, ENERGY, OFTEN = 0.3, 0.8, 0.8  #: largest distance, least share of energy, share of the steps
 BITS, POINTS = 0.05, 0.5  #: bits per byte and points of accuracy that count as no loss
 LARGE_POINTS = 1.0  #: of accuracy, with many workers
+LEAST_RATES = {"48x": 40.0, "over 100x": 100.0}  #: with what stays dense, for the ratio's claim to be judged
 SLOPES = 0.1  #: by which an exponent may differ from the dense one's
 
 Row = dict[str, Any]
@@ -151,6 +152,7 @@ def filtered(results: Sequence[Result]) -> Report:
         f"At a learning rate of {max(rate for _, rate in settings.WATCHED):g} β = 0.1 changes the distance by "
         f"{spread(changes)} (median, least to largest over nets, selections and seeds).",
         [Table(columns, lines, "Medians over steps, then over seeds (least to largest).")],
+        [figures.distances(rows, net) for net in settings.NETS],
     )
 
 
@@ -200,8 +202,8 @@ def lemma(results: Sequence[Result]) -> Report:
         ],
         [figures.bounds(rows)],
         [
-            "The bound supposes that the positions which a leader misses are not its largest; it is no theorem for any "
-            "two sets of positions."
+            "It can be broken: where the d positions that are missed hold more than d/k of the energy of the k best, "
+            "and the leader's other choices do not make up for it."
         ],
     )
 
@@ -211,48 +213,79 @@ def lemma(results: Sequence[Result]) -> Report:
 
 def large_batch(results: Sequence[Result]) -> Report:
     """Does the filter help many workers at four times the learning rate?"""
-    values: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     base = min(r.unit.settings["task"]["learning_rate"] for r in results)
-    workers = results[0].unit.settings["ranks"]
-    for r in results:
-        method, task = r.unit.settings["method"], r.unit.settings["task"]
-        name = "none" if method["method"] == "none" else f"β {method.get('beta', 1.0):g}"
-        values[round(task["learning_rate"] / base), name][r.unit.settings["seed"]] = r["value"]
-    times, names = max(settings.FACTORS), list(dict.fromkeys(name for _, name in values))
-    best, plain, dense = (values[times, name] for name in ("β 0.1", "β 1", "none"))
-    # a training that diverged is worse than any other
-    cells = {
-        f"β 0.1 above β 1 at x{times}": [
-            best[s] > plain[s] or (finite(best[s]) and not finite(plain[s])) for s in best
-        ],
-        f"β 0.1 within {LARGE_POINTS:g} point of dense at x{times}": [best[s] >= dense[s] - LARGE_POINTS for s in best],
-    }
-    lines = [
+    rows = [
         {
-            "rate": f"{base * factor:g} (x{factor})",
-            "method": name,
-            "value": spread(list(values[factor, name].values())),
-            "gap": MISSING
-            if name == "none"
-            else spread([v - values[factor, "none"][s] for s, v in values[factor, name].items()]),
+            "workers": r.unit.settings["ranks"],
+            "factor": round(r.unit.settings["task"]["learning_rate"] / base),
+            "name": "none" if (method := r.unit.settings["method"])["method"] == "none" else f"β {beta_of(method):g}",
+            "seed": r.unit.settings["seed"],
+            "value": r["value"],
         }
-        for factor in settings.FACTORS
-        for name in names
+        for r in results
     ]
+    times, names = max(settings.FACTORS), list(dict.fromkeys(row["name"] for row in rows))
+    cells: dict[str, list[bool]] = {}
+    lines, told, pictures = [], [], []
+    for (workers,), some in grouped(rows, "workers").items():
+        values: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+        for row in some:
+            values[row["factor"], row["name"]][row["seed"]] = row["value"]
+        best, plain = values[times, "β 0.1"], values[times, "β 1"]
+        # each seed's dense training at the learning rate that serves it best: at x4 dense may fail by itself
+        dense = {s: max(values[f, "none"][s] for f in settings.FACTORS if finite(values[f, "none"][s])) for s in best}
+        # a training that diverged is worse than any other
+        cells[f"{workers} workers: β 0.1 above β 1 at x{times}"] = [
+            best[s] > plain[s] or (finite(best[s]) and not finite(plain[s])) for s in best
+        ]
+        cells[f"{workers} workers: β 0.1 at x{times} within {LARGE_POINTS:g} point of the best dense"] = [
+            best[s] >= dense[s] - LARGE_POINTS for s in best
+        ]
+        lines += [
+            {
+                "workers": str(workers),
+                "rate": f"{base * factor:g} (x{factor})",
+                "method": name,
+                "value": spread(list(values[factor, name].values())),
+                "gap": spread([v - dense[s] for s, v in values[factor, name].items()]),
+            }
+            for factor in settings.FACTORS
+            for name in names
+        ]
+        told.append(
+            f"with {workers} workers "
+            + " and ".join(_gain(values[factor, "β 0.1"], values[factor, "β 1"], factor) for factor in settings.FACTORS)
+            + f", and against the best dense {spread([best[s] - dense[s] for s in best])} at x{times}"
+        )
+        pictures.append(figures.sweep(values, settings.FACTORS, names, base, workers))
     columns = [
+        text("workers", "workers"),
         text("rate", "learning rate"),
         text("method", "method", "left"),
         text("value", "held-out accuracy, %"),
-        text("gap", "against dense, points"),
+        text("gap", "against the best dense, points"),
     ]
-    gains = {f: [values[f, "β 0.1"][s] - values[f, "β 1"][s] for s in values[f, "β 1"]] for f in settings.FACTORS}
-    told = "; ".join(f"{spread(each)} points at x{factor}" for factor, each in gains.items())
+    number = f"β 0.1 against β 1, in points: {'; '.join(told)}."
     return Report(
-        judge(cells, f"β 0.1 against β 1: {told}"),
-        f"{workers} workers, β 0.1 against β 1: {told}.",
+        judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
+        number,
         [Table(columns, lines, "Median over seeds (least to largest).")],
-        [figures.sweep(values, settings.FACTORS, names, base, workers)],
+        pictures,
+        ["The best dense is each seed's, at the learning rate of the two that serves it better."],
     )
+
+
+def beta_of(method: Row) -> float:
+    """The low-pass factor; 1 for plain feedback."""
+    return float(method.get("beta", 1.0))
+
+
+def _gain(of: dict[int, float], against: dict[int, float], factor: int) -> str:
+    """By how much one is better than the other at a learning rate; of seeds where neither diverged."""
+    both = [of[s] - against[s] for s in of if finite(of[s]) and finite(against[s])]
+    lost = len(against) - sum(map(finite, against.values()))
+    diverged = f" (β 1 diverged in {lost} of {len(against)} seeds)" if lost else ""
+    return f"{spread(both) if both else MISSING} at x{factor}{diverged}"
 
 
 def finite(value: float) -> bool:
@@ -298,7 +331,7 @@ def no_loss(results: Sequence[Result]) -> Report:
     cells = {
         f"{task} at {rate}, {method}": [row["loss"] < most[task] for row in some]
         for (task, rate, method), some in grouped(rows, "task", "at", "method").items()
-        if rate in ("48x", "over 100x") and method != "topk"
+        if rate in LEAST_RATES and method != "topk" and overall_of(rows, task, rate) >= LEAST_RATES[rate]
     }
     lines = []
     for (rate, method), some in grouped(rows, "at", "method").items():
@@ -327,17 +360,23 @@ def no_loss(results: Sequence[Result]) -> Report:
     )  # fmt: skip
 
 
+def overall_of(rows: Sequence[Row], task: str, at: str) -> float:
+    """The ratio of exact selection with what stays dense, the median over seeds; NaN where it was not trained."""
+    some = [row["rate"] for row in rows if (row["task"], row["method"], row["at"]) == (task, "exact, β 1", at)]
+    return statistics.median(some) if some else math.nan
+
+
 def overall(rows: Sequence[Row], tasks: Sequence[str]) -> str:
-    """What of the ratios is left if all is counted."""
-    measured = []
+    """What of the ratios is left if all is counted, and where that is too little to be judged."""
+    measured, small = [], []
     for task in tasks:
-        of = {
-            at: [row["rate"] for row in rows if (row["task"], row["method"], row["at"]) == (task, "exact, β 1", at)]
-            for at in ("48x", "over 100x")
-        }
-        if all(of.values()):
-            measured.append(f"{task} {' and '.join(rate_of(statistics.median(some)) for some in of.values())}")
-    return f"Ratios are those of large tensors; with what stays dense, exact selection has {'; '.join(measured)}."
+        of = {at: overall_of(rows, task, at) for at in LEAST_RATES}
+        if not any(map(math.isnan, of.values())):
+            measured.append(f"{task} {' and '.join(map(rate_of, of.values()))}")
+        if any(rate < LEAST_RATES[at] for at, rate in of.items()):
+            small.append(task)
+    left = f" {' and '.join(small)}, much of which stays dense, is not judged." if small else ""
+    return f"Ratios are those of large tensors; with what stays dense, exact selection has {'; '.join(measured)}.{left}"
 
 
 # -- S6: convergence -------------------------------------------------------------------------------
@@ -466,23 +505,30 @@ PAPER = Paper(
             "S4",
             "At a large batch and a learning rate scaled up, the filter saves convergence.",
             "large-batch experiments",
-            "FNN-3 on Fashion-MNIST, 16 (64) simulated workers with 8 examples each, k/n = 1 % in chunks, 100 (800) "
-            "steps, learning rates 0.05 and 0.2, β 1, 0.3 and 0.1.",
-            f"at four times the learning rate β = 0.1 ends above β = 1, and within {LARGE_POINTS:g} point of dense.",
+            "FNN-3 on Fashion-MNIST, 16 and 64 simulated workers with 8 examples each (with --quick 16 alone), so that "
+            "the batch has 128 and 512; k/n = 1 % in chunks, 100 steps (800 with --full), learning rates 0.05 and 0.2, "
+            "β 1, 0.3 and 0.1.",
+            f"at four times the learning rate β = 0.1 ends above β = 1, and within {LARGE_POINTS:g} point of dense at "
+            "the rate that serves dense better.",
             settings.large,
             large_batch,
+            "ResNet-50 on ImageNet, 64 workers, 96x: 76.47 → 75.90 %.",
         ),
         Claim(
             "S5",
             "Models train without loss at 47x to 65x and at more than 100x.",
             "Tables 2 and 3",
-            "Four trainings on pictures (300 steps; 2400 with --full) and two on text (500; 2500; fewer settings), "
-            "2 simulated ranks, SGD with momentum, the same learning rate for all of a task. The text's gradient is "
-            "clipped after the exchange, and in a task of its own before it, each rank's. With --full β 0.3 and 80x "
-            "are tried, too; with --quick three trainings on pictures and one on text have fewer settings.",
+            "Four trainings on pictures (300 steps of 64 examples, a third of an epoch; 2400 with --full) and three on "
+            "text (500; 2500; fewer settings): a transformer whose averaged gradient is clipped, the same with each "
+            "rank's whole gradient clipped before the exchange, and an LSTM. 2 simulated ranks, SGD with momentum, the "
+            "same learning rate for all of a task. 80x is the default density of 1 %. With --full β 0.3 is tried, too; "
+            "with --quick three trainings on pictures and one on text have fewer settings.",
             f"less than {BITS:g} bits per byte or {POINTS:g} points behind dense.",
             settings.trained,
             no_loss,
+            "ResNet-34 on CIFAR-10, 4 workers, 92x: 93.78 → 93.98 %; ResNet-18 on ImageNet, 8 workers, 112x: 70.48 → "
+            "70.17 %; ResNet-50, 96x: 76.44 → 75.99 %; MobileNetV2, 155x: 71.64 → 71.52 %; a transformer, 47x to 65x: "
+            "27.64 → 27.27 BLEU.",
         ),
         Claim(
             "S6",

@@ -70,7 +70,9 @@ def quantiles(results: Sequence[Result]) -> Picture:
     """Quantiles of rank 1's residual against rank 0's, at the last step that was looked at."""
     found: list[Picture] = []
     caption = "Quantiles of two ranks' residuals against each other: on the diagonal they are distributed alike."
-    with drawing(3.4, "quantiles", "Residuals of rank 1 against rank 0, last step, 3 seeds", caption, found) as figure:
+    seeds = len({r.unit.settings["seed"] for r in results})
+    title = f"Residuals of rank 1 against rank 0, last step, {seeds} seeds"
+    with drawing(3.4, "quantiles", title, caption, found) as figure:
         panels = figure.subplots(1, 2, squeeze=False)[0]
         for axes, net in zip(panels, ("fnn3", "lenet5"), strict=True):
             for number, (select, beta) in enumerate((s, b) for s in ("exact", "chunk") for b in (1.0, 0.1)):
@@ -121,7 +123,7 @@ def sweep(
     seeds = len(next(iter(values.values())))
     title = f"FNN-3 on Fashion-MNIST, {workers} workers with 8 examples each, {seeds} seeds (least to largest)"
     caption = "Held-out accuracy with many workers, by learning rate and β; trainings that diverged are left out."
-    with drawing(3.2, "large", title, caption, found) as figure:
+    with drawing(3.2, f"large-{workers}", title, caption, found) as figure:
         axes = figure.add_subplot()
         for number, name in enumerate(names):
             for column, factor in enumerate(factors):

@@ -31,6 +31,7 @@ RATES: dict[str, Row] = {
 }  #: by the rate of a large tensor with exact selection; biases and the like stay dense
 NETS = ("fnn3", "lenet5")
 WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning rate
+WORKERS = (16, 64)
 FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
 FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
@@ -41,8 +42,8 @@ READ = {
     "LSTM, text": FEW,
 }  #: the settings that text is learnt with, by task and rate
 SHORT = {
-    TEXT: FEW,
-    CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF)},
+    TEXT: {**_MORE, "80x": ("exact, β 1",)},
+    CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 1")},
     "LSTM, text": FEW,
 }  #: the same without --full
 _QUICK = {**FEW, "over 100x": ("exact, β 1", "chunk, β 0.1")}
@@ -123,12 +124,11 @@ def watched(scale: Scale) -> list[Unit]:
 
 def large(scale: Scale) -> list[Unit]:
     """Trainings with many workers, at a learning rate and at four times as much; the paper's selection."""
-    workers = 16 if scale.quick else 64
     methods = [("none", {"method": "none"})]
     methods += [(f"β {beta:g}", scalecom("chunk", beta, density=0.01)) for beta in BETAS]
     return [
         Unit(
-            f"large batch {name} rate x{factor} seed {seed}",
+            f"large batch {workers} workers {name} rate x{factor} seed {seed}",
             simulate.accuracy,
             {
                 "task": {
@@ -140,8 +140,9 @@ def large(scale: Scale) -> list[Unit]:
                 "ranks": workers,
                 "seed": seed,
             },
-            seconds=2.5 if scale.quick else 80,
+            seconds=workers / 6 * (1 if scale.quick else 8),
         )
+        for workers in (WORKERS[:1] if scale.few else WORKERS)
         for factor in FACTORS
         for name, method in methods
         for seed in scale.seeds
@@ -208,13 +209,13 @@ def wanted(task: str, method: str, rate: str, scale: Scale) -> bool:
     """Whether a scale has a training.
 
     With --full, pictures have all settings (at 80x exact selection with β = 1 alone), and text, which is slow, those of
-    ``READ``. Without it, pictures have two rates and no β of 0.3, and text those of ``SHORT``. With --quick there are
-    the tasks and settings of ``QUICK``.
+    ``READ``. Without it, pictures have no β of 0.3, and text has those of ``SHORT``. With --quick there are the tasks
+    and settings of ``QUICK``.
     """
     if scale.few:
         return method in QUICK.get(task, {}).get(rate, ())
-    if not scale.quick:
-        return method in READ[task].get(rate, ()) if task in TEXTS else rate != "80x" or method == "exact, β 1"
     if task in TEXTS:
-        return method in SHORT.get(task, {}).get(rate, ())
-    return rate != "80x" and "β 0.3" not in method
+        return method in (SHORT if scale.quick else READ)[task].get(rate, ())
+    if rate == "80x":
+        return method == "exact, β 1"
+    return not (scale.quick and "β 0.3" in method)
