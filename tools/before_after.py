@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     data = [compare.load(file) for file in parser.parse_args().files]
     rows: list[dict[str, Any]] = []
-    for what, measure in (("refine: paper, count/k", counts), ("compare, error of gradiveq paper", errors)):
+    for what, measure in (("refine: paper, count/k", counts), ("compare, gradiveq paper, ‖ĝ − ḡ‖/‖ḡ‖", errors)):
         found = [measure(gradients) for gradients in data]
         rows.append({"what": what} | {key: spread([one[key] for one in found]) for key in ("before", "after")})
     columns = [Column[Any]("what", "what", lambda row: row["what"], align="left")]

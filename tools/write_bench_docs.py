@@ -46,6 +46,7 @@ python tools/write_bench_docs.py {folders}
 """
 QUESTIONS = {
     "resnet50": "ResNet-50: how fast is every method, at three link speeds?",
+    "awake": "Nobody stopped, nobody pinned: what is left of it on busy machines?",
     "ddp_hooks": "DDP: how fast are methods compared with DDP's own hooks?",
     "ddp_cuda": "DDP on a GPU: what is left of a method's gain?",
     "resnet32": "ResNet-32: what do many small tensors cost?",

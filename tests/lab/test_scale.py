@@ -67,7 +67,7 @@ def counted(plan, world):
 def test_bytes_are_those_of_real_ranks(id, settings):
     plan = plan_of(id, min_elements=1, **settings)
     for world in range(2, 9):
-        said = cost.work(plan, SHAPES, world, driver=False)
+        said = cost.work(plan, SHAPES, world, driver=None)
         assert (round(said.sent), round(said.on_wire), said.calls) == counted(plan, world), f"{world} ranks"
 
 
@@ -91,8 +91,8 @@ def test_thousands_of_workers_take_no_memory():
     hvdcompress.get("topk")
     cost.work(plan_of("topk"), {"w": (64, 64)}, 8)
     tracemalloc.start()
-    gathered = cost.work(plan_of("topk", density=0.01), {"w": (1000, 500)}, 4096, driver=False)
-    quantized = cost.work(plan_of("qsgd"), {"w": (1000, 500)}, 4096, driver=False)
+    gathered = cost.work(plan_of("topk", density=0.01), {"w": (1000, 500)}, 4096, driver=None)
+    quantized = cost.work(plan_of("qsgd"), {"w": (1000, 500)}, 4096, driver=None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40e6, "decoding 4096 payloads of 500 000 values would take 8 GB"
@@ -102,7 +102,7 @@ def test_thousands_of_workers_take_no_memory():
 def test_gathers_grow_and_sums_do_not():
     for id, settings in VARIANTS:
         plan = plan_of(id, min_elements=1, **settings)
-        few, many = (cost.work(plan, SHAPES, p, driver=False) for p in (8, 512))
+        few, many = (cost.work(plan, SHAPES, p, driver=None) for p in (8, 512))
         verbs = {
             each[0].verb
             for bucket in plan.buckets(TensorSpec(n, s) for n, s in SHAPES.items())
@@ -118,18 +118,18 @@ def test_gathers_grow_and_sums_do_not():
 def test_gtopks_line_is_longer_than_what_a_rank_sends():
     """Rank 0 receives k entries in each of log2(p) rounds, though none sends more than twice."""
     plan = plan_of("gtopk", density=0.01)
-    one = cost.work(plan, {"w": (64, 64)}, 256, driver=False)
+    one = cost.work(plan, {"w": (64, 64)}, 256, driver=None)
     width = plan.program.main.num_payload_bytes(4096)
     assert one.sent == 2 * width and one.on_wire == pytest.approx(width * (1 + 2 * 255 / 256))
     assert one.line == pytest.approx(width * (8 + 2 * 255 / 256)) and one.rounds == 9
 
 
 def test_what_the_driver_adds():
-    bare, whole = (
-        cost.work(plan_of("topk", bucket_elements=0), {"a": (2000,), "b": (3000,)}, 4, driver=d) for d in (False, True)
-    )
-    assert whole.sent - bare.sent == 2 * 8 + 7 * 8, "a placeholder for each tensor, and the status"
-    assert (whole.calls, bare.calls, whole.rounds, bare.rounds) == (2 * 2 + 1, 2, 2, 1)
+    plan, tensors = plan_of("topk", bucket_elements=0), {"a": (2000,), "b": (3000,)}
+    bare, horovod, mpi = (cost.work(plan, tensors, 4, driver=d) for d in (None, "horovod", "mpi4py"))
+    assert horovod.sent - bare.sent == 2 * 8 + 8 * 8, "a placeholder for each tensor, and the status"
+    assert mpi.sent - bare.sent == 2 * 8 * 8 and mpi.rounds == bare.rounds + 2, "a status before and after"
+    assert (horovod.calls, bare.calls, horovod.rounds, bare.rounds) == (2 * 2 + 1, 2, 2, 1)
     riding = cost.work(plan_of("none"), {"a": (2000,), "b": (3000,)}, 4)
     assert riding.calls == 3, "a gradient that Horovod reduces itself needs no placeholder"
 

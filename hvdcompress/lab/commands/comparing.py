@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -69,6 +69,10 @@ def scale(
     latency: Annotated[
         str | None, typer.Option(help="How long a message takes on its way, such as 20us. Default: as fitted.")
     ] = None,
+    over: Annotated[
+        Literal["horovod", "mpi4py"],
+        typer.Option(help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own."),
+    ] = "horovod",
     out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -76,5 +80,5 @@ def scale(
     from hvdcompress.lab.scale import run as scaling
 
     entries = methods_of(config, methods, ["scale", "experiment"])
-    constants = constants or (RUNS / "fit.json" if fit else scaling.FITTED)
-    scaling.run(entries, set, split(rate), split(workers), fit or [], constants, latency, out, console_of(), form)
+    constants = constants or (RUNS / scaling.FITTED[over].name if fit else scaling.FITTED[over])
+    scaling.run(entries, set, split(rate), split(workers), fit or [], constants, latency, out, console_of(), form, over)

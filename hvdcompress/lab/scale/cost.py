@@ -5,12 +5,14 @@ One exchange asks for collectives (:func:`work`), and each costs something of fi
     seconds = α · messages that wait for each other            2(p − 1) an all-reduce, p − 1 an all-gather or all-to-all
             + β · 8 · bytes on the link / rate                 as rings carry them; β = 1 is a link without headers
             + δ · bytes                                        what the processors spend on them, whatever the link
-            + ν · collectives + κ · rounds                     Horovod's negotiation: of each tensor, and of each cycle
+            + ν · collectives + κ · rounds                     of each collective, and of each round: under Horovod, its
+                                                               negotiation
             + γ · seconds of the codec                         as timed in one process: :class:`Codec`
 
 (Hockney 1994; Thakur, Rabenseifner and Gropp 2005 for the collectives.) Where p ranks share fewer processors, the
 processors' work takes p/processors as long. Collectives run as rings, as in ``ledger.py``; an all-reduce by a tree
-would need fewer messages. Nothing overlaps in the model; where it does on a machine, the fitted γ is below 1.
+would need fewer messages. Nothing overlaps in the model; where it does on a machine, the fitted γ is below 1. Each
+driver has constants of its own (:data:`Driver`).
 ``imagined.imagine`` finds out which collectives a method asks for: nothing here depends on any method.
 """
 
@@ -21,7 +23,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -31,14 +33,30 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.lab.scale import imagined
 from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
-from hvdcompress.plan import BY_NAME, Bucket, Plan
+from hvdcompress.plan import BY_NAME, IN_ORDER, Bucket, Plan
 
-__all__ = ["Codec", "Constants", "Errors", "Exchange", "Point", "Work", "errors", "exchange_of", "fit", "stock", "work"]
+__all__ = [
+    "Codec",
+    "Constants",
+    "Driver",
+    "Errors",
+    "Exchange",
+    "Point",
+    "Work",
+    "errors",
+    "exchange_of",
+    "fit",
+    "stock",
+    "work",
+]
 
+Driver = Literal["horovod", "mpi4py"]  #: whose exchange it is: PyTorch's under Horovod, or MPI's
+GROUPINGS = {"horovod": BY_NAME, "mpi4py": IN_ORDER}  #: which tensors travel together
+STATUSES = {"horovod": 1, "mpi4py": 2}  #: before waiting; or before the first collective, and after the last
 FUSED = 128 * 2**20  # bytes: Horovod sends tensors that come together in one collective of up to so many
 #: with each tensor's collectives: a probe of 8 bytes, by which the PyTorch driver tells Average from Sum
 PLACEHOLDER = Asked("AllReduce", "sum", "float32", 8)
-STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))  #: once per step
+STATUS = Asked("AllReduce", "max", "float64", 8 * len(Status().numbers()))
 
 
 # -- what is asked for ---------------------------------------------------------------------------------
@@ -114,7 +132,7 @@ def work(
     tensors: Mapping[str, tuple[int, ...]],
     world: int,
     codec: Callable[[Method], Codec] | None = None,
-    driver: bool = True,
+    driver: Driver | None = "horovod",
 ) -> Work:
     """The work of an exchange under a plan, in its last stage and phase.
 
@@ -123,7 +141,8 @@ def work(
         tensors: shapes by name.
         world: the number of ranks.
         codec: gives a method's codec; without it, the codec's seconds are 0.
-        driver: include what the PyTorch driver adds, a placeholder for each tensor and a status.
+        driver: include what this one adds: a status or two and, under Horovod, a placeholder for each tensor. None: the
+            methods' collectives alone, of each tensor by itself.
     """
     sent, wire, passing, calls, seconds, rounds = [0.0, 0.0], [0.0, 0.0], 0.0, 0, 0.0, 0
     together: dict[tuple[int, Kind], list[int]] = {}
@@ -138,9 +157,8 @@ def work(
         passing += line(each, world)
         together.setdefault((number, kind(each)), []).append(max(one.num_bytes for one in each))
 
-    for bucket in plan.buckets(
-        (TensorSpec(name, shape) for name, shape in tensors.items()), BY_NAME if driver else None
-    ):
+    grouping = GROUPINGS[driver] if driver else None
+    for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), grouping):
         exchange = exchange_of(bucket, world)
         for number, each in enumerate(exchange.rounds):
             add(number, each)
@@ -148,12 +166,12 @@ def work(
         if codec:
             one = codec(exchange.method)
             seconds += sum(one.seconds(size, *gathered(asked, world)) for size, asked in exchange.parts)
-        if driver:
+        if driver == "horovod":
             for _ in range(exchange.placeholders):
                 add(0, [PLACEHOLDER])
             calls -= exchange.rides
-    if driver:
-        add(-1, [STATUS])
+    for number in range(STATUSES[driver] if driver else 0):
+        add(-1 - number, [STATUS])
         rounds += 1
     passed = sum(messages(verb, lengths, world, partners) for (_, (verb, _, partners)), lengths in together.items())
     return Work(world, max(sent), max(wire), passing, calls, rounds, passed, seconds)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from hvdcompress.lab.scale import cost, imagined
-from hvdcompress.lab.scale.cost import Codec, Constants, Errors, Point
+from hvdcompress.lab.scale.cost import Codec, Constants, Driver, Errors, Point
 from hvdcompress.lab.scale.points import points_of
 from hvdcompress.method import Method, TensorSpec
 from hvdcompress.plan import Program
@@ -69,7 +69,7 @@ def fit_codec(rows: Sequence[tuple[float, ...]]) -> Codec:
 
 @dataclass
 class Model:
-    """Fitted constants, timed codecs, and how far off predictions of points were that the fit had not seen."""
+    """A driver's fitted constants, timed codecs, and how far off predictions of points were that no fit had seen."""
 
     constants: Constants
     codecs: dict[str, Codec] = field(default_factory=dict)
@@ -77,6 +77,7 @@ class Model:
     sources: list[dict[str, Any]] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     made: str = ""
+    driver: Driver = "horovod"
 
     def codec(self, method: Method) -> Codec:
         """A method's codec; it is timed now if it is not known."""
@@ -89,6 +90,7 @@ class Model:
         """Write it as JSON, with every point that it was fitted to."""
         written = {
             "made": self.made,
+            "driver": self.driver,
             "constants": asdict(self.constants),
             "held_out": {split: found._asdict() for split, found in self.held_out.items()},
             "sources": self.sources,
@@ -118,6 +120,7 @@ class Model:
                 read["sources"],
                 [Point.from_dict(given) for given in read["points"]],
                 read["made"],
+                read.get("driver", "horovod"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} holds no fitted model: {error!r}") from None
@@ -136,20 +139,21 @@ def _entries(value: Any) -> str:
     return text(value)
 
 
-def model_from(paths: Iterable[Path], known: Mapping[str, Codec] | None = None) -> Model:
+def model_from(paths: Iterable[Path], known: Mapping[str, Codec] | None = None, driver: Driver = "horovod") -> Model:
     """Fit the constants to measured exchanges, and try them on exchanges that were left out.
 
     Args:
         paths: folders and files, as :func:`points_of` reads them.
         known: codecs that need not be timed.
+        driver: whose exchanges.
 
     Raises:
         ValueError: there are too few.
         FileNotFoundError: a path does not exist.
     """
-    model = Model(Constants(), dict(known or {}), made=time.strftime("%Y-%m-%d"))
+    model = Model(Constants(), dict(known or {}), made=time.strftime("%Y-%m-%d"), driver=driver)
     for path in paths:
-        points, source = points_of(path, model.codec)
+        points, source = points_of(path, model.codec, driver)
         # where ranks outnumber processors, a bare collective's time is the scheduler's
         points = [point for point in points if point.work.calls or point.shared <= 1]
         model.points += points

@@ -1,7 +1,7 @@
 """Measured exchanges to fit the cost model to.
 
-They come from folders that ``hvdcompress bench`` wrote (its contenders over Horovod's ring: methods, and stock
-Horovod's ``none``), and from files of ``lab.scale.links`` (collectives of MPI alone).
+They come from folders that ``hvdcompress bench`` wrote (of one driver: contenders over Horovod's ring, stock Horovod's
+``none`` among them, or over mpi4py), and from files of ``lab.scale.links`` (collectives of MPI alone).
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from hvdcompress.lab.bench.config import LOOPBACK, Bench, read_turns
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.scale import cost
-from hvdcompress.lab.scale.cost import Codec, Point, Work
+from hvdcompress.lab.scale.cost import Codec, Driver, Point, Work
 from hvdcompress.method import Method
 from hvdcompress.plan import load
 
 __all__ = ["points_of"]
 
+WHERE: dict[Driver, str] = {"horovod": "ring", "mpi4py": "mpi4py"}  #: the ranks that run a driver's contenders
+NAMES: dict[Driver, str] = {"horovod": "Horovod's ring", "mpi4py": "mpi4py"}
 
-def points_of(path: Path, codec: Callable[[Method], Codec]) -> tuple[list[Point], dict[str, Any]]:
+
+def points_of(
+    path: Path, codec: Callable[[Method], Codec], driver: Driver = "horovod"
+) -> tuple[list[Point], dict[str, Any]]:
     """Read measured exchanges.
 
     Args:
         path: a benchmark's folder, or a file of ``lab.scale.links``.
         codec: gives a method's codec, whose seconds are part of what an exchange asks for.
+        driver: whose exchanges.
 
     Returns:
         The exchanges, and a description of their source.
@@ -38,7 +44,7 @@ def points_of(path: Path, codec: Callable[[Method], Codec]) -> tuple[list[Point]
         FileNotFoundError: there is no such file.
     """
     if path.is_dir():
-        return _bench_points(path, codec)
+        return _bench_points(path, codec, driver)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     lines = jsonl.read(path)
@@ -49,7 +55,7 @@ def points_of(path: Path, codec: Callable[[Method], Codec]) -> tuple[list[Point]
     return points, source
 
 
-def _bench_points(folder: Path, codec: Callable[[Method], Codec]) -> tuple[list[Point], dict[str, Any]]:
+def _bench_points(folder: Path, codec: Callable[[Method], Codec], driver: Driver) -> tuple[list[Point], dict[str, Any]]:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} holds no benchmark: it has no config.yaml")
     bench = Bench.open(folder / "config.yaml")
@@ -70,15 +76,17 @@ def _bench_points(folder: Path, codec: Callable[[Method], Codec]) -> tuple[list[
         if (set, label) not in worked:
             contender = contenders[label]
             one: Work | None = None
-            if contender.where == "ring" and contender.spec["kind"] == "none":
+            if contender.where != WHERE[driver]:
+                pass
+            elif contender.spec["kind"] == "none":
                 one = cost.stock(tensors[set], bench.hosts)
-            elif contender.where == "ring" and contender.spec["kind"] == "method":
-                one = cost.work(load(contender.spec["settings"]), tensors[set], bench.hosts, codec)
+            elif contender.spec["kind"] == "method":
+                one = cost.work(load(contender.spec["settings"]), tensors[set], bench.hosts, codec, driver)
             worked[set, label] = one
         if done := worked[set, label]:
             points.append(Point(label, set, Rate.parse(rate).slower, shared, statistics.median(seconds), done))
     if not points:
-        raise ValueError(f"{folder} holds no exchange over Horovod's ring on emulated hosts")
+        raise ValueError(f"{folder} holds no exchange over {NAMES[driver]} on emulated hosts")
     return points, {key: launch[key] for key in ("command", "commit", "machine") if key in launch} | {
         "folder": str(folder)
     }

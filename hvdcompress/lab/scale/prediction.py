@@ -17,12 +17,13 @@ from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale import cost
 from hvdcompress.lab.scale.cost import Work
 from hvdcompress.lab.scale.model import Model
-from hvdcompress.plan import Plan
+from hvdcompress.plan import Plan, plan_of
 
 __all__ = ["DENSE", "WORKERS", "Row", "predict", "tensors_of"]
 
 WORKERS = (2, 4, 8, 16, 64, 256, 1024, 4096)
 DENSE = "dense (stock Horovod)"
+DENSE_MPI = "dense (`none` over mpi4py)"
 
 
 def tensors_of(words: str) -> nets.Shapes:
@@ -106,12 +107,18 @@ def predict(
     if not workers or min(workers) < 2:
         raise ValueError(f"{list(workers)} workers: there must be 2 at least")
     workers = sorted(set(workers))
-    all_works: dict[str, dict[int, Work]] = {DENSE: {p: cost.stock(tensors, p) for p in workers}}
-    settings = {DENSE: "4n bytes, summed"}
+    if model.driver == "horovod":
+        dense_label, dense_works = DENSE, {p: cost.stock(tensors, p) for p in workers}
+    else:
+        none = plan_of("none")
+        dense_label = DENSE_MPI
+        dense_works = {p: cost.work(none, tensors, p, model.codec, model.driver) for p in workers}
+    all_works: dict[str, dict[int, Work]] = {dense_label: dense_works}
+    settings = {dense_label: "4n bytes, summed"}
     for entry in entries:
         say(entry.label)
         plan: Plan = entry.plan
-        all_works[entry.label] = {p: cost.work(plan, tensors, p, model.codec) for p in workers}
+        all_works[entry.label] = {p: cost.work(plan, tensors, p, model.codec, model.driver) for p in workers}
         settings[entry.label] = str(plan.program)
     rows = []
     for rate, speed in speeds.items():
@@ -120,7 +127,7 @@ def predict(
             parts = {p: model.constants.parts(one, speed) for p, one in works.items()}
             seconds = {p: sum(part.values()) for p, part in parts.items()}
             wire = {p: one.on_wire for p, one in works.items()}
-            row = Row(rate, label, settings[label], seconds, wire, parts, label == DENSE)
+            row = Row(rate, label, settings[label], seconds, wire, parts, label == dense_label)
             dense = dense or seconds
             if not row.is_dense:
                 row.loses = [p for p in workers if seconds[p] >= dense[p]]

@@ -18,11 +18,15 @@ from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import Format
 from hvdcompress.lab.scale import files, report
+from hvdcompress.lab.scale.cost import Driver
 from hvdcompress.lab.scale.model import Model, model_from
 from hvdcompress.lab.scale.prediction import WORKERS, predict, tensors_of
 from hvdcompress.lab.scale.report import Prediction
 
-FITTED = packaged.FOLDER / "bench" / "fit.json"  #: the constants that come with the package
+FITTED: dict[Driver, Path] = {
+    "horovod": packaged.FOLDER / "bench" / "fit.json",
+    "mpi4py": packaged.FOLDER / "bench" / "fit_mpi.json",
+}  #: the constants that come with the package
 
 
 def seconds(text: str) -> float:
@@ -48,6 +52,7 @@ def run(
     out: Path | None,
     console: Console,
     form: str = Format.text,
+    driver: Driver = "horovod",
 ) -> None:
     """Fit the model if asked to, predict, print and write.
 
@@ -62,6 +67,7 @@ def run(
         out: a folder for the report.
         console: where tables are printed.
         form: other forms than "text" are the tables alone.
+        driver: whose exchanges are fitted to.
 
     Raises:
         ValueError, OSError: an argument is wrong, or a file is missing.
@@ -73,7 +79,7 @@ def run(
     with console.status("…") as status:
         if fit:
             status.update("fitting …")
-            fitted = model_from(fit)
+            fitted = model_from(fit, driver=driver)
         else:
             fitted = Model.open(constants)
         model, known = fitted, list(fitted.codecs)
@@ -87,9 +93,10 @@ def run(
         aside.print(f"written: {shown(constants)}", highlight=False, soft_wrap=True)
     about = f"{len(tensors)} tensors, {nets.total(tensors):,} elements".replace(",", " ").replace("  ", ", ")
     command = shlex.join(["hvdcompress", *sys.argv[1:]])
-    name = f"{Path(set).stem}, {about}" + (f", {latency} per message" if latency else "")
+    name = f"{Path(set).stem}, {about}" + (f", over {model.driver}" if model.driver != "horovod" else "")
+    name += f", {latency} per message" if latency else ""
     timed = [] if fit else [method for method in fitted.codecs if method not in known]
-    file = "the packaged fit.json" if constants == FITTED else shown(constants)
+    file = f"the packaged {constants.name}" if constants in FITTED.values() else shown(constants)
     prediction = Prediction(name, rows, model, file, command, timed)
     report.show(prediction, console, form)
     for warning in report.warnings(prediction):

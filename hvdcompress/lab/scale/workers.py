@@ -77,7 +77,7 @@ def bytes_table(workers: Sequence[int]) -> Table[Any]:
         found = {}
         for p in workers:
             found[p] = counted(settings, p)
-            said = cost.work(plan_of(settings, min_elements=1), {"w": SHAPE}, p, driver=False)
+            said = cost.work(plan_of(settings, min_elements=1), {"w": SHAPE}, p, driver=None)
             if found[p] != (round(said.sent), round(said.on_wire)):
                 sys.exit(f"{label}, {p} workers: counted {found[p]}, the model says {said.sent, said.on_wire}")
         rows.append((label, found))
