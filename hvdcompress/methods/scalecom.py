@@ -28,10 +28,10 @@ Departures from the paper, which ``paper: true`` takes back:
 - The residual is not filtered (β = 1). The paper's 0.1 is for batches and learning rates that were scaled up.
 
 Measured, over three seeds (docs/results.md, "ScaleCom's defaults"; claim S5 of ``hvdcompress reproduce scalecom``): the
-defaults lose up to 2 points more than top-k at the same density, and up to 3.3 at over 100x. At 48x ``values: fp16`` with
-a density of 1/35 loses less than fp32 with 1/60: on text 0.01 bits against 0.05 with a transformer, 0.09 against 0.14
-with an LSTM. On Fashion-MNIST, at the learning rate that served dense training best, the paper's settings lose less
-than both; at a fifth of it, and on text, more.
+defaults lose up to 2 points more than top-k at the same density, and up to 3.3 at over 100x. At 48x ``values: fp16``
+with a density of 1/35 loses less than fp32 with 1/60: on text 0.01 bits against 0.05 with a transformer, 0.09 against
+0.14 with an LSTM. On Fashion-MNIST, at the learning rate that served dense training best, the paper's settings lose
+less than both; at a fifth of it, and on text, more.
 
 Warm-up, dense first layers and per-layer densities are set by a plan's ``warmup`` and ``rules``.
 

@@ -122,7 +122,7 @@ def sweep(
     found: list[Picture] = []
     seeds = len(next(iter(values.values())))
     title = f"FNN-3 on Fashion-MNIST, {workers} workers with 8 examples each, {seeds} seeds (least to largest)"
-    caption = f"Held-out accuracy with {workers} workers, by learning rate and β, of trainings that did not diverge."
+    caption = f"Held-out accuracy with {workers} workers by learning rate and β; trainings that diverged are missing."
     with drawing(3.2, f"large-{workers}", title, caption, found) as figure:
         axes = figure.add_subplot()
         for number, name in enumerate(names):
