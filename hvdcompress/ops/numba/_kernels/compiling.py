@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+# Compiled kernels have these values in them, and numba looks at a kernel's own file alone: after a change here, delete
+# __pycache__/*.nb* of this folder.
 MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
-LANES = 128  #: how many sums run side by side
+LANES = 64  #: how many sums run side by side
 FOUR = 4 * LANES  #: elements of which four go into each of these sums
 SPAN = 1 << 16  #: elements whose sums are one row: threads begin at multiples of it, so that sums are the same
 BLOCK = 1024  #: how many elements stay in the processor's nearest cache
