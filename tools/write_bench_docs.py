@@ -2,7 +2,7 @@
 
     python tools/write_bench_docs.py runs/bench-resnet50 … runs/end_to_end-100mbit … digits=0.3 bytes=2.8
 
-docs/bench.md shows the first folder's in short. Pages of benchmarks that are not given stay as they are.
+docs/bench.md shows ResNet-50's in short. Pages of benchmarks that are not given stay as they are, and that part, too.
 `python tools/update_readme.py` then draws README's picture again.
 """
 
@@ -34,16 +34,18 @@ Each page answers one question: a picture first, then the tables, folded, with t
 one table were measured in one run, on the same hosts, in turns.
 
 """
-MADE = """## How these pages are made
+MADE_BY = "python tools/write_bench_docs.py "
+MADE = f"""## How these pages are made
 
 `hvdcompress bench` measures, as root, in the virtual environment, from the repository's root
 (`sudo .venv/bin/hvdcompress …`). Pages are written from its results, each with the version that was measured, and this
 one with the text of `docs/bench_notes.md`; those that were not measured again stay as they were. Last:
 
 ```
-python tools/write_bench_docs.py {folders}
+{MADE_BY}{{folders}}
 ```
 """
+SHORT = "resnet50"  #: the benchmark that docs/bench.md shows in short
 QUESTIONS = {
     "resnet50": "ResNet-50: how fast is every method, at three link speeds?",
     "awake": "Nobody stopped, nobody pinned: what is left of it on busy machines?",
@@ -204,9 +206,15 @@ def main() -> None:
         text = "\n".join([f"# {question('training')}", "", TO_LOSS, *(training(folder, targets) for folder in trained)])
         (PLOTS / "training.md").write_text(text, encoding="utf-8")
     titles = {page.stem: question(page.stem) for page in sorted(PLOTS.glob("*.md"), key=_place)}
-    short = brief(results.read(benches[0])) if benches else ""
-    text = index(" ".join(sys.argv[1:]), titles, notes.read_text() if notes.exists() else "", short)
-    (DOCS / "bench.md").write_text(text, encoding="utf-8")
+    there, found = DOCS / "bench.md", notes.read_text(encoding="utf-8") if notes.exists() else ""
+    before = there.read_text(encoding="utf-8") if there.exists() else ""
+    measured = {result.bench.name: result for result in map(results.read, benches)}
+    short = before.partition("## In short\n\n")[2].partition("\n\n## ")[0].strip()
+    if SHORT in measured or (measured and not short):
+        short = brief(measured.get(SHORT) or next(iter(measured.values())))
+    said = (before.rpartition(MADE_BY)[2].splitlines() or [""])[0].split() if MADE_BY in before else []
+    text = index(" ".join(dict.fromkeys([*said, *sys.argv[1:]])), titles, found, short)
+    there.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

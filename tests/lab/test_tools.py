@@ -67,6 +67,7 @@ def test_bench_docs(project):
     bench(project / "bench-x")
     training(project / "y")
     before = (project / "docs" / "bench" / "gpt2.md").read_bytes()
+    (project / "docs" / "bench.md").unlink()
     run(project, "write_bench_docs", "bench-x", "y", "digits=5")
     index, folder = (project / "docs" / "bench.md").read_text(), project / "docs" / "bench"
     page = (folder / "x.md").read_text()
@@ -80,6 +81,9 @@ def test_bench_docs(project):
     assert f"]({plot.name})" in page and "--c1:" in plot.read_text()
     assert "| topk | 1.00 s (4.00x) |" in index
     assert "Version measured: " in page and (folder / "gpt2.md").read_bytes() == before and "(bench/gpt2.md)" in index
+    run(project, "write_bench_docs", "y", "digits=4")  # what is not given again stays
+    again = (project / "docs" / "bench.md").read_text()
+    assert "| topk | 1.00 s (4.00x) |" in again and "write_bench_docs.py bench-x y digits=5 digits=4\n" in again
 
 
 def test_scale_docs(project):
