@@ -200,19 +200,19 @@ def main() -> None:
     benches = [folder for folder in folders if (folder / "results.jsonl").exists()]
     trained = [folder for folder in folders if folder not in benches]
     PLOTS.mkdir(exist_ok=True)
-    for result in map(results.read, benches):
-        (PLOTS / f"{result.bench.name}.md").write_text(section(result), encoding="utf-8")
+    measured = {result.bench.name: result for result in map(results.read, benches)}
+    for name, result in measured.items():
+        (PLOTS / f"{name}.md").write_text(section(result), encoding="utf-8")
     if trained:
         text = "\n".join([f"# {question('training')}", "", TO_LOSS, *(training(folder, targets) for folder in trained)])
         (PLOTS / "training.md").write_text(text, encoding="utf-8")
     titles = {page.stem: question(page.stem) for page in sorted(PLOTS.glob("*.md"), key=_place)}
     there, found = DOCS / "bench.md", notes.read_text(encoding="utf-8") if notes.exists() else ""
     before = there.read_text(encoding="utf-8") if there.exists() else ""
-    measured = {result.bench.name: result for result in map(results.read, benches)}
     short = before.partition("## In short\n\n")[2].partition("\n\n## ")[0].strip()
     if SHORT in measured or (measured and not short):
         short = brief(measured.get(SHORT) or next(iter(measured.values())))
-    said = (before.rpartition(MADE_BY)[2].splitlines() or [""])[0].split() if MADE_BY in before else []
+    said = before.partition(MADE_BY)[2].partition("\n")[0].split()
     text = index(" ".join(dict.fromkeys([*said, *sys.argv[1:]])), titles, found, short)
     there.write_text(text, encoding="utf-8")
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdcompress.lab import packaged
 from hvdcompress.lab.advise.calibrate import calibrate, handling
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
@@ -19,7 +18,7 @@ from hvdcompress.lab.advise.verdict import advise
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.model import Model
-from hvdcompress.lab.scale.run import seconds
+from hvdcompress.lab.scale.run import FITTED, seconds
 from hvdcompress.plan import BY_NAME, IN_ORDER, Plan, load
 
 __all__ = ["case_of", "decided", "is_as_measured", "link_of", "plans_to_check", "report_of", "rivals"]
@@ -27,7 +26,7 @@ __all__ = ["case_of", "decided", "is_as_measured", "link_of", "plans_to_check", 
 NEAR, MOST_RIVALS = 0.25, 4  # of the shortest step: predictions are off by about a tenth; methods everywhere, and dense
 
 
-def link_of(words: str, fitted: Path = packaged.FOLDER / "bench" / "fit.json") -> Link:
+def link_of(words: str, fitted: Path = FITTED["horovod"]) -> Link:
     """A link by its speed and latency; what else collectives cost is as fitted to measured exchanges.
 
     Args:

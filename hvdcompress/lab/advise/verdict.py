@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from hvdcompress.lab import packaged
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case
 from hvdcompress.lab.cluster.rates import speed
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.scale.model import Model
+from hvdcompress.lab.scale.run import FITTED
 
 __all__ = ["Advice", "advise", "error_of", "evidence"]
 
@@ -61,7 +61,7 @@ def error_of(file: Path | None = None) -> float:
     Args:
         file: the fitted constants; the packaged ones without it.
     """
-    model = Model.open(file or packaged.FOLDER / "bench" / "fit.json")
+    model = Model.open(file or FITTED["horovod"])
     return model.held_out["a quarter, in turn"].median
 
 

@@ -42,7 +42,7 @@ def of_unit(result: Result) -> Row:
         "batch": task["batch_size"],
         "rate": task["learning_rate"],
         "select": method["select"],
-        "beta": method.get("beta", 1.0),
+        "beta": settings.beta_of(method),
         "seed": found["seed"],
         "diverged": result["diverged"],
     }
@@ -214,23 +214,16 @@ def lemma(results: Sequence[Result]) -> Report:
 def large_batch(results: Sequence[Result]) -> Report:
     """Does the filter help many workers at four times the learning rate?"""
     base = min(r.unit.settings["task"]["learning_rate"] for r in results)
-    rows = [
-        {
-            "workers": r.unit.settings["ranks"],
-            "factor": round(r.unit.settings["task"]["learning_rate"] / base),
-            "name": "none" if (method := r.unit.settings["method"])["method"] == "none" else f"β {beta_of(method):g}",
-            "seed": r.unit.settings["seed"],
-            "value": r["value"],
-        }
-        for r in results
-    ]
-    times, names = max(settings.FACTORS), list(dict.fromkeys(row["name"] for row in rows))
-    cells: dict[str, list[bool]] = {}
+    found: dict[int, dict[tuple[int, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for r in results:
+        given = r.unit.settings
+        method, factor = given["method"], round(given["task"]["learning_rate"] / base)
+        name = "none" if method["method"] == "none" else f"β {settings.beta_of(method):g}"
+        found[given["ranks"]][factor, name][given["seed"]] = r["value"]
+    times, cells = max(settings.FACTORS), dict[str, list[bool]]()
     lines, told, pictures = [], [], []
-    for (workers,), some in grouped(rows, "workers").items():
-        values: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
-        for row in some:
-            values[row["factor"], row["name"]][row["seed"]] = row["value"]
+    for workers, values in found.items():
+        names = list(dict.fromkeys(name for _, name in values))
         best, plain = values[times, "β 0.1"], values[times, "β 1"]
         # each seed's dense training at the learning rate that serves it best: at x4 dense may fail by itself
         dense = {s: max(values[f, "none"][s] for f in settings.FACTORS if finite(values[f, "none"][s])) for s in best}
@@ -265,19 +258,13 @@ def large_batch(results: Sequence[Result]) -> Report:
         text("value", "held-out accuracy, %"),
         text("gap", "against the best dense, points"),
     ]
-    number = f"β 0.1 against β 1, in points: {'; '.join(told)}."
     return Report(
         judge(cells, "β 0.1 is neither above β 1 in every seed nor within a point of dense"),
-        number,
+        f"β 0.1 against β 1, in points: {'; '.join(told)}.",
         [Table(columns, lines, "Median over seeds (least to largest).")],
         pictures,
         ["The best dense is each seed's, at the learning rate of the two that serves it better."],
     )
-
-
-def beta_of(method: Row) -> float:
-    """The low-pass factor; 1 for plain feedback."""
-    return float(method.get("beta", 1.0))
 
 
 def _gain(of: dict[int, float], against: dict[int, float], factor: int) -> str:
@@ -388,7 +375,7 @@ def converges(results: Sequence[Result]) -> Report:
     lengths = results[0].unit.settings["lengths"]
     for r in results:
         method, seed = r.unit.settings["method"], r.unit.settings["seed"]
-        name = "none" if method["method"] == "none" else f"{method['select']}, β {method.get('beta', 1.0):g}"
+        name = "none" if method["method"] == "none" else f"{method['select']}, β {settings.beta_of(method):g}"
         found[name][seed] = (measures.slope(lengths, r["squares"]), r["squares"])
     dense = found["none"]
     cells = {

@@ -14,6 +14,7 @@ from hvdcompress.lab.output import plots
 from hvdcompress.lab.reproduce.claims import Picture, Result
 from hvdcompress.lab.reproduce.pictures import entitled, seeds_of
 from hvdcompress.lab.reproduce.rows import grouped
+from hvdcompress.lab.reproduce.scalecom_settings import beta_of
 
 Row = dict[str, Any]
 
@@ -70,8 +71,7 @@ def quantiles(results: Sequence[Result]) -> Picture:
     """Quantiles of rank 1's residual against rank 0's, at the last step that was looked at."""
     found: list[Picture] = []
     caption = "Quantiles of two ranks' residuals against each other: on the diagonal they are distributed alike."
-    seeds = len({r.unit.settings["seed"] for r in results})
-    title = f"Residuals of rank 1 against rank 0, last step, {seeds} seeds"
+    title = f"Residuals of rank 1 against rank 0, last step, {seeds_of([r.unit.settings for r in results])}"
     with drawing(3.4, "quantiles", title, caption, found) as figure:
         panels = figure.subplots(1, 2, squeeze=False)[0]
         for axes, net in zip(panels, ("fnn3", "lenet5"), strict=True):
@@ -80,7 +80,7 @@ def quantiles(results: Sequence[Result]) -> Picture:
                 for r in results:
                     task, method = r.unit.settings["task"], r.unit.settings["method"]
                     wanted = (net, select, beta, 32, 0.05)
-                    given = (task["net"], method["select"], method.get("beta", 1.0))
+                    given = (task["net"], method["select"], beta_of(method))
                     if (*given, task["batch_size"], task["learning_rate"]) == wanted and len(r["quantiles"]) == 2:
                         axes.plot(*r["quantiles"], ".", color=plots.colour(number + 1), markersize=3, label=label)
                         label = None

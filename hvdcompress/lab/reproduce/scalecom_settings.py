@@ -36,16 +36,16 @@ FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
 FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
 _MORE = {**FEW, "48x": (*FEW["48x"], "chunk, β 1")}
-READ = {
-    TEXT: {**_MORE, "80x": ("exact, β 1",), "over 100x": ("topk", "exact, β 1", "chunk, β 0.1")},
-    CLIPPED: _MORE,
-    "LSTM, text": FEW,
-}  #: the settings that text is learnt with, by task and rate
 SHORT = {
     TEXT: {**_MORE, "80x": ("exact, β 1",)},
     CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 1")},
     "LSTM, text": FEW,
-}  #: the same without --full
+}  #: the settings that text is learnt with, by task and rate
+READ = {
+    **SHORT,
+    TEXT: {**SHORT[TEXT], "over 100x": ("topk", "exact, β 1", "chunk, β 0.1")},
+    CLIPPED: _MORE,
+}  #: the same with --full
 _QUICK = {**FEW, "over 100x": ("exact, β 1", "chunk, β 0.1")}
 QUICK = {
     **dict.fromkeys(("FNN-3, Fashion-MNIST", "LeNet-5, Fashion-MNIST", "convolutions, noisy digits"), _QUICK),
@@ -80,6 +80,11 @@ def scalecom(select: str, beta: float, **more: Any) -> Row:
     """ScaleCom's settings, all that matter written out."""
     feedback = {"feedback": "plain"} if beta == 1 else {"feedback": "lowpass", "beta": beta}
     return {"method": "scalecom", "select": select, **feedback, **more}
+
+
+def beta_of(method: Row) -> float:
+    """The low-pass factor of a method's settings; 1 for plain feedback."""
+    return float(method.get("beta", 1.0))
 
 
 def settings(steps: int) -> dict[tuple[str, str], Row]:

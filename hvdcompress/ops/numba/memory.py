@@ -12,7 +12,7 @@ from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import FLOAT32, INDICES, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-WORDS = (FLOAT32, np.dtype(np.int32))  #: what is as large
+WORDS = (FLOAT32, np.dtype(np.int32))  #: dtypes of four bytes
 
 
 def joined(arrays: Sequence[Array]) -> Array:
