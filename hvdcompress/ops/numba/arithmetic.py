@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,9 @@ from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
 from hvdcompress.ops.numba.spectra import write_waves
-from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments
+from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, sums_of
 from hvdcompress.ops.numba.threads import RANGE, count, in_ranges
-from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.numpy.statistics import norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
     PIECE,
@@ -183,8 +184,8 @@ def _in_one_pass(
             kernels.accumulate_signs(*passed(start, stop), some, signs[start // 8 : -(-stop // 8)])
 
         in_ranges(with_signs, n, PIECE)
-        total = fold(sums)
-        finite = bool(np.isfinite(total[0]))
+        total = sums_of(sums)
+        finite = isfinite(total[0])
         return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if finite else Found(False)
     if not scan.moments and scan.above is None and velocity is None:
         most = max(in_ranges(lambda start, stop: kernels.accumulate(*passed(start, stop)), n, kernels.BLOCK))

@@ -9,7 +9,7 @@ import numpy as np
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import statistics as kernels
 from hvdcompress.ops.numba.arrays import INF_BITS, plain
-from hvdcompress.ops.numpy.statistics import fold, norms_of
+from hvdcompress.ops.numpy.statistics import norms_of
 from hvdcompress.ops.scan import Norm
 from hvdcompress.ops.shared import PIECE, moments_of
 from hvdcompress.ops.vectors import NumpyArray as Array
@@ -46,7 +46,14 @@ def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
         return out
     sums = np.zeros((out.size, -(-bucket // PIECE)))
     kernels.piece_sums(x, bucket, norm == "l2", sums)
-    return norms_of(fold(sums), x.size, bucket, norm)
+    return norms_of(sums_of(sums), x.size, bucket, norm)
+
+
+def sums_of(rows: Array) -> Array:
+    """Return the sums [m] of rows [m, width] float64, added in the order of the spec; overwrites ``rows``."""
+    out = np.empty(len(rows))
+    kernels.add_rows(rows, out)
+    return out
 
 
 def all_finite(x: Array) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels.arithmetic import accumulate
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
+from hvdcompress.ops.numba._kernels.statistics import added, folded
 from hvdcompress.ops.shared import PIECE
 
 
@@ -116,10 +117,7 @@ def outer(left, right, out, factor, subtract):
 @compiled
 def dot(x, y):
     """A scalar product in float64, added in the order of the spec's :meth:`bucket_norms`."""
-    sums = products_of_pieces(x, y)
-    while sums.size > PIECE:
-        sums = products_of_pieces(sums, np.ones(sums.size))
-    return folded(sums)
+    return added(products_of_pieces(x, y))
 
 
 @compiled
@@ -133,19 +131,6 @@ def products_of_pieces(x, y):
             wide[i] = a[i] * b[i]
         sums[piece] = folded(wide)
     return sums
-
-
-@compiled
-def folded(values):
-    """The sum of numbers, folded by halves in their place."""
-    width = values.size
-    while width > 1:
-        half = (width + 1) // 2
-        low, high = values[:half], values[half:width]
-        for i in range(high.size):
-            low[i] += high[i]
-        width = half
-    return values[0]
 
 
 @compiled

@@ -80,6 +80,40 @@ def fold(wide):
 
 
 @compiled
+def folded(values):
+    """The sum of numbers, folded by halves in their place."""
+    width = values.size
+    while width > 1:
+        half = (width + 1) // 2
+        low, high = values[:half], values[half:width]
+        for i in range(high.size):
+            low[i] += high[i]
+        width = half
+    return values[0]
+
+
+@compiled
+def added(values):
+    """The sum of numbers, added in the order of the spec's :meth:`bucket_norms`; they are overwritten."""
+    while values.size > PIECE:
+        sums, wide = np.zeros(-(-values.size // PIECE)), np.zeros(PIECE)
+        for piece in range(sums.size):
+            part = values[piece * PIECE : (piece + 1) * PIECE]
+            wide[: part.size] = part
+            wide[part.size :] = 0
+            sums[piece] = fold(wide)
+        values = sums
+    return folded(values)
+
+
+@compiled
+def add_rows(rows, out):
+    """``out`` [m] receives the sums of rows [m, width], which are overwritten."""
+    for row in range(out.size):
+        out[row] = added(rows[row])
+
+
+@compiled
 def piece_sums(x, bucket, squares, out):
     """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
     wide = np.zeros(min(bucket, PIECE))
@@ -92,14 +126,4 @@ def piece_sums(x, bucket, squares, out):
             for i in range(part.size):
                 value = np.float64(part[i])
                 wide[i] = value * value if squares else abs(value)
-            if wide.size == PIECE:
-                out[row, piece] = fold(wide)
-                continue
-            width = wide.size
-            while width > 1:
-                half = (width + 1) // 2
-                low, high = wide[:half], wide[half:width]
-                for i in range(high.size):
-                    low[i] += high[i]
-                width = half
-            out[row, piece] = wide[0]
+            out[row, piece] = fold(wide) if wide.size == PIECE else folded(wide)
