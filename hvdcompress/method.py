@@ -16,9 +16,11 @@ Most methods define only ``encode`` and ``decode``. Error feedback is not their 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -49,13 +51,10 @@ class TensorSpec:
     joined: tuple[int, ...] = ()
     """Of a bucket: the sizes of the tensors that it joins, in their order."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements, n."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     @property
     def parts(self) -> tuple[int, ...]:

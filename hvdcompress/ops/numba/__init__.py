@@ -28,7 +28,16 @@ from hvdcompress.ops.numba.codes import (
     unpack_fields,
     unpack_signs,
 )
-from hvdcompress.ops.numba.floats import add_all, from_bf16, from_fp16, range_codes, range_values, to_bf16, to_fp16
+from hvdcompress.ops.numba.floats import (
+    add_all,
+    from_bf16,
+    from_fp16,
+    range_codes,
+    range_mantissa,
+    range_values,
+    to_bf16,
+    to_fp16,
+)
 from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.memory import take
 from hvdcompress.ops.numba.selection import (
@@ -58,7 +67,6 @@ from hvdcompress.ops.numpy import (
     pack_fields,
     permute,
     principal,
-    range_mantissa,
     rfft,
     sort,
     to_bytes,

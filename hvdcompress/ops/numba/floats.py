@@ -8,7 +8,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import floats as kernels
 from hvdcompress.ops.numba.arrays import ONE, plain
 from hvdcompress.ops.numba.threads import in_ranges
-from hvdcompress.ops.numpy.floats import range_shift, range_space
+from hvdcompress.ops.shared import FP32_MAX_BITS, range_span
 from hvdcompress.ops.vectors import FP16_MAX
 from hvdcompress.ops.vectors import NumpyArray as Array
 
@@ -64,26 +64,32 @@ def from_bf16(bits: Array) -> Array:
     return out
 
 
-def _shift(mantissa: int | Array) -> int:
-    shift = range_shift(mantissa)
-    return shift if isinstance(shift, int) else int(shift[0])
+def range_mantissa(x: Array, bounds: Array, bits: int) -> Array:
+    chosen = kernels.range_mantissa(np.ascontiguousarray(x).view(np.int32), *_edges(bounds), bits, *range_span(bits))
+    return np.array([chosen], np.uint8)
 
 
 def range_codes(x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
     if not plain(x):
         return reference.range_codes(x, bounds, bits, mantissa)
-    shift = _shift(mantissa)
-    _, *space = range_space(bounds, bits, shift)
     out = np.empty(x.size, np.int32)
-    kernels.range_codes(x.view(np.int32), *(one[0] for one in space), np.int32(shift), out)
+    kernels.range_codes(x.view(np.int32), *_edges(bounds), bits, _shift(mantissa), out)
     return out
 
 
 def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
     if not plain(codes, dtype=np.int64):
         return reference.range_values(codes, bounds, bits, mantissa)
-    shift = _shift(mantissa)
-    edges, *space = range_space(bounds, bits, shift)
     out = np.empty(codes.size, np.float32)
-    kernels.range_values(codes, edges, *(one[0] for one in space), np.int32(shift), out.view(np.int32))
+    kernels.range_values(codes, *_edges(bounds), bits, _shift(mantissa), out.view(np.int32))
     return out
+
+
+def _edges(bounds: Array) -> list[int]:
+    """Return the bits of both bounds; damaged ones become finite."""
+    return [min(max(edge, 0), FP32_MAX_BITS) for edge in bounds.view(np.int32).tolist()]
+
+
+def _shift(mantissa: int | Array) -> np.int32:
+    """Return 23 − mantissa, of an array, too, which may be damaged."""
+    return np.int32(23 - (mantissa if isinstance(mantissa, int) else min(max(int(mantissa[0]), 1), 22)))

@@ -12,15 +12,18 @@ import numpy as np
 import scipy.fft
 
 from hvdcompress.ops import numpy as reference
+from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import spectra as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
-from hvdcompress.ops.numba.selection import places_of_largest
+from hvdcompress.ops.numba.memory import joined
+from hvdcompress.ops.numba.selection import kth_magnitude, places_of_largest
 from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
 from hvdcompress.ops.vectors import NumpyArray as Array
 from hvdcompress.ops.vectors import Sparse, Waves
 
 _PIECE = 1 << 18  # elements, about: a piece and its spectrum stay in the processor's cache
-_SAMPLE = 32  # blocks whose spectra tell where the k-th magnitude is, about
+_FEW = 128  # blocks whose spectra are kept, as they stay in the cache
+_SAMPLE = 16  # of more blocks, those whose spectra tell where the k-th magnitude is, about
 _SURPLUS = 1.3  # how many times k frequencies are looked at by that
 
 
@@ -35,9 +38,9 @@ def magnitudes(pairs: Array) -> Array:
 def largest_waves(x: Array, block: int, k: int) -> Sparse:
     if not plain(x) or not x.size:
         return reference.largest_waves(x, block, k)
-    few = x.size // block < 4 * _SAMPLE
-    whole = [reference.rfft(x, block)] if few else []
-    low = _sampled(whole[0] if few else _spectrum_of_some(x, block), k / bins(x.size, block))
+    few = x.size // block < _FEW
+    whole = list(_spectra(x, block)) if few else []
+    low = _sampled(joined(whole) if few else _spectrum_of_some(x, block), k / bins(x.size, block))
     for least in (low, low / 4, 0.0):  # the sample may mislead
         index, pairs = _strong(whole or _spectra(x, block), least)
         found = magnitudes(pairs)
@@ -57,7 +60,7 @@ def _sampled(pairs: Array, share: float) -> float:
     some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not in step with blocks
     found = magnitudes(np.ascontiguousarray(some).view(np.float32))
     count = min(round(_SURPLUS * share * found.size) + 30, found.size)
-    return float(np.partition(found, found.size - count)[found.size - count])
+    return kth_magnitude(found, count)
 
 
 def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
@@ -71,7 +74,7 @@ def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
     low = np.float32((least * unit) ** 2 * (1 - 2.0**-20))  # less than the rounding of squares and their sum
     indices, pairs, first = [], [], 0
     for spectrum in spectra:
-        index, found = np.empty(spectrum.size // 2, np.int64), np.empty_like(spectrum)
+        index, found = pool.empty(spectrum.size // 2, np.int64), pool.empty(spectrum.size, np.float32)
         count = kernels.strong(spectrum, np.float32(unit), low, first, index, found)
         indices.append(index[:count].copy())
         pairs.append(found[: 2 * count].copy())
@@ -81,8 +84,8 @@ def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
 
 def _spectra(x: Array, block: int) -> Iterator[Array]:
     for part, length in _pieces(x, block):
-        wave = part.reshape(-1, length) * np.float32(forward_scale(length, block))
-        yield scipy.fft.rfft(wave, overwrite_x=True).ravel().view(np.float32)
+        wave = np.multiply(part, np.float32(forward_scale(length, block)), out=pool.empty(part.size, np.float32))
+        yield scipy.fft.rfft(wave.reshape(-1, length), overwrite_x=True).ravel().view(np.float32)
 
 
 def write_waves(waves: Waves, factor: float, out: Array, subtract: bool) -> None:

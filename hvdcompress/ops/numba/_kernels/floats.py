@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.numba._kernels.halves import float_of, half_of
+from hvdcompress.ops.shared import OCTAVES
 from hvdcompress.ops.vectors import FP16_MAX
 
 
@@ -80,8 +81,39 @@ def add_bf16(half, scale, out, add, factor):
 
 
 @compiled
-def range_codes(bits, first, positive, negative, shift, out):
+def range_space(top, low, width, shift):
+    """As ``shared.range_space``, of numbers: the bits of the bounds, and bins that leave out ``shift`` bits."""
+    top, low, room = top >> shift, low >> shift, (1 << width) - 1
+    first = max((top + low + 3 - room) >> 1, max(top, low) + 1 - room, 1)
+    return np.int32(first), np.int32(max(top - first + 1, 0)), np.int32(max(low - first + 1, 0))
+
+
+@compiled
+def range_mantissa(bits, top, low, width, least, end):
+    """As ``shared.range_errors``: the mantissa bits, from ``least`` below ``end``, of the least error."""
+    best, chosen, edge = np.int64(0), least, (max(top, low) >> 23) - OCTAVES
+    for mantissa in range(least, end):
+        first, _, _ = range_space(top, low, width, 23 - mantissa)
+        smallest, dropped, rounded = np.int64(first) << (23 - mantissa), np.int64(0), np.int64(0)
+        for i in range(bits.size):
+            magnitude = np.int64(bits[i] & MAGNITUDE)
+            octave = (magnitude >> 23) - edge
+            power = np.int64(1) << (2 * octave) if octave >= 0 else np.int64(0)
+            leading = (magnitude >> 20 & 7) * 2 + 17
+            if magnitude < smallest:
+                dropped += leading * leading * power
+            else:
+                rounded += power
+        error = 3 * dropped + ((64 * rounded) >> (2 * mantissa))
+        if mantissa == least or error < best:
+            best, chosen = error, mantissa
+    return chosen
+
+
+@compiled
+def range_codes(bits, top, low, width, shift, out):
     """``bits``: of float32, as int32."""
+    first, positive, negative = range_space(top, low, width, shift)
     for i in range(bits.size):
         number = np.int32((bits[i] & MAGNITUDE) >> shift) - (first - np.int32(1))
         below = min(number, negative)
@@ -90,13 +122,14 @@ def range_codes(bits, first, positive, negative, shift, out):
 
 
 @compiled
-def range_values(codes, edges, first, positive, negative, shift, out):
+def range_values(codes, top, low, width, shift, out):
     """``out``: the bits of float32, as int32."""
+    first, positive, negative = range_space(top, low, width, shift)
     last, below, half = positive + negative, first - np.int32(1), np.int32(1) << shift >> np.int32(1)
     for i in range(codes.size):
         code = np.int32(min(codes[i], np.int64(last)))
         minus = code > positive
         number = code - positive if minus else code
-        middle = min(np.int32(((number + below) << shift) + half), edges[1] if minus else edges[0])
+        middle = min(np.int32(((number + below) << shift) + half), np.int32(low if minus else top))
         middle = middle | np.int32(-0x80000000) if minus else middle
         out[i] = middle if code else np.int32(0)
