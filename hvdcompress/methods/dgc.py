@@ -5,7 +5,7 @@ Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for
 
     u = m·u + g                 momentum correction (§3.2): momentum on each rank, before sparsification
     v = v + u                   what has not been sent
-    send v where |v| > t        t: approximately the k-th largest |v|, estimated from a sample (§5)
+    send v where |v| > t        t: the k-th largest |v|; in the paper estimated from a sample (§5)
     v = 0, u = 0 there          momentum factor masking (§3.3): no stale momentum where v was sent
 
 **Use it with plain SGD: an optimizer with momentum of its own would apply momentum twice.** u and v belong to the
@@ -14,10 +14,11 @@ only DGC's selection remains. Tensors that are sent uncompressed (fewer than two
 elements, or any tensor during a plan's ``warmup``) get no momentum here: put their parameters into a parameter group
 of the optimizer that has momentum.
 
-What is sent: ⌊4k/3⌋ (with ``select: exact``: k) (index, value) pairs per rank, by an all-gather. The ledger counts the
-elements really chosen as "kept".
+What is sent: k = ⌊n·density⌋ (index, value) pairs per rank, by an all-gather. The ledger counts the elements chosen as
+"kept".
 
-Bytes: 24 (header) + Elias-Fano indices + 4·⌊4k/3⌋ (exact: 4k), sections rounded up to 4.
+Bytes: 24 (header) + indices (Elias-Fano, or a bitmap if that is shorter) + 4·k, sections rounded up to 4. With
+``select: sampled`` ⌊4k/3⌋ pairs instead of k, and no bitmap.
 
 The density falls over the first epochs (warm-up, §3.3). That is a schedule of the plan::
 
@@ -26,19 +27,20 @@ The density falls over the first epochs (warm-up, §3.3). That is a schedule of 
     schedule:
       density: {epochs: {0: 0.25, 1: 0.0625, 2: 0.015625, 3: 0.004, 4: 0.001}}
 
-``select: sampled``: the threshold t is exceeded by the share k/n of a sample. If it leaves fewer than 2k/3 or more than
-4k/3 entries, t is bisected as in ``gaussiank``. If it leaves far too many, the search continues among those entries
-only, which is the paper's hierarchical selection.
+``select: exact``, the default: the k largest. The paper samples because to select from all elements was slow. Here the
+exact choice is the faster one, as the last step's threshold leaves few elements to choose from, and a quarter fewer
+bytes are sent.
 
-``select: exact``: the k largest. With compiled kernels on a CPU this is faster (5 million elements, density 0.001: 2 ms
-instead of 11).
+``select: sampled``, the paper's (§5; ``paper: true``): the threshold t is exceeded by the share k/n of a sample. If it
+leaves fewer than 2k/3 or more than 4k/3 entries, t is bisected as in ``gaussiank``. If it leaves far too many, the
+search continues among those entries only, which is the paper's hierarchical selection.
 
 ``clip_norm``: each rank's gradient is scaled down to the norm clip_norm/√p before it is added to u (local gradient
 clipping, §3.2). It is the feedback's (``parts/feedback.py``), and other methods have it too.
 
-Departures from the paper: clipping uses the norm of each tensor, as the authors' code does, not of the whole model. A
-threshold that selects too few entries is corrected too. The sample is drawn without replacement. Tensors that are sent
-dense have no momentum.
+Departures from the paper: the selection is exact unless asked otherwise. Clipping uses the norm of each tensor, as the
+authors' code does, not of the whole model. A threshold that selects too few entries is corrected too. The sample is
+drawn without replacement. Tensors that are sent dense have no momentum.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -56,7 +58,7 @@ array([[0.  , 3.  ],
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -74,7 +76,7 @@ from hvdcompress.method import (
 )
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts import candidates, pack, seed, select
+from hvdcompress.parts import candidates, codecs, pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
 LEAST_ABOVE = 16  #: sampled elements above the threshold, at least: with fewer, k would often be wrong by a third
@@ -82,17 +84,18 @@ LEAST_ABOVE = 16  #: sampled elements above the threshold, at least: with fewer,
 
 @method
 class DGC(Method):
-    """Top-k of the residual with momentum correction; the threshold comes from a sample."""
+    """Top-k of the residual with momentum correction."""
 
     paper = "Lin et al., ICLR 2018 (arXiv 1712.01887)"
-    sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
+    sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
     sparse = True
     needs_feedback = True
+    published: ClassVar[dict[str, Any]] = {"select": "sampled"}
 
     density: Density = 0.001
     """Target fraction of the elements that each rank sends, k / n."""
-    select: Literal["sampled", "exact"] = "sampled"
-    """What is sent. "sampled": the 2k/3 to 4k/3 elements above a threshold from a sample. "exact": the k largest."""
+    select: Literal["exact", "sampled"] = "exact"
+    """What is sent. "exact": the k largest. "sampled": the 2k/3 to 4k/3 elements above a threshold from a sample."""
     sample: Fraction = 0.01
     """Fraction of the elements in the sample. It is raised for small tensors and densities, so that the sample has at
     least 1024 elements, 16 of them above the threshold."""
@@ -100,33 +103,44 @@ class DGC(Method):
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "momentum"
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.select == "exact" and self.values in codecs.ALONE
+
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""
         return len(spec.shape) >= 2
 
-    def capacity(self, n: int) -> int:
-        """Return the number of entries of a payload, for n elements."""
-        return select.num_kept(self.density, n) if self.select == "exact" else select.capacity(self.density, n)
+    def counts(self, spec: TensorSpec) -> list[int]:
+        """Return k of each tensor that the vector consists of."""
+        return [select.num_kept(self.density, size) for size in spec.parts]
+
+    def capacity(self, spec: TensorSpec) -> int:
+        """Return the number of entries of a payload."""
+        return sum(self.counts(spec)) if self.select == "exact" else select.capacity(self.density, spec.size)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(self.capacity(spec.size), spec.size, self.values, distinct=self.select == "exact")
+        return pack.num_bytes(self.capacity(spec), spec.size, self.values, distinct=self.select == "exact")
 
     def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return candidates.scan_whole(self.capacity(ctx.spec.size) + (self.select == "sampled"), ctx)
+        if self.select == "exact":
+            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
+        return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
         n, exact = ctx.spec.size, self.select == "exact"
         if exact:
-            chosen = select.largest(x, [self.capacity(n)], ctx, ops)
+            chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)
         else:
             start, wanted = self.threshold(x, ctx, ops), select.about(self.density, n)
             chosen, _ = select.above_threshold(x, start, wanted, select.refine_bisect, 0, ctx, ops)
         ctx.counters["kept"] = len(chosen.index)
-        return pack.encode(select.pad(chosen, self.capacity(n), ops), n, self.values, self.id, ctx, ops, distinct=exact)
+        chosen = select.pad(chosen, self.capacity(ctx.spec), ops)
+        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
 
     def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        n = ctx.spec.size
-        return pack.decode(payload, self.capacity(n), n, self.values, self.id, ops, distinct=self.select == "exact")
+        n, exact = ctx.spec.size, self.select == "exact"
+        return pack.decode(payload, self.capacity(ctx.spec), n, self.values, self.id, ops, distinct=exact)
 
     def sample_size(self, n: int) -> int:
         """Return the number of sampled elements, m ≤ n."""

@@ -165,7 +165,7 @@ def test_velocity_ends_at_sent_places_and_nowhere_else() -> None:
 
 
 def sent_of(u: np.ndarray, density: float, **options: Any) -> np.ndarray:
-    net = Loopback("dgc", world=1, density=density, min_elements=1, **options)
+    net = Loopback("dgc", world=1, density=density, min_elements=1, select="sampled", **options)
     out = net.allreduce([u.astype(np.float32).reshape(-1, 1)], "w")[0].ravel()
     np.testing.assert_array_equal(out + residual(net, 0), u.astype(np.float32))
     assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)
@@ -305,7 +305,7 @@ def test_the_docstrings_schedule_is_the_papers() -> None:
 
 
 def test_a_density_schedule_keeps_residual_and_velocity() -> None:
-    plan = {"method": "dgc", "min_elements": 1, "schedule": {"density": {"steps": {0: 0.5, 2: 0.02}}}}
+    plan = {"method": "dgc", "select": "sampled", "min_elements": 1, "schedule": {"density": {"steps": {0: 0.5, 2: 0.02}}}}
     net, sent, put_in, u = Loopback(plan, world=1), np.zeros(400), np.zeros(400), np.zeros(400)
     for step in range(5):
         g = numbers((20, 20), step)
