@@ -409,6 +409,7 @@ def test_the_command_fits_predicts_and_writes(fitted, tmp_path):
 @pytest.mark.parametrize(
     "words,text",
     [
+        (["--over", "mpi4py"], "fit.json has the constants of horovod, and --over asks for mpi4py: leave out --over"),
         (["--constants", "nowhere.json"], "nowhere.json does not exist: `hvdcompress scale --fit RESULTS` makes it"),
         (["--set", "resnet5"], "no net 'resnet5'"),
         (["--rate", "quick"], "'quick' is not a rate"),

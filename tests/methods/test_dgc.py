@@ -305,7 +305,7 @@ def test_the_docstrings_schedule_is_the_papers() -> None:
 
 
 def test_a_density_schedule_keeps_residual_and_velocity() -> None:
-    plan = {"method": "dgc", "select": "sampled", "min_elements": 1, "schedule": {"density": {"steps": {0: 0.5, 2: 0.02}}}}
+    plan = {"method": "dgc", "min_elements": 1, "schedule": {"density": {"steps": {0: 0.5, 2: 0.02}}}}
     net, sent, put_in, u = Loopback(plan, world=1), np.zeros(400), np.zeros(400), np.zeros(400)
     for step in range(5):
         g = numbers((20, 20), step)

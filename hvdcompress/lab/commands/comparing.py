@@ -70,9 +70,12 @@ def scale(
         str | None, typer.Option(help="How long a message takes on its way, such as 20us. Default: as fitted.")
     ] = None,
     over: Annotated[
-        Literal["horovod", "mpi4py"],
-        typer.Option(help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own."),
-    ] = "horovod",
+        Literal["horovod", "mpi4py"] | None,
+        typer.Option(
+            help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own. Default: that of the "
+            "file of --constants, otherwise horovod."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
     form: FormatOption = Format.text,
 ) -> None:
@@ -80,5 +83,6 @@ def scale(
     from hvdcompress.lab.scale import run as scaling
 
     entries = methods_of(config, methods, ["scale", "experiment"])
-    constants = constants or (RUNS / scaling.FITTED[over].name if fit else scaling.FITTED[over])
+    packaged = scaling.FITTED[over or "horovod"]
+    constants = constants or (RUNS / packaged.name if fit else packaged)
     scaling.run(entries, set, split(rate), split(workers), fit or [], constants, latency, out, console_of(), form, over)

@@ -52,7 +52,7 @@ def run(
     out: Path | None,
     console: Console,
     form: str = Format.text,
-    driver: Driver = "horovod",
+    driver: Driver | None = None,
 ) -> None:
     """Fit the model if asked to, predict, print and write.
 
@@ -67,10 +67,10 @@ def run(
         out: a folder for the report.
         console: where tables are printed.
         form: other forms than "text" are the tables alone.
-        driver: whose exchanges are fitted to.
+        driver: whose exchanges are predicted, and fitted to; None: the constants' own, or Horovod's in a fit.
 
     Raises:
-        ValueError, OSError: an argument is wrong, or a file is missing.
+        ValueError, OSError: an argument is wrong, the constants are of another driver, or a file is missing.
     """
     tensors = tensors_of(set)
     if wrong := [word for word in workers if not word.isdigit()]:
@@ -79,9 +79,14 @@ def run(
     with console.status("…") as status:
         if fit:
             status.update("fitting …")
-            fitted = model_from(fit, driver=driver)
+            fitted = model_from(fit, driver=driver or "horovod")
         else:
             fitted = Model.open(constants)
+            if driver not in (None, fitted.driver):
+                raise ValueError(
+                    f"{shown(constants)} has the constants of {fitted.driver}, and --over asks for {driver}: leave out "
+                    f"--over, or fit to exchanges over {driver} (--fit RESULTS --over {driver})"
+                )
         model, known = fitted, list(fitted.codecs)
         if latency:
             model = replace(fitted, constants=replace(fitted.constants, message=seconds(latency)))

@@ -35,9 +35,8 @@ def to_bytes(x: Array) -> Array:
 
 
 def from_bytes(buffer: Array, dtype: str) -> Array:
-    if buffer.ctypes.data % np.dtype(dtype).itemsize:
-        buffer = buffer.copy()
-    return buffer.view(dtype)
+    found = buffer.view(dtype)
+    return found if found.flags.aligned else buffer.copy().view(dtype)
 
 
 def head_bytes(buffer: Array, num_bytes: int) -> bytes:
