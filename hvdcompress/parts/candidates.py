@@ -20,9 +20,7 @@ THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [4, places]: the last 
 # what the expected next one is multiplied by (factor), and by which part candidates shall be more than are wanted
 FACTOR, LEAST_FACTOR, MOST_FACTOR = 0.9, 0.5, 0.998
 EXCESS, LEAST_EXCESS, MOST_EXCESS = 1.5, 0.5, 4.0
-#: By which the excess shrinks where there were enough candidates; it doubles where there were too few. With 0.92 there
-#: are too few twice as often in a training (a transformer's, density 0.01: in 10 instead of 5 % of the steps).
-CALMER = 0.97
+CALMER = 0.97  #: by which the excess shrinks where there were enough candidates; it doubles where there were too few
 STEEP = 0.2  #: where nothing is known, 1/STEEP is the power of the magnitude that counts fall with
 ROOM = 16  #: candidates are not noted if they are so many times as many as wanted
 
