@@ -3,8 +3,9 @@
 Importing this package imports no framework: ``hvdcompress.torch`` and the other drivers do.
 """
 
+from hvdcompress.optimizers import without_momentum
 from hvdcompress.plan import Plan, load
 from hvdcompress.registry import available, get
 
 __version__ = "0.1.0"
-__all__ = ["Plan", "available", "get", "load", "__version__"]
+__all__ = ["Plan", "available", "get", "load", "without_momentum", "__version__"]

@@ -21,7 +21,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdcompress.engine import log
 from hvdcompress.method import Method
+from hvdcompress.optimizers import SGD, keras_momentum, may_cancel
 from hvdcompress.plan import Plan
 from hvdcompress.tensorflow import Compressor
 
@@ -78,11 +80,40 @@ def DistributedOptimizer(
     cls = type(optimizer.__class__.__name__, (mixin, optimizer.__class__), {"__module__": optimizer.__module__})
     made = cls.from_config(config)  # type: ignore[attr-defined]
     made.compressor, made.reduction, made.sparse_as_dense = compressor, op, sparse_as_dense
+    _cancel_momentum(made.inner_optimizer if scaled else made, compressor)
     if scaled:
         compressor.loss_scale = lambda: float(
             tf.convert_to_tensor(made.dynamic_scale) if made.built else made.initial_scale
         )
     return made
+
+
+def _cancel_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
+    """Have an optimizer's momentum cancelled, or say why it is not."""
+    compressor.use_optimizer(optimizer)
+    first = compressor.local.rank == 0 and may_cancel(compressor.plan)
+    clips = [key for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, key, None) is not None]
+    momentum = keras_momentum(optimizer)
+    text = ""
+    if clips and momentum and momentum.factor:
+        compressor.use_optimizer(SGD(0.0))
+        text = (
+            f"{clips[0]} would clip gradients whose momentum is cancelled, which are larger: so the optimizer's "
+            "momentum is kept, on top of error feedback, which costs accuracy; give the Compressor local_clip_norm "
+            "instead"
+        )
+    elif momentum and momentum.factor:
+        text = (
+            f"the optimizer's momentum ({momentum.factor:g}) is cancelled for tensors with error feedback, which takes "
+            "its place; optimizer_momentum: keep turns this off"
+        )
+    elif beta := float(getattr(optimizer, "beta_1", 0.0)):
+        text = (
+            f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of error feedback costs accuracy, and "
+            "only that of SGD can be cancelled; set beta_1=0.0"
+        )
+    if text and first:
+        log.warn_once(text)
 
 
 #: the key in an optimizer's configuration that says that it reduces gradients; some of Keras's errors show it alone

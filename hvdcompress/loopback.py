@@ -27,6 +27,7 @@ from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
+from hvdcompress.optimizers import SGD, described
 from hvdcompress.plan import Bucket, Plan, plan_of
 
 Op = Literal["average", "sum"]
@@ -40,6 +41,8 @@ class Loopback:
         world: number of ranks, 1 or more.
         loss_scale: a number, or a function that returns one, by which gradients are multiplied; residuals are
             kept unscaled.
+        optimizer: describes the optimizer that gets the results, whose momentum is then cancelled; without it nothing
+            is.
         ops: the array backend (default: the fast CPU one).
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
@@ -54,6 +57,7 @@ class Loopback:
         world: int,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
+        optimizer: SGD | None = None,
         ops: Ops = fast,
         **settings: Any,
     ):
@@ -63,6 +67,8 @@ class Loopback:
         self.world, self.ops, self.loss_scale = world, ops, loss_scale
         self.ledger = Ledger(world)
         self.ranks = [Rank(self.plan, rank, world, self.ledger) for rank in range(world)]
+        for rank in self.ranks:
+            rank.optimizer = described(optimizer)
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
         """Reduce one array of each rank.
@@ -170,6 +176,14 @@ class Loopback:
     def figures(self, rank: int = 0) -> list[Figures]:
         """A rank's figures by program, as numbers."""
         return figures(self.ranks[rank], self.ledger, self.ranks[rank].buckets())
+
+    def gradient_norm(self) -> float:
+        """The norm of the last step's reduced gradients, before clipping.
+
+        Raises:
+            RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
+        """
+        return self.ranks[0].measured_norm()
 
     def residual(self, name: str, rank: int) -> np.ndarray:
         """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept.

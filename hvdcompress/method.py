@@ -269,6 +269,7 @@ Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
 Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; the codecs are in ``parts/codecs.py``
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
+OptimizerMomentum = Literal["cancel", "keep"]  #: see ``parts/momentum.py``
 
 
 # -- a method ------------------------------------------------------------------------------------
@@ -331,15 +332,19 @@ class Method:
     beta: Fraction = 1.0
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
     momentum: Momentum = 0.9
-    """Momentum factor, used with feedback "momentum". The optimizer must then have no momentum of its own."""
-    clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Norm that each tensor's gradient is clipped to, clip_norm/√p on each rank, before its residual is added; null: no
-    clipping."""
+    """Momentum factor, used with feedback "momentum", which takes the place of the optimizer's momentum."""
+    optimizer_momentum: OptimizerMomentum = "cancel"
+    """What happens to the optimizer's momentum for tensors with a residual. "cancel": gradients are handed over so that
+    it has no effect, at the same effective learning rate, since a residual acts as momentum itself. "keep": nothing."""
+    local_clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Norm that each tensor's gradient is clipped to, local_clip_norm/√p on each rank, before its residual is added;
+    null: no clipping."""
 
     def __post_init__(self) -> None:
-        if self.clip_norm is not None and self.feedback == "none":
+        if self.local_clip_norm is not None and self.feedback == "none":
             raise ValueError(
-                'clip_norm needs a feedback other than "none": only feedback removes the loss scale from gradients'
+                'local_clip_norm needs a feedback other than "none": only feedback removes the loss scale from '
+                "gradients"
             )
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(

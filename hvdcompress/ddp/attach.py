@@ -32,7 +32,7 @@ def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, An
     Args:
         model: the DDP module, or one that holds it, as accelerate's, Fabric's and torch.compile's do.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
+        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 
     Returns:

@@ -23,6 +23,7 @@ from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.engine.torch_optimizers import Optimizers
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of
 
@@ -59,6 +60,8 @@ class Compressor(TensorCompressor):
         process_group: the group that DDP uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
+        optimizer: the optimizer, or several, whose momentum is cancelled where error feedback takes its place. Without
+            it, an optimizer is found when it takes its first step.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
@@ -84,6 +87,7 @@ class Compressor(TensorCompressor):
         *,
         process_group: Any = None,
         loss_scale: float | Callable[[], float] = 1.0,
+        optimizer: Optimizers | None = None,
         ops: str = "auto",
         **settings: Any,
     ):
@@ -96,6 +100,8 @@ class Compressor(TensorCompressor):
         self._parent = process_group or dist.group.WORLD
         rank, world = dist.get_rank(self._parent), dist.get_world_size(self._parent)
         super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
+        if optimizer is not None:
+            self.use_optimizer(optimizer)
         self.used: set[str] | None = None
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None

@@ -16,7 +16,7 @@ name. A flat vector has no rows and columns, so methods that want matrices leave
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.engine.torch_optimizers import Optimizers
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
@@ -44,6 +45,9 @@ class ShardedCompressor(TensorCompressor):
         replicas: the process group of the ranks that hold the same shard.
         shard: this rank's number among the shards of a replica, and their number.
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
+        optimizer: the optimizer, or several, whose momentum is cancelled where error feedback takes its place. Without
+            it, an optimizer is found when it takes its first step.
+        parameters: by module, the parameters whose gradients its vector has.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 
@@ -65,6 +69,8 @@ class ShardedCompressor(TensorCompressor):
         shard: tuple[int, int],
         *,
         loss_scale: float | Callable[[], float] = 1.0,
+        optimizer: Optimizers | None = None,
+        parameters: Mapping[str, list[torch.nn.Parameter]] | None = None,
         ops: str = "auto",
         **settings: Any,
     ):
@@ -75,11 +81,21 @@ class ShardedCompressor(TensorCompressor):
             )
         if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: FSDP waits for each module's gradients by themselves")
+        if plan.clip_norm is not None:
+            raise ValueError(
+                "clip_norm must be null: under FSDP each module's gradients are exchanged in a step of their own"
+            )
         rank, world = dist.get_rank(replicas), dist.get_world_size(replicas)
         super().__init__(plan, rank, world, vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
         self.shard, self._parent = shard, replicas
         self._transport: ProcessGroupTransport | None = None
         self._step: Step | None = None  # under way
+        self._members = parameters or {}
+        if optimizer is not None:
+            self.use_optimizer(optimizer)
+
+    def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        return self._members
 
     def close(self) -> None:
         """Free its process group. Nothing may be under way."""
@@ -157,7 +173,7 @@ def fsdp(
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. Rules see the
             names of modules that were given to ``fully_shard``.
         replicas: the mesh of one dimension, or the process group, of the ranks that hold the same shard.
-        settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys.
+        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys.
 
     Returns:
         The Compressor.
@@ -170,6 +186,7 @@ def fsdp(
 
     modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     sizes: dict[str, int] = {}
+    members: dict[str, list[torch.nn.Parameter]] = {}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, parameter in trained:
         owners = [module for module in modules if not module or name.startswith(f"{module}.")]
@@ -182,12 +199,14 @@ def fsdp(
             )
         owner = max(owners, key=len)
         sizes[owner] = sizes.get(owner, 0) + _elements(parameter)
+        members.setdefault(owner or ROOT, []).append(parameter)
     if not trained:
         raise ValueError(f"{type(model).__name__} has no parameter to train")
     like, mesh = trained[0][1].to_local().detach(), trained[0][1].device_mesh
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
     group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
-    compressor = ShardedCompressor(method, vectors, group, (mesh.get_local_rank(), mesh.size()), **settings)
+    shard = mesh.get_local_rank(), mesh.size()
+    compressor = ShardedCompressor(method, vectors, group, shard, parameters=members, **settings)
     for owner in sizes:
         modules[owner].set_all_reduce_hook(functools.partial(compressor.reduce, owner or ROOT))
     return compressor

@@ -158,6 +158,16 @@ class Compressor(ABC):
         """This rank's figures by program, as numbers; reads every residual once."""
         return figures(self.local, self.ledger, self._buckets(), self._to_host)
 
+    def gradient_norm(self) -> float:
+        """Return the norm of the reduced gradients of the last step, all tensors together, before clipping.
+
+        It is that of the gradients themselves, with the loss scale and cancelled momentum left out of account.
+
+        Raises:
+            RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
+        """
+        return self.local.measured_norm()
+
     def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
         """An array of state, as one of numpy's."""
         return np.asarray(array)

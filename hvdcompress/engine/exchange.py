@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdcompress.engine.collectives import Pending, by_rank
-from hvdcompress.engine.state import State
+from hvdcompress.engine.state import Pieces, State
 from hvdcompress.engine.together import Together
 from hvdcompress.method import AllGather, Array, Communication, Context, Method, Reduced, Verb
 from hvdcompress.ops.spec import Ops
@@ -53,6 +53,8 @@ class Exchange:
         round: the number of the collective that it waits for.
         lengths: what this step adds to the state's ``lengths``, by :attr:`call`.
         pending: that collective under way.
+        momentum: what the optimizer's momentum buffer contains after this step (:attr:`State.momentum`).
+        updates: how many updates the members' optimizers had done before it.
         asked_at: when it was asked for, by ``time.perf_counter``.
     """
 
@@ -78,6 +80,8 @@ class Exchange:
     round: int = -1
     lengths: dict[Hashable, int] = field(default_factory=dict)
     pending: Pending | None = None
+    momentum: Pieces = ()
+    updates: tuple[int | None, ...] = ()
     asked_at: float = 0.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 
@@ -22,6 +23,12 @@ class RoundLog(Observer):
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
             rank, name, method, number, verb, num_bytes, 1e3 * seconds,
         )  # fmt: skip
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    LOGGER.warning("%s", text)
 
 
 def observers() -> list[Observer]:

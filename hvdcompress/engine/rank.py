@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import log, snapshot, verify
+from hvdcompress.engine import handover, log, snapshot, verify
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
@@ -26,7 +26,8 @@ from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, Outer, Waves, both
-from hvdcompress.parts import feedback
+from hvdcompress.parts import feedback, momentum
+from hvdcompress.parts.momentum import Filter, Momentum
 from hvdcompress.plan import Bucket, Plan
 
 LITTLE = 1 << 12  #: elements, on average: joined gradients of no more are looked at together, as calls cost more there
@@ -40,6 +41,8 @@ class Rank:
         states: by bucket name, of every bucket that has gone through.
         observers: told of every event; the ledger is the first.
         asks_for_trigger: whether this rank asks all ranks to restart their methods' schedules.
+        gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if it was not measured.
+        optimizer: returns the momentum that the optimizer applies to a tensor, by its name; None if that is not known.
     """
 
     def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
@@ -50,6 +53,8 @@ class Rank:
         self.asks_for_trigger = False
         self.replaced = False  # a state was, since all ranks last forgot lengths
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
+        self.gradient_norm = float("nan")
+        self.optimizer: Callable[[str], Momentum | None] = lambda name: None
         self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
         self._copy: snapshot.Copy = np.concatenate
 
@@ -106,7 +111,9 @@ class Rank:
         """Whether a stock float32 all-reduce of the gradient itself is the bucket's next exchange."""
         method = self.method_now(bucket)
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
-        return method.passes and method.feedback == "none" and alone
+        state = self.states.get(bucket.spec.name)
+        cancelled = state is not None and bool(state.momentum)  # there is something to take back once more
+        return method.passes and method.feedback == "none" and alone and not cancelled
 
     def pass_on(self, bucket: Bucket, like: Any, ops: Ops) -> State:
         """Note that the driver's framework reduces a gradient; returns its state.
@@ -207,7 +214,7 @@ class Rank:
         if with_feedback:
             exchange.x = spare[feedback.RESIDUAL]
         little = method.passes and not with_feedback and spec.size < LITTLE * count
-        if count > 1 and not contexts and (on_device or little) and method.clip_norm is None:
+        if count > 1 and not contexts and (on_device or little) and method.local_clip_norm is None:
             exchange.waiting = [None] * count
         return exchange
 
@@ -363,11 +370,51 @@ class Rank:
         exchange.advance(result * np.float32(1.0 / factor))
         return factor
 
-    def deliver(self, exchange: Exchange, factor: float) -> None:
-        """Write ``factor`` times the total into the exchange's ``outs``."""
+    def deliver(self, exchange: Exchange, factor: float, cancel: bool = True) -> None:
+        """Write the reduced gradients, ``factor`` times the totals, into the exchange's ``outs``.
+
+        With ``cancel``, the optimizer's momentum is cancelled where the method says so.
+        """
+        began, state = time.perf_counter(), exchange.state
+        filters = self._filters(exchange) if cancel else []
+        exchange.momentum = state.momentum
+        if filters:
+            kept = handover.hand_over(exchange, factor, filters, state.momentum, state.before)
+            exchange.momentum = kept if filters[0].keeps else ()
+        else:
+            self._write(exchange, factor)
+        self.worked(exchange.name, time.perf_counter() - began, last=True)
+
+    def norm(self, exchange: Exchange) -> float:
+        """Return the norm of the exchange's reduced gradients, the loss scale apart, while they are in its ``outs``."""
+        norms = [exchange.ops.l2_norm(out) for out in exchange.outs]
+        return float(np.linalg.norm(norms)) * exchange.scale
+
+    def measured_norm(self) -> float:
+        """Return :attr:`gradient_norm`.
+
+        Raises:
+            RuntimeError: the plan has no ``clip_norm``.
+        """
+        if self.plan.clip_norm is None:
+            raise RuntimeError("norms are measured where the plan has clip_norm; inf measures without clipping")
+        return self.gradient_norm
+
+    def clip(self, exchange: Exchange, factor: float, clipping: float) -> None:
+        """Multiply the reduced gradients by ``clipping``, and cancel the optimizer's momentum.
+
+        ``factor`` is what :meth:`deliver` was called with, without ``cancel``.
+        """
+        if momentum.cancels(exchange.method) or exchange.state.momentum:
+            exchange.cleared = [False] * len(exchange.outs)
+            self.deliver(exchange, factor * clipping)
+        elif clipping < 1.0:
+            for out in exchange.outs:
+                exchange.ops.write(out, out, clipping)
+
+    def _write(self, exchange: Exchange, factor: float) -> None:
         assert exchange.reduced is not None
-        began, ops = time.perf_counter(), exchange.ops
-        total, factor = exchange.reduced[0].total, factor / exchange.scale
+        ops, total, factor = exchange.ops, exchange.reduced[0].total, factor / exchange.scale
         if len(exchange.reduced) == len(exchange.outs):
             for out, reduced, cleared in zip(exchange.outs, exchange.reduced, exchange.cleared, strict=True):
                 if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
@@ -378,7 +425,33 @@ class Rank:
                 total = exchange.ctx.buffer("total", exchange.bucket.spec.size, "float32", ops, like)
                 ops.write(total, lazy, 1.0)
             ops.write_parts(exchange.outs, total, factor, exchange.cleared)
-        self.worked(exchange.name, time.perf_counter() - began, last=True)
+
+    def _filters(self, exchange: Exchange) -> list[Filter]:
+        """Return the coefficients that cancel the momentum of each member; none where nothing is to be done."""
+        state, cancels = exchange.state, momentum.cancels(exchange.method)
+        exchange.updates = state.updates
+        if not (cancels or state.momentum):
+            return []
+        found = [self.optimizer(member.name) for member in exchange.bucket.members]
+        if not any(found):  # no optimizer is known, or it is gone
+            state.momentum = ()
+        if not any(each and each.factor for each in found):
+            return []
+        exchange.updates = tuple(each.updates if each else None for each in found)
+        self._reconcile(exchange, [each is not None and each.empty for each in found])
+        if cancels:
+            return [momentum.cancelling(exchange.method, each) for each in found]
+        return [momentum.releasing(each) for each in found] if state.momentum else []
+
+    def _reconcile(self, exchange: Exchange, empty: Sequence[bool]) -> None:
+        """Bring ``State.momentum`` to what is in the buffers of optimizers that are new or have skipped their step."""
+        state = exchange.state
+        skipped = [now is not None and now == then for now, then in zip(exchange.updates, state.updates, strict=False)]
+        for tensors, content in ((skipped, state.before), (empty, ())):
+            if any(tensors):
+                given = state.momentum, content, tensors, exchange.bucket, exchange.ops, exchange.outs[0]
+                state.momentum, state.before = handover.with_parts_of(*given), state.momentum
+                state.updates = ()
 
     def commit(self, exchange: Exchange, unused: Collection[str] = ()) -> None:
         """Keep the exchange's new state; of ``unused`` tensors, whose results nobody takes, what feedback had kept."""
@@ -396,6 +469,14 @@ class Rank:
         for member, span in zip(exchange.bucket.members, exchange.bucket.spans, strict=True) if unused else ():
             for slot in feedback.names(exchange.method) if member.name in unused else ():
                 exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)
+        kept = exchange.momentum
+        if unused and kept is not state.momentum:
+            members = [member.name in unused for member in exchange.bucket.members]
+            like = exchange.outs[0]
+            kept = handover.with_parts_of(kept, state.momentum, members, exchange.bucket, exchange.ops, like)
+        if kept is not state.momentum:
+            state.before, state.momentum = state.momentum, kept
+        state.updates = exchange.updates
         # a slot that now lives in its second buffer leaves the old array behind as the next one
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1

@@ -2,20 +2,23 @@
 
 A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and four
 tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, of which acted upon, step of the last]},
-``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}.
+``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. ``State.momentum`` is among the
+slots, in the form in which it is kept (``state.slots_of``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots
-from hvdcompress.method import Array, Slot
-from hvdcompress.ops.vectors import dtype_name
+from hvdcompress.engine import handover
+from hvdcompress.engine.state import Own, Piece, Pieces, State, declared_by_members, declared_slots, slots_of
+from hvdcompress.method import Array, Slot, Sparse, TensorSpec
+from hvdcompress.ops.vectors import Outer, dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -103,6 +106,9 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
         for slot, array in state.slots.items():
             for name, part in _parts(bucket, slot, array):
                 keep(name, slot, part, declared[slot].merge)
+        for member, piece in zip(bucket.members, handover.by_tensor(state.momentum, bucket), strict=False):
+            for slot, array in slots_of(piece).items():
+                keep(member.name, slot, array, "keep")
         for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
             for slot, array in own.slots.items():
                 keep(member.name, slot, array, known[slot].merge)
@@ -147,7 +153,56 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
     own = [Own(slots(each, name)) for each, name in zip(declared_by_members(bucket), members, strict=False)]
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     whole = slots(declared_slots(bucket), bucket.spec.name)
-    return State(bucket, whole, own, step=steps.pop(), triggers=triggers, restart=(restart[0], restart[1]))
+    return State(
+        bucket,
+        whole,
+        own,
+        momentum=_momentum(saved, bucket, copy),
+        step=steps.pop(),
+        triggers=triggers,
+        restart=(restart[0], restart[1]),
+    )
+
+
+def _momentum(saved: Saved, bucket: Bucket, copy: Copy) -> Pieces:
+    """The state's ``momentum`` from a saved state.
+
+    Raises:
+        ValueError: it is kept for some of the bucket's tensors only, or in several forms; or an array is malformed.
+    """
+    names = set(slots_of(Sparse(0, 0))) | set(slots_of(Outer(0, 0, 1))) | set(slots_of(0))
+    found = [saved["state"].get(member.name, {}) for member in bucket.members]
+    kept = [{slot: slots[slot] for slot in sorted(names & slots.keys())} for slots in found]
+    if not any(kept):
+        return ()
+    if any(slots.keys() != kept[0].keys() for slots in kept):
+        raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
+    pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
+    return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
+
+
+def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
+    """One tensor's part of ``State.momentum``."""
+    whose = f"momentum of {member.name!r}"
+    if "momentum" in slots:
+        _check_part(whose, slots["momentum"], member.size, "float32")
+        return slots["momentum"]
+    if len(slots) != 2:
+        raise ValueError(f"the saved {whose} lacks a part: it has {', '.join(slots)}")
+    first, second = slots.values()
+    if "momentum.left" in slots:
+        terms = math.isqrt(len(first) * len(second) // max(member.size, 1))
+        if not terms or terms * terms * member.size != len(first) * len(second):
+            raise ValueError(f"the saved {whose} has factors of {len(first)} and {len(second)} elements")
+        _check_part(whose, first, len(first), "float32")
+        _check_part(whose, second, len(second), "float32")
+        return Outer(copy([first]), copy([second]), terms)
+    _check_part(whose, second, len(first), "float32")
+    if dtype_name(first) not in ("int32", "int64"):
+        raise ValueError(f"the saved {whose} has indices of {dtype_name(first)}")
+    if len(first) and not (int(first.min()) >= 0 and int(first.max()) < member.size):
+        raise ValueError(f"the saved {whose} has indices outside of its {member.size} elements")
+    return Sparse(copy([first]), copy([second]))
 
 
 def _check_part(what: str, part: Any, size: int, dtype: str) -> None:

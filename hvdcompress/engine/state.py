@@ -8,9 +8,13 @@ from math import prod
 
 import numpy as np
 
-from hvdcompress.method import Array, Slot
+from hvdcompress.method import Array, Slot, Sparse
+from hvdcompress.ops.vectors import Outer
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
+
+Piece = Sparse | Outer | Array  #: sparse for a sparse method, factors for a matrix of low rank, dense otherwise
+Pieces = tuple[Piece, ...]  #: one for the whole bucket, or one for each tensor
 
 
 @dataclass(eq=False)
@@ -38,6 +42,10 @@ class State:
         joined: the members' gradients one after another; None for a bucket of one tensor.
         scratch: large arrays that methods use in a step, kept since fresh memory is expensive; no state.
         lengths: of all-gathers of fixed length, by ``Exchange.call``, that of all ranks' payloads in the phase.
+        momentum: what the optimizer's momentum buffer contains of gradients whose momentum is cancelled; see
+            ``engine/handover.py``. Empty for nothing.
+        before: the same before the last exchange, in case that the optimizer does not take the step.
+        updates: how many updates each member's optimizer had done at the last exchange, as far as it is known.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -50,6 +58,9 @@ class State:
     joined: Array | None = None
     scratch: dict[str, Array] = field(default_factory=dict)
     lengths: dict[Hashable, int] = field(default_factory=dict)
+    momentum: Pieces = ()
+    before: Pieces = ()
+    updates: tuple[int | None, ...] = ()
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
@@ -64,7 +75,17 @@ class State:
         """Every array that it holds."""
         joined = [] if self.joined is None else [self.joined]
         own = [array for one in self.members for array in (*one.slots.values(), *one.scratch.values())]
-        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *own, *joined]
+        momentum = [array for piece in (*self.momentum, *self.before) for array in slots_of(piece).values()]
+        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *own, *joined, *momentum]
+
+
+def slots_of(piece: Piece) -> dict[str, Array]:
+    """Return the arrays of a piece of :attr:`State.momentum`, by the names that they have in a saved state."""
+    if isinstance(piece, Sparse):
+        return {"momentum.index": piece.index, "momentum.values": piece.values}
+    if isinstance(piece, Outer):
+        return {"momentum.left": piece.left, "momentum.right": piece.right}
+    return {"momentum": piece}
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:

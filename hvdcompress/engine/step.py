@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,13 @@ class Agree(Enum):
     """Where collectives go by name: what was started under a name that not every rank uses is left alone."""
 
 
+class Passing(NamedTuple):
+    """A gradient that the driver's framework reduces itself, in place."""
+
+    state: State
+    gradient: Any
+
+
 class ErrorsWait:
     """A context in which an error becomes the step's, until its ranks agree; one object, as it is entered often."""
 
@@ -80,7 +87,7 @@ class Step:
         terms: what all ranks must have alike.
         loss_scale: what the loss was multiplied by.
         agree: when the ranks agree; None where the driver compares them itself.
-        written: called when an exchange's results are in its ``outs``.
+        written: called at the end of the step when an exchange's results are in its ``outs``.
         checksums: returns those of what ranks must have alike, called where the plan's ``verify_every`` says so; by
             default those of the rank's shared state.
 
@@ -113,7 +120,8 @@ class Step:
         self.triggered = False  # the ranks agreed to restart their schedules
         self._under_way: deque[Exchange] = deque()  # those with a collective under way, oldest first
         self._done: list[Exchange] = []  # those at their end, whose results have not been written
-        self._passing: list[tuple[State, Callable[[], object]]] = []  # gradients that the framework reduces
+        self._factors: dict[str, float] = {}  # what totals were multiplied by, by bucket
+        self._passing: list[Passing] = []  # gradients that the framework reduces
         self._first: Pending | None = None  # the first status, until it is heard
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
@@ -165,16 +173,16 @@ class Step:
         if isinstance(exchange.finite, bool):  # else once for the bucket
             self.finite &= exchange.finite
 
-    def pass_on(self, bucket: Bucket, like: Any, ops: Ops, spoil: Callable[[], object]) -> None:
+    def pass_on(self, bucket: Bucket, gradient: Any, ops: Ops) -> None:
         """Note that the driver's framework reduces a gradient itself; see :meth:`Rank.pass_on`.
 
         Args:
             bucket: one that passes.
-            like: an array on the gradient's device.
+            gradient: a tensor of PyTorch, which the framework reduces in place. It is filled with NaN if another tensor
+                of the step is not finite.
             ops: the array verbs of its library.
-            spoil: fills the result with NaN, if another tensor of the step is not finite.
         """
-        self._passing.append((self.rank.pass_on(bucket, like, ops), spoil))
+        self._passing.append(Passing(self.rank.pass_on(bucket, gradient, ops), gradient.detach()))
 
     def look(self, gradient: Array, ops: Ops) -> None:
         """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
@@ -221,7 +229,7 @@ class Step:
         if waiting:
             return waiting[0].where(len(waiting))
         if self._passing:
-            state, more = self._passing[0][0], len(self._passing) - 1
+            state, more = self._passing[0].state, len(self._passing) - 1
             return f"tensor {state.bucket.spec.name!r} (method none, round 0{f', and {more} more' if more else ''})"
         return "the ranks' status"
 
@@ -335,17 +343,19 @@ class Step:
 
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
+        if self.finite and self.rank.plan.clip_norm is not None:
+            self._clip(self.rank.plan.clip_norm)
         for exchange in self.exchanges.values():
             if self.finite:
                 self.rank.commit(exchange, self._unused)
             else:
                 self.rank.abandon(exchange)
-                self.written(exchange)
-        for state, spoil in self._passing:
+            self.written(exchange)
+        for passing in self._passing:
             if self.finite:
-                self.rank.passed(state)
+                self.rank.passed(passing.state)
             else:
-                spoil()
+                passing.gradient.fill_(float("nan"))
         if self.triggered and self.finite:
             self.rank.trigger()
         elif self.triggered:  # as if the step had not been: the request waits for the next one
@@ -357,7 +367,10 @@ class Step:
             self.rank.abandon(exchange, fill=False)
             exchange.state.clear_scratch()  # a collective that was left alone may still write there
         # ranks then know the same tensors: only some may have come as far as one that is new
-        states = [*(exchange.state for exchange in self.exchanges.values()), *(state for state, _ in self._passing)]
+        states = [
+            *(exchange.state for exchange in self.exchanges.values()),
+            *(passing.state for passing in self._passing),
+        ]
         self.rank.forget([state.bucket.spec.name for state in states if state.step == 0])
         self.rank.asks_for_trigger |= self._asked
 
@@ -415,5 +428,19 @@ class Step:
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write an exchange's results; its state waits for :meth:`close`."""
-        self.rank.deliver(exchange, factor)
-        self.written(exchange)
+        self._factors[exchange.name] = factor
+        self.rank.deliver(exchange, factor, cancel=self.rank.plan.clip_norm is None)
+
+    def _clip(self, limit: float) -> None:
+        """Scale the averaged gradients of all tensors to the norm ``limit``, if theirs is larger.
+
+        Only then the optimizer's momentum is cancelled, as what the optimizer is handed has a larger norm.
+        """
+        norms = [self.rank.norm(exchange) for exchange in self.exchanges.values()]
+        norms += [float(passing.gradient.norm()) / self.loss_scale for passing in self._passing]
+        norm = self.rank.gradient_norm = float(np.linalg.norm(norms))
+        factor = min(1.0, limit / (norm + 1e-6))
+        for exchange in self.exchanges.values():
+            self.rank.clip(exchange, self._factors[exchange.name], factor)
+        for passing in self._passing if factor < 1.0 else ():
+            passing.gradient.mul_(factor)

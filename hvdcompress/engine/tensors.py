@@ -8,22 +8,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hvdcompress.ops
 import hvdcompress.ops.torch as torch_ops
-from hvdcompress.engine import compressor, verify
+from hvdcompress.engine import compressor, log, verify
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.torch_optimizers import Optimizers, TorchReader
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import dtype_name
+from hvdcompress.optimizers import what_is_done
+from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 _living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
+_hooked: list[Any] = []  # the handle of the hook below, once there is a Compressor
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for living in list(_living):
+        living.notice(optimizer)
 
 
 def _named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
@@ -84,6 +94,10 @@ class TensorCompressor(compressor.Compressor):
         self.force_torch = ops == "torch"
         specs = [TensorSpec(n, tuple(p.shape), dtype_name(p)) for n, p in pairs]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
+        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
+        self._cancels = any(map(momentum.cancels, methods))
+        self._reader: TorchReader | None = None
+        self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
@@ -99,6 +113,8 @@ class TensorCompressor(compressor.Compressor):
                     f"under {self.driver}; use one of them"
                 )
         _living.add(self)
+        if not _hooked:
+            _hooked.append(register_optimizer_step_pre_hook(_before_step))
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -155,6 +171,49 @@ class TensorCompressor(compressor.Compressor):
     def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
         self._copies.clear()
         return Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
+
+    # -- the optimizer --------------------------------------------------------------------------------------
+
+    def use_optimizer(self, optimizer: Optimizers) -> None:
+        """Cancel the momentum of an optimizer, or of several, for parameters whose method keeps a residual.
+
+        An optimizer is also found by itself when it takes its first step. Call this on every rank, before the first
+        backward pass, to have its momentum cancelled from the first exchange on.
+
+        Raises:
+            TypeError: it is no optimizer of PyTorch.
+        """
+        self._reader = self.local.optimizer = TorchReader(optimizer, self._tensors())
+        self._terms = Terms({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
+        self._say_what_is_done(self._reader)
+
+    def notice(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to take a step: read its momentum from now on, if it trains our parameters."""
+        if not self._cancels or optimizer in self._noticed:
+            return
+        self._noticed.add(optimizer)
+        reader = self._reader or TorchReader([], self._tensors())
+        if reader.trains(optimizer) and not reader.has(optimizer):
+            reader.add(optimizer)
+            self._reader = self.local.optimizer = reader
+            self._say_what_is_done(reader)
+
+    def _say_what_is_done(self, reader: TorchReader) -> None:
+        """Log, on rank 0, what happens to the optimizer's momentum."""
+        programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
+        done = what_is_done((momentum.cancels(program.main), reader(name)) for name, program in programs.items())
+        others = reader.others() if self._cancels else []
+        if done and self.local.rank == 0:
+            log.warn_once(done)
+        if others and self.local.rank == 0:
+            log.warn_once(
+                f"{', '.join(others)}: momentum on top of error feedback costs accuracy, and only that of SGD can be "
+                "cancelled; hvdcompress.without_momentum(optimizer) takes it out of the optimizer"
+            )
+
+    def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
+        """The parameters that each tensor consists of."""
+        return {name: [parameter] for name, parameter in self.parameters.items()}
 
     def _checksums(self) -> dict[str, int]:
         """Those of all parameters, frozen ones too, in the model's order, and of the shared state."""

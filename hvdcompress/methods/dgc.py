@@ -8,11 +8,11 @@ Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for
     send v where |v| > t        t: the k-th largest |v|; in the paper estimated from a sample (§5)
     v = 0, u = 0 there          momentum factor masking (§3.3): no stale momentum where v was sent
 
-**Use it with plain SGD: an optimizer with momentum of its own would apply momentum twice.** u and v belong to the
-feedback "momentum" (``parts/feedback.py``), which other sparse methods accept too. With feedback "plain" or "none",
-only DGC's selection remains. Tensors that are sent uncompressed (fewer than two dimensions, fewer than ``min_elements``
-elements, or any tensor during a plan's ``warmup``) get no momentum here: put their parameters into a parameter group
-of the optimizer that has momentum.
+The optimizer's own momentum on top would apply momentum twice, so it is cancelled (``parts/momentum.py``): DGC works
+with the optimizer that dense training has. u and v belong to the feedback "momentum" (``parts/feedback.py``), which
+other sparse methods accept too. With feedback "plain" or "none", only DGC's selection remains. Tensors that are sent
+uncompressed (fewer than two dimensions, fewer than ``min_elements`` elements, or any tensor during a plan's ``warmup``)
+get no momentum here, and keep the optimizer's.
 
 What is sent: k = ⌊n·density⌋ (index, value) pairs per rank, by an all-gather. The ledger counts the elements chosen as
 "kept".
@@ -35,8 +35,8 @@ bytes are sent.
 leaves fewer than 2k/3 or more than 4k/3 entries, t is bisected as in ``gaussiank``. If it leaves far too many, the
 search continues among those entries only, which is the paper's hierarchical selection.
 
-``clip_norm``: each rank's gradient is scaled down to the norm clip_norm/√p before it is added to u (local gradient
-clipping, §3.2). It is the feedback's (``parts/feedback.py``), and other methods have it too.
+``local_clip_norm``: each rank's gradient is scaled down to the norm local_clip_norm/√p before it is added to u (local
+gradient clipping, §3.2). It is the feedback's (``parts/feedback.py``), and other methods have it too.
 
 Departures from the paper: the selection is exact unless asked otherwise. Clipping uses the norm of each tensor, as the
 authors' code does, not of the whole model. A threshold that selects too few entries is corrected too. The sample is

@@ -25,7 +25,7 @@ import numpy as np
 os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
 from mpi4py import MPI  # noqa: E402
 
-from hvdcompress.engine import compressor  # noqa: E402
+from hvdcompress.engine import compressor, log  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
 from hvdcompress.engine.alarm import everyones  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
@@ -33,6 +33,7 @@ from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.ops import fast  # noqa: E402
+from hvdcompress.optimizers import SGD, UNKNOWN, described, may_cancel  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -47,6 +48,7 @@ class Compressor(compressor.Compressor):
         comm: an intracommunicator of mpi4py; it is duplicated.
         loss_scale: a number, or a function that returns one, by which gradients were multiplied; residuals are kept
             unscaled, so it may change between steps.
+        optimizer: describes the program's optimizer, whose momentum is cancelled where error feedback takes its place.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -65,6 +67,7 @@ class Compressor(compressor.Compressor):
         comm: MPI.Comm = MPI.COMM_WORLD,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
+        optimizer: SGD | None = None,
         **settings: Any,
     ):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -75,13 +78,18 @@ class Compressor(compressor.Compressor):
         except Exception as caught:  # the others wait to compare plans: tell them first
             error, plan = caught, plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
+        try:
+            self.local.optimizer = described(optimizer)
+        except TypeError as caught:
+            error = error or caught
         self._tensors: _Tensors | None = None  # those of the last step
         self._step: Step | None = None  # under way
         with self.watchdog.meeting("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._silence = weakref.finalize(self, self._transport.silence)
             self._collectives = Collectives(self._transport, self.local.observers)
-            said = json.dumps([str(error) if error else "", plan.to_dict(), self.watchdog.address()])
+            terms = {**plan.to_dict(), "optimizer": str(optimizer)}
+            said = json.dumps([str(error) if error else "", terms, self.watchdog.address()])
             everyone = self._collectives.gather_text("plan", said)
         texts, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
@@ -90,6 +98,8 @@ class Compressor(compressor.Compressor):
             raise failure(texts)
         compare_terms([(plan, {}) for plan in plans])
         self.watchdog.meet(addresses)
+        if optimizer is None and may_cancel(plan) and comm.rank == 0:
+            log.warn_once(UNKNOWN)
 
     def close(self) -> None:
         """Free its communicators; collective. Without it they are kept until MPI ends."""

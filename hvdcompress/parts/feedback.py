@@ -13,9 +13,10 @@ So a low-pass residual is *not* zero where x was sent, and Σ sent = Σ gradient
 
 This is plain feedback on gradients that momentum was applied to on each rank. It replaces the optimizer's momentum.
 
-``clip_norm``, with any of them, bounds what a step can add to a residual (local gradient clipping, Lin et al., §3.2)::
+``local_clip_norm``, with any of them, bounds what a step can add to a residual (local gradient clipping, Lin et al.,
+§3.2)::
 
-    gradient = gradient · min(1, clip_norm/√p / ‖gradient‖)
+    gradient = gradient · min(1, local_clip_norm/√p / ‖gradient‖)
 
 Clipping what has been exchanged, as an optimizer does, cannot: elements that were not sent wait in the residual with
 the size that they came with. The norm is that of the *tensor*, since a backward pass hands out tensors one by one, and
@@ -56,7 +57,7 @@ def beta(method: Method) -> float:
 
 
 def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
-    """Return the factor of a tensor's local gradient: ``scale``, or less if ``method.clip_norm`` asks for it.
+    """Return the factor of a tensor's local gradient: ``scale``, or less if ``method.local_clip_norm`` asks for it.
 
     Args:
         method: the method.
@@ -65,10 +66,10 @@ def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: O
         ctx: rank, world, step and tensor.
         ops: the array backend.
     """
-    if method.clip_norm is None or not (norm := ops.l2_norm(gradient)):
+    if method.local_clip_norm is None or not (norm := ops.l2_norm(gradient)):
         return scale
     # the backends' float64 sums differ in their last bits; rounded to float32 they agree
-    return float(np.float32(min(scale, method.clip_norm / math.sqrt(ctx.world) / norm)))
+    return float(np.float32(min(scale, method.local_clip_norm / math.sqrt(ctx.world) / norm)))
 
 
 def receive(

@@ -148,6 +148,7 @@ class Plan:
         120  #: seconds after which a step that waits is ended, with a word on the ranks that are missing; 0: never
     )
     verify_every: int = 0  #: steps from one comparison of the ranks' parameters and shared state to the next; 0: never
+    clip_norm: float | None = None  #: norm that the reduced gradient of all tensors is clipped to; inf: measured only
     source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
 
     def to_dict(self) -> dict[str, Any]:

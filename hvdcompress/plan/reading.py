@@ -16,7 +16,9 @@ from hvdcompress.plan.document import Document, PlanError
 from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
-PLAN_KEYS = ("rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout", "verify_every")
+PLAN_KEYS = (
+    "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout", "verify_every", "clip_norm"
+)  # fmt: skip
 # integer keys and their defaults
 WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0, "timeout": 120, "verify_every": 0}
 RULE_KEYS = ("method", "warmup", "schedule")
@@ -42,6 +44,8 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never;
                                     # the first step has ten times as many
         verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
+        clip_norm: 1.0              # norm that the averaged gradient of all tensors together is clipped to; null: none;
+                                    # .inf only measures it, for Compressor.gradient_norm()
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none
@@ -118,10 +122,21 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys(tuple(WHOLE))
-    whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    doc.known_keys((*WHOLE, "clip_norm"))
+    whole = _numbers(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
+
+
+def _numbers(doc: Document) -> dict[str, Any]:
+    """Return the plan's keys that are numbers, with their defaults; ``clip_norm`` where it is given."""
+    found = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    limit = doc.value.get("clip_norm")
+    if limit is not None:
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise doc.error("clip_norm", f"{limit!r} must be a positive number")
+        found["clip_norm"] = float(limit)
+    return found
 
 
 def _read(doc: Document) -> Plan:
@@ -140,7 +155,7 @@ def _read(doc: Document) -> Plan:
         sizes = {key: match.whole(key, None, least=0) for key in MATCH_KEYS[1:]}
         own, inherited = body.without("match"), {} if "method" in body.value else default
         rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
-    whole = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    whole = _numbers(doc)
     try:
         source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:  # of a dict that was not read from a file

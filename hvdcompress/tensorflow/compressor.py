@@ -36,12 +36,13 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdcompress.engine import checkpoint, compressor
+from hvdcompress.engine import checkpoint, compressor, log
 from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Array, Method, TensorSpec
+from hvdcompress.optimizers import UNKNOWN, described, may_cancel
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 
@@ -104,11 +105,14 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             them a tensor's name is its ordinal, "0", "1", ….
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
         loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
+        optimizer: the optimizer of Keras that gets the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
+            describes it. Its momentum is cancelled where error feedback takes its place.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
-        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors or has
-            ``verify_every``, which graphs cannot.
+        TypeError: ``optimizer`` is none of these.
+        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, or has ``verify_every`` or
+            ``clip_norm``, which graphs cannot.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         names: Sequence[str] | None = None,
         process_set: Any = hvd.global_process_set,
         loss_scale: float | Callable[[], float] = 1.0,
+        optimizer: Any = None,
         **settings: Any,
     ):
         if not hvd.is_initialized():
@@ -128,6 +133,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
                 "verify_every must be 0: in TensorFlow the Compressor has no parameters, and compares no more than "
                 "fits into a probe"
             )
+        if plan.clip_norm is not None:
+            raise ValueError("clip_norm must be null: in TensorFlow no tensor's exchange knows of the others")
         if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: in TensorFlow each gradient has a graph of its own")
         if names is not None and len(set(names)) < len(names):
@@ -135,6 +142,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self.names = None if names is None else list(names)
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
+        self.local.optimizer = described(optimizer)
+        self._knows_optimizer = optimizer is not None
         self._segments = Segments(self.local, self.current_loss_scale)
         number = _number(process_set, self.watchdog)  # ranks may wait for each other here
         # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
@@ -357,6 +366,16 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         compare_terms([(plan, {"names": str(names)}) for plan, names, _ in everyone])
         self.watchdog.meet([address for *_, address in everyone])
         self._agreed = True
+        if not self._knows_optimizer and may_cancel(self.plan) and self.local.rank == 0:
+            log.warn_once(UNKNOWN)
+
+    def use_optimizer(self, optimizer: Any) -> None:
+        """Cancel the momentum of an optimizer of Keras, or of what an ``SGD`` describes, from now on.
+
+        Raises:
+            TypeError: it is neither.
+        """
+        self.local.optimizer, self._knows_optimizer = described(optimizer), True
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
         """Every rank's bytes, in rank order; eagerly."""

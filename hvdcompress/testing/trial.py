@@ -274,7 +274,7 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
         Settings, by a readable name such as "density=0.06,values=fp16".
     """
     hints = get_type_hints(cls, include_extras=True)
-    names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum")]
+    names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum", "optimizer_momentum")]
     base = {"density": density} if "density" in names else {}
     wanted: list[dict[str, Any]] = [{}, base, {**base, "feedback": "lowpass", "beta": 0.3}]
     wanted += [{**base, **example} for example in cls.examples]

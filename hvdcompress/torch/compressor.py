@@ -8,7 +8,6 @@ Average from Sum. ``docs/drivers.md`` says more.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -301,7 +300,7 @@ class Compressor(TensorCompressor):
         for ticket in arrivals.passing:
             gradient, (bucket, _) = ticket.gradient, self._place[ticket.name]
             ops = self._ops(gradient)
-            step.pass_on(bucket, gradient, ops, functools.partial(_spoil, gradient))
+            step.pass_on(bucket, gradient, ops)
             # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
             if self.plan.stateless:
                 continue
@@ -451,11 +450,6 @@ class Compressor(TensorCompressor):
                 f"sparse gradients cannot be compressed ({', '.join(names)}): make them dense "
                 "(torch.nn.Embedding(..., sparse=False)), or leave the parameter to another optimizer"
             )
-
-
-def _spoil(gradient: torch.Tensor) -> None:
-    """Fill a gradient with NaN."""
-    gradient.detach().fill_(float("nan"))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

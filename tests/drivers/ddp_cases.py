@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
+from hvdcompress.engine.handover import by_tensor
 from hvdcompress.loopback import Loopback
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
@@ -187,6 +189,112 @@ def a_gradscaler_that_overflows() -> None:
     assert compressor.ledger.steps == changes == 5, "steps with an overflow are undone"
     assert bool(torch.isfinite(model.module.weight).all())
     assert len(set(gather((model.module.weight.detach().numpy().tobytes(), scaler.get_scale())))) == 1
+
+
+def trained(
+    options: dict, skipped: tuple[int, ...] = (), known: bool = True, scaler: object = None, **settings
+) -> dict:
+    """Train a small net, all tensors compressed by top-k; ``skipped``: steps that the optimizer does not take."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10)
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    first, *others = (module.parameters() for module in (layers[0], layers[2]))
+    groups = [{"params": list(first), **options}, {"params": [p for some in others for p in some], **options}]
+    groups[1] |= options.get("second", {})
+    for group in groups:
+        group.pop("second", None)
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    given = {"optimizer": optimizer} if known else {}
+    scale = {"loss_scale": scaler.get_scale} if scaler else {}
+    compressor = ddp.attach(model, "topk", density=0.05, min_elements=1, **given, **scale, **settings)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(12):
+        x, y = torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        if scaler:
+            scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            continue
+        loss.backward()
+        if step not in skipped:
+            optimizer.step()
+    compressor.close()
+    return {name: p.detach().numpy().copy() for name, p in model.module.named_parameters()}
+
+
+@case
+def a_net_trains_as_with_an_optimizer_without_momentum() -> None:
+    """Heavy ball, dampening, Nesterov, groups of different momentum, steps that are skipped, and a GradScaler that
+    skips one."""
+    for options, plain in (
+        ({"momentum": 0.9, "lr": 0.05}, {"lr": 0.5}),
+        ({"momentum": 0.9, "dampening": 0.5, "lr": 0.1}, {"lr": 0.5}),
+        ({"momentum": 0.9, "nesterov": True, "lr": 0.05}, {"lr": 0.5}),
+        ({"momentum": 0.9, "lr": 0.05, "second": {"momentum": 0.5, "lr": 0.25}}, {"lr": 0.5}),
+    ):
+        for skipped in ((), (3, 4, 8)):
+            got, want = trained(options, skipped), trained(plain, skipped)
+            assert_close(got, want, (1e-5, 1e-5), f"{options}, without steps {skipped}")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) for _ in range(2)]
+    got, want = trained({"momentum": 0.9, "lr": 0.05}, scaler=scalers[0]), trained({"lr": 0.5}, scaler=scalers[1])
+    assert_close(got, want, (1e-5, 1e-5), "GradScaler")
+
+
+@case
+def an_optimizer_is_found_at_its_first_step() -> None:
+    """Without ``optimizer=`` all but the first exchange are handed over without momentum, and one that takes the place
+    of another starts with an empty buffer."""
+    options = {"momentum": 0.9, "lr": 0.05}
+    got, known = trained(options, known=False), trained(options)
+    kept = trained(options, known=False, optimizer_momentum="keep")
+    distance = {name: np.abs(got[name] - known[name]).max() / np.abs(known[name] - kept[name]).max() for name in got}
+    assert max(distance.values()) > 0 and not all(np.array_equal(got[name], kept[name]) for name in got)
+    model = DistributedDataParallel(torch.nn.Linear(64, 10))
+    compressor = ddp.attach(model, "topk", density=0.1, min_elements=1)
+    for lr in (0.1, 0.2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+        buffer = optimizer.state[model.module.weight]["momentum_buffer"].numpy().reshape(-1)
+        state, _ = compressor.local.find("weight")
+        (piece,) = by_tensor(state.momentum, state.bucket)[-1:]
+        assert np.count_nonzero(np.abs(buffer) > 1e-4 * np.abs(buffer).max()) <= len(piece.values) * (3 if lr else 1)
+    compressor.close()
+
+
+@case
+def clip_norm_with_a_gradscaler_and_accumulation() -> None:
+    """The recipe: ``clip_norm`` clips the averaged gradient itself, whatever the loss scale and momentum are."""
+    results = []
+    for momentum, lr in ((0.9, 0.05), (0.0, 0.5)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 50), torch.nn.Linear(50, 10)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        settings = {"density": 0.1, "min_elements": 1, "clip_norm": 0.3}
+        compressor = ddp.attach(model, "topk", optimizer=optimizer, loss_scale=scaler.get_scale, **settings)
+        generator, norms = torch.Generator().manual_seed(dist.get_rank()), []
+        for _ in range(8):
+            optimizer.zero_grad()
+            for last in (False, True):
+                x, y = torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
+                with contextlib.nullcontext() if last else model.no_sync():
+                    scaler.scale(torch.nn.functional.cross_entropy(model(x), y) / 2).backward()
+            norms.append(compressor.gradient_norm())
+            if not momentum:
+                scaler.unscale_(optimizer)
+                handed = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+                assert abs(float(handed) - min(0.3, norms[-1])) < 1e-4
+            scaler.step(optimizer)
+            scaler.update()
+        assert max(norms) > 0.3
+        results.append({name: p.detach().numpy().copy() for name, p in model.module.named_parameters()})
+        compressor.close()
+    assert_close(*results, (1e-5, 1e-5), "clipped")
 
 
 @case

@@ -71,6 +71,32 @@ def shards(model: torch.nn.Module) -> dict:
 
 
 @case
+def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
+    """The optimizer's momentum is cancelled in each module's flat vector, of whose parameters all have one."""
+    both, results = mesh(), []
+    for momentum, lr in ((0.9, 0.05), (0.0, 0.5)):
+        model = sharded(both["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        settings = {"density": 0.05, "min_elements": 1, "optimizer": optimizer}
+        compressor = ddp.fsdp(model, "topk", replicas=both["replicate"], **settings)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        results.append(shards(model))
+        compressor.close()
+    assert_close(*results, (1e-5, 1e-5), "sharded")
+    groups = [{"params": [p], "momentum": 0.1 * number} for number, p in enumerate(model.parameters())]
+    mixed = torch.optim.SGD(groups, lr=0.1)
+    must_raise(
+        ValueError,
+        ["different momentum", "optimizer_momentum"],
+        lambda: ddp.fsdp(model, "topk", replicas=both["replicate"], min_elements=1, optimizer=mixed),
+        gather,
+    )
+
+
+@case
 def averages_are_those_of_all_ranks() -> None:
     """Sharded and uncompressed it is what one big batch gives."""
     both, plain = mesh(), net()

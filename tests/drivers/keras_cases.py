@@ -66,6 +66,30 @@ def equals_loopback() -> None:
 
 
 @case
+def a_net_trains_as_with_an_optimizer_without_momentum() -> None:
+    """Heavy ball and Nesterov, with a learning rate that a schedule changes; clipping by Keras keeps the momentum."""
+    results = {}
+    for what, options, rate in (
+        ("plain", {}, 0.1),
+        ("heavy ball", {"momentum": 0.9}, 0.01),
+        ("nesterov", {"momentum": 0.9, "nesterov": True}, 0.01),
+        ("clipped", {"momentum": 0.9, "global_clipnorm": 1e9}, 0.01),
+        ("kept", {"momentum": 0.9}, 0.01),
+    ):
+        schedule = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.7)
+        keep = {"optimizer_momentum": "keep"} if what == "kept" else {}
+        optimizer = keras.optimizers.SGD(schedule, **options)
+        optimizer = DistributedOptimizer(optimizer, "topk", density=0.05, min_elements=1, **keep)
+        model, moved = Applied(optimizer), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step in range(6):
+            for name, change in model(everyone(step)[hvd.rank()]).items():
+                moved[name] += change
+        results[what] = moved
+    for what, want in (("heavy ball", "plain"), ("nesterov", "plain"), ("clipped", "kept")):
+        assert_close(results[what], results[want], (1e-4, 1e-5), what)
+
+
+@case
 def several_backward_passes_per_step() -> None:
     optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), "topk", density=0.05, backward_passes_per_step=3)
     model, net = Applied(optimizer), reference("topk", density=0.05)

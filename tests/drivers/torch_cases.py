@@ -147,6 +147,66 @@ def a_gradscaler_that_overflows() -> None:
 
 
 @case
+def a_net_trains_as_with_an_optimizer_without_momentum() -> None:
+    """The wrapped optimizer is found by itself; with gradients accumulated, and with ``synchronize()`` called first."""
+    results = {}
+    for what in ("step", "accumulated", "synchronized"):
+        for momentum, lr in ((0.9, 0.05), (0.0, 0.5)):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+            named = [(f"momentum.{what}.{momentum}.{n}", p) for n, p in model.named_parameters()]
+            compressor = Compressor("topk", named, density=0.05, min_elements=1)
+            sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+            passes = 2 if what == "accumulated" else 1
+            opt = hvd.DistributedOptimizer(
+                sgd, named_parameters=named, compression=compressor, backward_passes_per_step=passes
+            )
+            if what == "synchronized":  # the optimizer is found by its first step, which comes after the exchange here
+                compressor.use_optimizer(opt)
+            generator = torch.Generator().manual_seed(hvd.rank())
+            for _ in range(8):
+                opt.zero_grad()
+                for _ in range(passes):
+                    x = torch.randn(16, 64, generator=generator)
+                    torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+                if what == "synchronized":
+                    opt.synchronize()
+                    with opt.skip_synchronize():
+                        opt.step()
+                else:
+                    opt.step()
+            results[what, momentum] = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+        assert_close(results[what, 0.9], results[what, 0.0], (1e-5, 1e-5), what)
+
+
+@case
+def clip_norm_with_tensors_that_horovod_reduces() -> None:
+    """The norm is that of all tensors together, those that go through Horovod's own all-reduce among them."""
+    results = []
+    for momentum, lr in ((0.9, 0.05), (0.0, 0.5)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
+        named = [(f"clipped.{momentum}.{n}", p) for n, p in model.named_parameters()]
+        rules = [{"match": {"name": "*.2.*"}, "method": "none"}, {"match": {"name": "*.bias"}, "method": "none"}]
+        compressor = Compressor("topk", named, density=0.05, min_elements=1, clip_norm=0.2, rules=rules)
+        dense = [p for n, p in model.named_parameters() if n != "0.weight"]  # without momentum in both trainings
+        sgd = torch.optim.SGD(
+            [{"params": [model[0].weight], "momentum": momentum, "lr": lr}, {"params": dense}], lr=0.1
+        )
+        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=compressor)
+        generator, norms = torch.Generator().manual_seed(hvd.rank()), []
+        for _ in range(6):
+            opt.zero_grad()
+            x = torch.randn(16, 64, generator=generator)
+            torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1)).backward()
+            opt.step()
+            norms.append(compressor.gradient_norm())
+        assert max(norms) > 0.2
+        results.append({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+    assert_close(*results, (1e-5, 1e-5), "clipped")
+
+
+@case
 def training_with_clipping_keeps_ranks_identical() -> None:
     for method in hvdcompress.available():
         torch.manual_seed(7)

@@ -77,7 +77,7 @@ def plan_with(features: set[str]) -> dict[str, Any]:
     if "feedback" in features:
         plan |= {"feedback": "lowpass", "beta": BETA}
     if "clipping" in features:
-        plan["clip_norm"] = CLIP
+        plan["local_clip_norm"] = CLIP
     if "warm-up" in features:
         plan["warmup"] = {"steps": WARMUP}
     if "rules" in features:

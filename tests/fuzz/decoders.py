@@ -35,7 +35,7 @@ from hvdcompress.testing import Case, variants
 from hvdcompress.testing.trial import numbers, plan_for
 
 ELEMENTS = 600
-NOT_SENT = ("feedback", "beta", "momentum", "clip_norm")  #: settings that change no payload's form
+NOT_SENT = ("feedback", "beta", "momentum", "local_clip_norm")  #: settings that change no payload's form
 GUARD = np.float32(-77.0)  #: around a result's memory
 
 

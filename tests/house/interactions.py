@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: each feature, and how it is asked for
 FEATURES = {
     "feedback": "`feedback: plain`, `lowpass` or `momentum`",
-    "clipping": "`clip_norm`",
+    "clipping": "`local_clip_norm`",
     "warm-up": "`warmup`",
     "rules": "`rules`",
     "joined buckets": "`bucket_elements`; PyTorch's and MPI's drivers join small tensors unasked",
@@ -107,7 +107,7 @@ HELD = (
 #: what is refused, in words, and the test that holds it
 REFUSED = (
     (
-        "`clip_norm` without feedback: nothing waits that it could bound",
+        "`local_clip_norm` without feedback: nothing waits that it could bound",
         "tests/parts/test_feedback.py::test_clipping_without_feedback_is_refused",
     ),
     (

@@ -238,7 +238,7 @@ def test_the_sample_is_the_same_on_all_ranks_and_another_one_each_step() -> None
 @pytest.mark.parametrize("size", [1e-30, 1.0, 100.0, 1e37])
 @pytest.mark.parametrize("world", [1, 4])
 def test_gradients_are_clipped_to_their_share_of_the_norm(world: int, size: float) -> None:
-    net = Loopback("dgc", world=world, density=1.0, clip_norm=2.0, min_elements=1)
+    net = Loopback("dgc", world=world, density=1.0, local_clip_norm=2.0, min_elements=1)
     gradients = [numbers((10, 10), rank) * np.float32(size) for rank in range(world)]
     out = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
     expected = np.zeros((10, 10))
@@ -249,8 +249,8 @@ def test_gradients_are_clipped_to_their_share_of_the_norm(world: int, size: floa
 
 
 def test_clipping_is_in_unscaled_units() -> None:
-    plain = Loopback("dgc", world=2, density=0.1, clip_norm=1.0, min_elements=1)
-    scaled = Loopback("dgc", world=2, density=0.1, clip_norm=1.0, min_elements=1, loss_scale=1024.0)
+    plain = Loopback("dgc", world=2, density=0.1, local_clip_norm=1.0, min_elements=1)
+    scaled = Loopback("dgc", world=2, density=0.1, local_clip_norm=1.0, min_elements=1, loss_scale=1024.0)
     for step in range(4):
         gradients = [numbers((20, 20), rank, step) for rank in range(2)]
         expected = plain.allreduce(gradients, "w")[0]
@@ -261,7 +261,7 @@ def test_clipping_is_in_unscaled_units() -> None:
 
 
 def test_zeros_and_small_gradients_are_not_clipped() -> None:
-    net = Loopback("dgc", world=1, density=1.0, clip_norm=1e6, min_elements=1)
+    net = Loopback("dgc", world=1, density=1.0, local_clip_norm=1e6, min_elements=1)
     for g in (np.zeros((3, 3), np.float32), numbers((3, 3), 1)):
         np.testing.assert_array_equal(net.allreduce([g], "w")[0], g)
 

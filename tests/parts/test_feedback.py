@@ -25,11 +25,11 @@ def settings(id: str) -> dict[str, float]:
 @pytest.mark.parametrize("feedback", ["plain", "lowpass", "momentum"])
 @pytest.mark.parametrize("id", hvdcompress.available())
 def test_every_method_clips_as_if_the_gradients_had_come_clipped(id: str, feedback: str) -> None:
-    """Each rank's gradient of each tensor, to clip_norm/√p; tensors below it stay as they are."""
+    """Each rank's gradient of each tensor, to local_clip_norm/√p; tensors below it stay as they are."""
     try:
         nets = [
             Loopback(id, world=2, min_elements=1, feedback=feedback, beta=0.3, **settings(id), **clip)
-            for clip in ({"clip_norm": 3.0}, {})
+            for clip in ({"local_clip_norm": 3.0}, {})
         ]
     except ValueError as error:
         assert feedback == "momentum" and "leaves elements out" in str(error)
@@ -49,7 +49,8 @@ def test_every_method_clips_as_if_the_gradients_had_come_clipped(id: str, feedba
 def test_tensors_of_a_bucket_are_clipped_each_by_itself() -> None:
     gradients = [{name: numbers((30,), i, rank) * np.float32(10**i) for i, name in enumerate("abc")} for rank in (0, 1)]
     joined, alone = (
-        Loopback("topk", world=2, density=0.1, clip_norm=2.0, min_elements=1, bucket_elements=size) for size in (100, 0)
+        Loopback("topk", world=2, density=0.1, local_clip_norm=2.0, min_elements=1, bucket_elements=size)
+        for size in (100, 0)
     )
     for _ in range(2):
         found, expected = (net.allreduce_many(gradients)[0] for net in (joined, alone))
@@ -61,14 +62,14 @@ def test_tensors_of_a_bucket_are_clipped_each_by_itself() -> None:
 def test_a_spike_adds_no_more_to_the_residual_than_the_norm() -> None:
     """What clipping after the exchange cannot do: of a spike in many elements, most of it waits in the residual."""
     spike = numbers((10_000,), 1) * np.float32(1000)
-    bounded, free = (Loopback("topk", world=1, density=0.01, **clip) for clip in ({"clip_norm": 1.0}, {}))
+    bounded, free = (Loopback("topk", world=1, density=0.01, **clip) for clip in ({"local_clip_norm": 1.0}, {}))
     for net in (bounded, free):
         net.allreduce([spike], "w")
     assert np.linalg.norm(bounded.residual("w", 0)) <= 1.0 < 1e4 < np.linalg.norm(free.residual("w", 0))
 
 
 def test_a_step_with_an_inf_is_undone_under_clipping() -> None:
-    net = Loopback("topk", world=1, density=0.1, clip_norm=1.0, min_elements=1)
+    net = Loopback("topk", world=1, density=0.1, local_clip_norm=1.0, min_elements=1)
     net.allreduce([numbers((50,), 1)], "w")
     before = net.residual("w", 0).copy()
     spoilt = numbers((50,), 2)
@@ -79,8 +80,8 @@ def test_a_step_with_an_inf_is_undone_under_clipping() -> None:
 
 @pytest.mark.parametrize("id", hvdcompress.available())
 def test_clipping_without_feedback_is_refused(id: str) -> None:
-    with pytest.raises(ValueError, match="clip_norm needs a feedback"):
-        hvdcompress.get(id, clip_norm=1.0, feedback="none")
+    with pytest.raises(ValueError, match="local_clip_norm needs a feedback"):
+        hvdcompress.get(id, local_clip_norm=1.0, feedback="none")
     for bad in (0.0, -1.0, float("inf"), True):
-        with pytest.raises(ValueError, match="clip_norm"):
-            hvdcompress.get(id, clip_norm=bad, feedback="plain")
+        with pytest.raises(ValueError, match="local_clip_norm"):
+            hvdcompress.get(id, local_clip_norm=bad, feedback="plain")

@@ -15,6 +15,7 @@ from promises.variants import VARIANTS, Settings, has_half_sums
 
 import hvdcompress
 from hvdcompress.method import TensorSpec
+from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Grouping, Plan, plan_of
 from hvdcompress.testing import Trial
 from hvdcompress.testing.trial import Grouped
@@ -106,6 +107,10 @@ class Handle(ABC):
 
     def watch(self, observer: Any) -> None:
         self.compressor.watch(observer)
+
+    def use(self, optimizer: SGD) -> None:
+        """Have this rank cancel the momentum of an optimizer."""
+        self.compressor.local.optimizer = optimizer.read
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
         """Free what the driver holds; collective."""

@@ -14,6 +14,7 @@ from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress.engine import checkpoint
 from hvdcompress.engine.state import describe
 from hvdcompress.ops import numpy as reference
+from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
 
@@ -68,6 +69,9 @@ class LoopbackHandle(Handle):
 
     def residual(self, name: str) -> np.ndarray:
         return self.compressor.residual(name, self.door.rank)
+
+    def use(self, optimizer: SGD) -> None:
+        self.compressor.ranks[self.door.rank].optimizer = optimizer.read
 
     def state(self) -> dict[str, Any]:
         return self.compressor.saved()[self.door.rank]

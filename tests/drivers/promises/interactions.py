@@ -19,12 +19,18 @@ BAD, TRIGGERED, SAVED, RESHARDED, STEPS = 4, 6, 8, 10, 13  #: steps; the first i
 
 def everything(door: Any) -> Settings:
     """A plan with all that a plan can have; matrices by low-pass top-k, the convolution by a method with phases."""
-    phased = {"method": "gradiveq", "dense_steps": 2, "compressed_steps": 3, "feedback": "plain", "clip_norm": 20.0}
+    phased = {
+        "method": "gradiveq",
+        "dense_steps": 2,
+        "compressed_steps": 3,
+        "feedback": "plain",
+        "local_clip_norm": 20.0,
+    }
     return {
         "density": 0.05,
         "feedback": "lowpass",
         "beta": 0.3,
-        "clip_norm": 20.0,
+        "local_clip_norm": 20.0,
         "warmup": {"steps": 1},
         "min_elements": 4,
         "rules": [{"match": {"ndim": 4}, **phased}, {"match": {"name": "c"}, "density": 0.2, "beta": 1.0}],

@@ -42,7 +42,7 @@ VARIANTS: list[tuple[str, Settings]] = [
     ("gtopk", {"density": 0.02}),
     ("gtopk", {"density": 0.02, "values": "fp16"}),
     ("dgc", {"density": 0.02}),
-    ("dgc", {"density": 0.02, "clip_norm": 1.0, "select": "exact"}),
+    ("dgc", {"density": 0.02, "local_clip_norm": 1.0, "select": "exact"}),
     ("powersgd", {}),
     ("powersgd", {"matrix_rank": 1, "values": "bf16"}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain"}),

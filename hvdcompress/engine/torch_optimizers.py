@@ -1,0 +1,139 @@
+"""Read the momentum that PyTorch optimizers apply to parameters.
+
+Optimizers are read again at every step, since schedules change their parameter groups. That an optimizer has taken its
+step is seen by a hook: a step that is skipped leaves the momentum buffer as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from hvdcompress.parts.momentum import Momentum
+
+Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the PyTorch optimizer in one that accelerate, Lightning or ZeroRedundancyOptimizer has wrapped.
+
+    Raises:
+        TypeError: there is none.
+    """
+    wrapped: Any = True
+    while wrapped is not None:
+        inner = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer", "optim"))
+        wrapped = next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)
+        optimizer = optimizer if wrapped is None else wrapped
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be an optimizer of PyTorch, or several in a list, not {optimizer!r:.60}")
+    return optimizer
+
+
+class TorchReader:
+    """Reads the momentum of tensors by their names.
+
+    Args:
+        optimizers: one, or several. They are not kept alive.
+        parameters: by name, the parameters that a tensor consists of: one, or several under FSDP.
+
+    Raises:
+        TypeError: there is no optimizer of PyTorch.
+    """
+
+    def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Sequence[torch.nn.Parameter]]):
+        self.parameters = parameters
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._updates: list[int] = []
+        self._places: dict[int, tuple[int, int]] = {}  # parameter's id -> numbers of its optimizer and group
+        given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
+        for one in given if isinstance(given, Iterable) else [given]:
+            self.add(unwrapped(one))
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read this optimizer, too. For parameters that several have, the last one counts."""
+        myself, number = weakref.ref(self), len(self._optimizers)
+        self._optimizers.append(weakref.ref(optimizer))
+        self._updates.append(0)
+        optimizer.register_step_post_hook(_counting(myself, number))
+        self._find_places()
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether it is one of those that are read."""
+        return any(known() is optimizer for known in self._optimizers)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has one of the parameters."""
+        ours = {id(parameter) for several in self.parameters.values() for parameter in several}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+
+    def _find_places(self) -> None:
+        for number, known in enumerate(self._optimizers):
+            optimizer = known()
+            for group, settings in enumerate(optimizer.param_groups if optimizer else ()):
+                self._places |= {id(parameter): (number, group) for parameter in settings["params"]}
+
+    def count(self, number: int) -> None:
+        """Note that an optimizer has taken a step."""
+        self._updates[number] += 1
+
+    def __call__(self, name: str) -> Momentum | None:
+        """Return the momentum of a tensor; None if its optimizer has none that can be cancelled.
+
+        Raises:
+            ValueError: the parameters that it consists of have different momentum.
+        """
+        found = {self._read(parameter) for parameter in self.parameters[name]}
+        if len(found) > 1:
+            raise ValueError(
+                f"{name}: its parameters have different momentum ({sorted(map(str, found))}), and are exchanged "
+                'together; give them one, or say optimizer_momentum="keep"'
+            )
+        return next(iter(found), None)
+
+    def _read(self, parameter: torch.nn.Parameter) -> Momentum | None:
+        if id(parameter) not in self._places:
+            self._find_places()  # of a group that was added
+        number, group = self._places.get(id(parameter), (None, 0))
+        optimizer = None if number is None else self._optimizers[number]()
+        if number is None or optimizer is None:
+            return None
+        settings = optimizer.param_groups[group]
+        if not isinstance(optimizer, torch.optim.SGD):
+            return None
+        rate = 1.0 - settings["dampening"]
+        empty = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        entry = 1.0 if empty else rate  # a new buffer is set to the gradient
+        return Momentum(settings["momentum"], rate, entry, settings["nesterov"], self._updates[number], empty)
+
+    def kinds(self) -> list[str]:
+        """Return a line for each optimizer: its class and its momentum, or beta1."""
+        return [in_words(optimizer) for known in self._optimizers if (optimizer := known())]
+
+    def others(self) -> list[str]:
+        """Return the lines of those whose momentum cannot be cancelled, and is not 0."""
+        there = [optimizer for known in self._optimizers if (optimizer := known())]
+        return [in_words(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
+
+
+def _first_factor(optimizer: torch.optim.Optimizer) -> float:
+    group = optimizer.param_groups[0]
+    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+
+
+def in_words(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class and its momentum, such as "AdamW with beta1 = 0.9"."""
+    what = "beta1" if "betas" in optimizer.param_groups[0] else "momentum"
+    return f"{type(optimizer).__name__} with {what} = {_first_factor(optimizer):g}"
+
+
+def _counting(reader: weakref.ref[TorchReader], number: int) -> Any:
+    def note(*_: Any) -> None:
+        there = reader()
+        if there is not None:
+            there.count(number)
+
+    return note

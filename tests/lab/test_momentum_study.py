@@ -1,0 +1,152 @@
+"""The momentum study: contenders are read, results are kept and skipped, and the report says which gaps are closed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+torch = pytest.importorskip("torch")
+
+from hvdcompress.lab.momentum import contenders, report, study, tasks  # noqa: E402
+from hvdcompress.lab.training.tasks import Images  # noqa: E402
+
+TINY = tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
+    monkeypatch.setitem(tasks.DATA, "tiny", lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10))
+    monkeypatch.setitem(tasks.NETS, "tiny", lambda: tasks.mlp(width=16))
+    monkeypatch.setitem(tasks.TASKS, "tiny", TINY)
+
+
+def run(folder, names, steps=4):
+    output = io.StringIO()
+    units = study.units_of(["tiny"], names, [1, 2], steps)
+    failed = study.run_all(units, folder, 1, Console(file=output, width=200))
+    return failed, output.getvalue()
+
+
+def test_settings_of_a_contender():
+    found = contenders.parse("topk@density=0.002,values=fp16,lr=2,mu=0.5:plain")
+    assert found.settings == {"method": "topk", "density": 0.002, "values": "fp16"}
+    assert (found.form, found.lr, found.momentum, found.density) == ("plain", 2.0, 0.5, 0.002)
+    assert contenders.parse("topk").form == "default"
+
+
+def test_commas_separate_settings_and_contenders():
+    assert contenders.split("dense,topk@density=0.1,lr=2:plain,dgc") == ["dense", "topk@density=0.1,lr=2:plain", "dgc"]
+    assert contenders.split("main,topk:plain") == contenders.GROUPS["main"]
+
+
+@pytest.mark.parametrize("group", contenders.GROUPS)
+def test_every_group_can_be_read(group):
+    for name in contenders.split(group):
+        contenders.parse(name, TINY)
+
+
+@pytest.mark.parametrize("name", ["topk:half", "nothing", "topk@density=7", "topk@beta1=0.5"])
+def test_wrong_contenders_are_refused(name):
+    with pytest.raises(ValueError, match="half|nothing|density|beta1"):
+        contenders.parse(name, TINY)
+
+
+def test_momentum_of_adamw_is_cancelled_in_the_optimizer():
+    adamw = dataclasses.replace(TINY, optimizer="adamw")
+    momenta = [contenders.parse(name, adamw).momentum_on(adamw) for name in ("topk", "topk:plain", "topk:cancelled")]
+    assert momenta == [0.9, 0.9, 0.0]
+
+
+def test_runs_are_kept_and_skipped(tmp_path):
+    failed, output = run(tmp_path, ["dense", "topk:cancelled"])
+    assert not failed and "[4/4]" in output
+    _, output = run(tmp_path, ["dense", "topk:cancelled", "topk:plain"])
+    assert "4 of 6 results are kept" in output and "[2/2]" in output
+    _, output = run(tmp_path, ["dense"], steps=5)
+    assert "kept" not in output
+    assert {len(record["losses"]) for record in study.records(tmp_path)} == {1}
+    assert "| topk:cancelled | 2 |" in report.markdown(study.records(tmp_path))
+
+
+def test_dense_equals_training_on_the_mean_gradient(tmp_path):
+    run(tmp_path, ["dense"])
+    found = next(record for record in study.records(tmp_path) if record["seed"] == 1)
+    torch.manual_seed(1)
+    net, data = tasks.mlp(width=16), tasks.DATA["tiny"]()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    shares = [data.batches(rank, 2, 1, 4) for rank in range(2)]
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = sum(tasks.loss_of(net, next(share)) for share in shares) / 2
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert found["losses"] == pytest.approx([np.mean(losses)], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_is_recorded(tmp_path):
+    failed, _ = run(tmp_path, ["dense", "topk@lr=1e30"])
+    assert not failed
+    statuses = {record["contender"]["name"]: record["status"] for record in study.records(tmp_path)}
+    assert statuses == {"dense": "done", "topk@lr=1e30": "diverged"}
+    assert "2 (2 diverged)" in report.markdown(study.records(tmp_path))
+
+
+def test_a_failed_run_does_not_stop_the_others(tmp_path, monkeypatch):
+    def broken(task, contender, seed, steps):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(study, "train", broken)
+    failed, output = run(tmp_path, ["dense"])
+    assert "RuntimeError: broken" in failed[0] and "[2/2]" in output
+    assert not study.records(tmp_path)
+
+
+def group(task, scores):
+    runs = {
+        name: {seed: {"score": score, "status": "done"} for seed, score in enumerate(values)}
+        for name, values in scores.items()
+    }
+    return report.Group("made up", task, 1500, runs)
+
+
+def test_a_gap_is_closed_by_its_mean_and_its_upper_bound():
+    scores = {
+        "dense": [87.0, 87.2, 86.8],
+        "close": [86.8, 87.0, 86.7],
+        "far": [85.0, 85.1, 85.2],
+        "noisy": [88.0, 86.0, 86.8],
+    }
+    found = group(TINY, scores)
+    assert [found.closed(name) for name in ("close", "far", "noisy")] == [True, False, False]
+    gap = found.gap("close")
+    assert gap.mean == pytest.approx(0.5 / 3)
+    assert gap.high - gap.mean == pytest.approx(2.919986 * 0.057735 / 3**0.5, rel=1e-4)  # t of 2 degrees, 95 %
+
+
+def test_bits_per_byte_are_better_when_lower():
+    text = dataclasses.replace(TINY, data="text32")
+    found = group(text, {"dense": [2.50, 2.51], "close": [2.51, 2.52], "better": [2.4, 2.41], "far": [2.7, 2.71]})
+    assert found.gap("far").mean == pytest.approx(0.2)
+    assert [found.closed(name) for name in ("close", "better", "far")] == [True, True, False]
+
+
+def test_one_seed_is_not_enough_for_a_verdict():
+    assert group(TINY, {"dense": [87.0], "topk": [87.0]}).closed("topk") is None
+
+
+def test_plots_are_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    from hvdcompress.lab.momentum import plots
+
+    run(tmp_path / "runs", ["dense", "topk:plain", "topk:cancelled", "topk@density=0.1:plain"], steps=2)
+    written = plots.draw(report.groups_of(study.records(tmp_path / "runs")), "topk", tmp_path / "plot.svg")
+    assert [file.name for file in written] == ["plot.svg", "plot-density.svg"]
+    assert all("<svg" in file.read_text() for file in written)
