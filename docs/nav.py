@@ -21,6 +21,7 @@ NAV: dict[str, list[str]] = {
         "guides/checkpoints",
         "reliability",
         "guides/plans",
+        "momentum",
     ],
     "Methods": ["methods/README", "methods/*"],
     "Evidence": [

@@ -7,6 +7,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdcompress.mpi import Compressor
+from hvdcompress.optimizers import SGD
 
 comm = MPI.COMM_WORLD
 rng = np.random.default_rng(comm.rank)  # every rank has data of its own
@@ -14,7 +15,7 @@ truth = np.random.default_rng(99).normal(size=1024).astype(np.float32)
 x = rng.normal(size=(2048, 1024)).astype(np.float32)
 y = x @ truth
 
-compressor = Compressor("scalecom", comm, density=0.05, beta=1.0)
+compressor = Compressor("scalecom", comm, density=0.05, optimizer=SGD(momentum=0.0))  # plain gradient descent, below
 weights = np.zeros_like(truth)
 for _step in range(300):
     gradient = x.T @ (x @ weights - y) / len(y)

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
+from hvdcompress.optimizers import SGD
 from hvdcompress.tensorflow import Compressor
 
 hvd.init()
@@ -21,7 +22,8 @@ train = tf.range(len(labels)) % 5 != 0
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])
 weights = [variable.value for variable in model.trainable_variables]
 speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-compressor = Compressor("scalecom", density=0.01)  # outside of the step: it holds the residuals
+sgd = SGD(momentum=0.9)  # describes the update below
+compressor = Compressor("scalecom", density=0.01, optimizer=sgd)  # outside of the step: it holds the residuals
 
 
 @tf.function

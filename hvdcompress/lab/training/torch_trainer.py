@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import hvdcompress
 from hvdcompress.lab.training import models_torch
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
@@ -22,6 +23,7 @@ class TorchTrainer:
     """The net of a run. Subclasses add the compression, the optimizer, and a step.
 
     Attributes:
+        plan: the method's, with the task's clipping after the exchange.
         compressor: the compression.
         optimizer: the one that updates.
     """
@@ -32,6 +34,9 @@ class TorchTrainer:
     def __init__(self, run: Run, data: Images | Bytes):
         torch.manual_seed(run.seed)  # same initial parameters for every method, and on every rank
         self.task = run.task
+        # clipped by the Compressor, as what the optimizer is handed is larger where momentum is cancelled
+        clip = {"clip_norm": run.task.clip_norm} if run.task.clip == "after" else {}
+        self.plan = hvdcompress.load({"seed": run.seed, **run.method.settings, **clip})
         self.model = models_torch.build(net_of(run.task.task, run.task.net), data)
 
     def sgd(self) -> torch.optim.SGD:
@@ -66,11 +71,6 @@ class TorchTrainer:
         own = torch.autograd.grad(loss, list(self.model.parameters()), retain_graph=True)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in own]))
         return (self.task.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-
-    def clip_after(self) -> None:
-        """Clip the reduced gradient, if the task says so."""
-        if self.task.clip == "after" and self.task.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip_norm)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[float, float]:

@@ -13,7 +13,6 @@ import time
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import hvdcompress
 from hvdcompress import ddp
 from hvdcompress.lab.training import loop
 from hvdcompress.lab.training.experiment import Run
@@ -31,15 +30,14 @@ class Trainer(TorchTrainer):
     def __init__(self, run: Run, data: Images | Bytes):
         super().__init__(run, data)
         self.wrapped = DistributedDataParallel(self.model, broadcast_buffers=False)  # as under Horovod
-        self.compressor = ddp.attach(self.wrapped, hvdcompress.load({"seed": run.seed, **run.method.settings}))
         self.optimizer = self.sgd()
+        self.compressor = ddp.attach(self.wrapped, self.plan, optimizer=self.optimizer)
 
     def step(self, batch: Batch, rate: float, clock: Clock) -> float:
         """Forward, backward with the exchange inside, update; returns this rank's loss."""
         began, codec_began = time.perf_counter(), self.codec_seconds()
         loss = self.forward(self.wrapped, batch, rate)
         (loss * self.clipping(loss)).backward()
-        self.clip_after()
         self.optimizer.step()
         clock.total += time.perf_counter() - began
         clock.select += self.codec_seconds() - codec_began

@@ -19,6 +19,7 @@ from hvdcompress.lab.training import loop, models_tensorflow
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
+from hvdcompress.optimizers import SGD
 from hvdcompress.tensorflow import Compressor
 
 # one core per rank: threads of several ranks would fight for the same ones
@@ -37,7 +38,10 @@ class Trainer:
         self.momentum, self.decay = task.momentum, task.weight_decay
         self.clip, self.clip_norm = task.clip, task.clip_norm
         plan = hvdcompress.load({"seed": run.seed, **run.method.settings})
-        self.compressor = Compressor(plan, names=list(self.model.weights))
+        # what is clipped after the exchange must be the gradient itself, so its momentum is not cancelled
+        clipped = task.clip == "after" and task.clip_norm is not None
+        optimizer = SGD(0.0 if clipped else task.momentum)
+        self.compressor = Compressor(plan, names=list(self.model.weights), optimizer=optimizer)
         hvd.broadcast_variables(self.weights, root_rank=0)
         x, y = next(data.batches(0, 1, 0, task.batch_size))
         rate = tf.TensorSpec((), tf.float32)

@@ -13,7 +13,6 @@ import time
 
 import torch
 
-import hvdcompress
 from hvdcompress.lab.training import loop
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
@@ -33,8 +32,9 @@ class Trainer(TorchTrainer):
     def __init__(self, run: Run, data: Images | Bytes):
         super().__init__(run, data)
         names = list(self.model.named_parameters())
-        self.compressor = Compressor(hvdcompress.load({"seed": run.seed, **run.method.settings}), names)
+        self.compressor = Compressor(self.plan, names)
         self.optimizer = hvd.DistributedOptimizer(self.sgd(), named_parameters=names, compression=self.compressor)
+        self.compressor.use_optimizer(self.optimizer)  # before its first step, as gradients are asked for first here
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
 
     def step(self, batch: Batch, rate: float, clock: Clock) -> float:
@@ -45,7 +45,6 @@ class Trainer(TorchTrainer):
         before, codec_before = time.perf_counter(), self.codec_seconds()
         self.optimizer.synchronize()
         after, codec_after = time.perf_counter(), self.codec_seconds()
-        self.clip_after()
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
         clock.total += time.perf_counter() - began
