@@ -99,17 +99,17 @@ def _cancel_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compress
         compressor.use_optimizer(SGD(0.0))
         text = (
             f"{clips[0]} would clip gradients whose momentum is cancelled, which are larger: so the optimizer's "
-            "momentum is kept, on top of error feedback, which costs accuracy; give the Compressor local_clip_norm "
+            "momentum is kept, on top of the residuals, which costs accuracy; give the Compressor local_clip_norm "
             "instead"
         )
     elif momentum and momentum.factor:
         text = (
-            f"the optimizer's momentum ({momentum.factor:g}) is cancelled for tensors with error feedback, which takes "
+            f"the optimizer's momentum ({momentum.factor:g}) is cancelled for tensors with residuals, which take "
             "its place; optimizer_momentum: keep turns this off"
         )
     elif beta := float(getattr(optimizer, "beta_1", 0.0)):
         text = (
-            f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of error feedback costs accuracy, and "
+            f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of residuals costs accuracy, and "
             "only that of SGD can be cancelled; set beta_1=0.0"
         )
     if text and first:

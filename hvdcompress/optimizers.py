@@ -18,7 +18,7 @@ from hvdcompress.parts.momentum import Momentum, cancels
 from hvdcompress.plan import Plan
 
 UNKNOWN = (
-    "the optimizer is not known, so its momentum acts on top of error feedback, which costs accuracy: give the "
+    "the optimizer is not known, so its momentum acts on top of the residuals, which costs accuracy: give the "
     "Compressor optimizer=hvdcompress.optimizers.SGD(momentum=…) with the numbers of yours, or "
     'optimizer_momentum="keep" if it has no momentum'
 )
@@ -132,6 +132,6 @@ def what_is_done(momenta: Iterable[tuple[bool, Momentum | None]]) -> str:
         return ""
     factors = ", ".join(f"{factor:g}" for factor in sorted(set(cancelled)))
     return (
-        f"the optimizer's momentum ({factors}) is cancelled for {len(cancelled)} of {len(found)} tensors: error "
-        "feedback takes its place; optimizer_momentum: keep turns this off"
+        f"the optimizer's momentum ({factors}) is cancelled for {len(cancelled)} of {len(found)} tensors: "
+        "their residuals take its place; optimizer_momentum: keep turns this off"
     )

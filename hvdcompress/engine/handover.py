@@ -7,7 +7,6 @@ for the whole bucket, or one for each tensor of a bucket whose method runs on ea
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ def _compact(exchange: Exchange, totals: Sequence[Any], factor: float, one: Filt
             kept.append(_copied(total, gain, ops))
             continue
         shares = list(total.each) if isinstance(total, Shares) else [total]
-        kept.append(_merged(shares, gain, bucket.spec.size, ops))
+        kept.append(_end_to_end(shares, gain, ops))
         if old:
             index, values = old[number]
             shares.append(Sparse(index, values * np.float32(-one.factor / gain).item()))
@@ -105,11 +104,11 @@ def _copied(total: Outer, factor: float, ops: Ops) -> Outer:
     return Outer(left * np.float32(total.scale * factor).item(), _clone(total.right), total.terms)
 
 
-def _merged(shares: Sequence[Sparse], factor: float, n: int, ops: Ops) -> Sparse:
-    """Return ``factor`` times a sum of sparse vectors, in memory of its own, with distinct ascending indices."""
-    total: Any = functools.reduce(lambda a, b: ops.merge(a, b, n), shares)
-    index, values = total
-    return Sparse(_clone(index) if len(shares) == 1 else index, values * np.float32(factor).item())
+def _end_to_end(shares: Sequence[Sparse], factor: float, ops: Ops) -> Sparse:
+    """Return ``factor`` times a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
+    values = ops.concat([share.values for share in shares]) * np.float32(factor).item()
+    index = ops.concat([share.index for share in shares])
+    return Sparse(_clone(index) if len(shares) == 1 else index, values)
 
 
 def _clone(array: Array) -> Array:
@@ -145,16 +144,11 @@ def by_tensor(pieces: Pieces, bucket: Bucket) -> Pieces:
 
 
 def _split(piece: Sparse, bucket: Bucket) -> Pieces:
-    search = np.searchsorted if isinstance(piece.index, np.ndarray) else _search_on_device
     found = []
     for start, stop in bucket.spans:
-        first, last = (int(search(piece.index, bound)) for bound in (start, stop))
-        found.append(Sparse(piece.index[first:last] - start, piece.values[first:last]))
+        inside = (piece.index >= start) & (piece.index < stop)
+        found.append(Sparse(piece.index[inside] - start, piece.values[inside]))
     return tuple(found)
-
-
-def _search_on_device(index: Array, bound: int) -> int:
-    return int((index < bound).sum())
 
 
 def _joined(pieces: Sequence[Any], bucket: Bucket, ops: Ops) -> Sparse:

@@ -470,11 +470,12 @@ class Rank:
             for slot in feedback.names(exchange.method) if member.name in unused else ():
                 exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)
         kept = exchange.momentum
-        if unused and kept is not state.momentum:
+        handed_over = kept is not state.momentum
+        if unused and handed_over:
             members = [member.name in unused for member in exchange.bucket.members]
             like = exchange.outs[0]
             kept = handover.with_parts_of(kept, state.momentum, members, exchange.bucket, exchange.ops, like)
-        if kept is not state.momentum:
+        if handed_over:
             state.before, state.momentum = state.momentum, kept
         state.updates = exchange.updates
         # a slot that now lives in its second buffer leaves the old array behind as the next one

@@ -170,6 +170,12 @@ class TensorCompressor(compressor.Compressor):
 
     def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
         self._copies.clear()
+        if self._cancels and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
+            log.warn_once(
+                "no optimizer of PyTorch has taken a step with these parameters, so its momentum acts on top of the "
+                "residuals, which costs accuracy: call use_optimizer(optimizer) of the Compressor, or say "
+                'optimizer_momentum="keep" if there is no momentum'
+            )
         return Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
 
     # -- the optimizer --------------------------------------------------------------------------------------
@@ -207,7 +213,7 @@ class TensorCompressor(compressor.Compressor):
             log.warn_once(done)
         if others and self.local.rank == 0:
             log.warn_once(
-                f"{', '.join(others)}: momentum on top of error feedback costs accuracy, and only that of SGD can be "
+                f"{', '.join(others)}: momentum on top of residuals costs accuracy, and only that of SGD can be "
                 "cancelled; hvdcompress.without_momentum(optimizer) takes it out of the optimizer"
             )
 

@@ -99,7 +99,7 @@ class TorchReader:
             self._find_places()  # of a group that was added
         number, group = self._places.get(id(parameter), (None, 0))
         optimizer = None if number is None else self._optimizers[number]()
-        if number is None or optimizer is None:
+        if number is None or optimizer is None or group >= len(optimizer.param_groups):
             return None
         settings = optimizer.param_groups[group]
         if not isinstance(optimizer, torch.optim.SGD):

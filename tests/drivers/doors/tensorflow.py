@@ -18,6 +18,7 @@ from horovod.tensorflow import mpi_ops
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress.method import TensorSpec
+from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.tensorflow import Compressor
 from hvdcompress.testing import Trial
@@ -94,7 +95,7 @@ class TensorFlowDoor(Door):
         self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TensorFlowHandle:
-        comp = Compressor(method, names=list(shapes), loss_scale=loss_scale, **settings)
+        comp = Compressor(method, names=list(shapes), loss_scale=loss_scale, optimizer=SGD(0.0), **settings)
         return TensorFlowHandle(comp, shapes, getattr(tf, dtype), op=hvd.Sum if op == "sum" else hvd.Average)
 
     def gather(self, value: Any) -> list[Any]:
