@@ -22,8 +22,8 @@ train = tf.range(len(labels)) % 5 != 0
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])
 weights = [variable.value for variable in model.trainable_variables]
 speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-sgd = SGD(momentum=0.9)  # describes the update below
-compressor = Compressor("scalecom", density=0.01, optimizer=sgd)  # outside of the step: it holds the residuals
+# outside of the step, as it holds the residuals; SGD describes the update in it
+compressor = Compressor("scalecom", density=0.01, optimizer=SGD(momentum=0.9))
 
 
 @tf.function
