@@ -100,12 +100,14 @@ def race(
     """Measure seconds to a target accuracy under DDP, over four emulated hosts. Needs root. Finished runs are kept."""
     from hvdcompress.lab.cluster.hosts import HostsError
     from hvdcompress.lab.cluster.launcher import LaunchError
+    from hvdcompress.lab.cluster.rates import Rate
     from hvdcompress.lab.cluster.stopping import Stopped
     from hvdcompress.lab.momentum import contenders as table
     from hvdcompress.lab.momentum import race as racing
 
     console, names = console_of(), table.split(contenders)
     try:
+        Rate.parse(rate)
         for name in names:
             racing.parse(name)
     except ValueError as error:
@@ -118,7 +120,9 @@ def race(
     except Stopped as stopped:
         console.print("interrupted: finished runs are kept, and the same command goes on from there")
         raise typer.Exit(stopped.code) from None
-    found = [one for one in racing.records(folder) if one["rate"] == rate and one["steps"] == steps]
+    asked = {(name, seed, rate, steps) for name in names for seed in seeds_of(seeds)}
+    keys = ("contender", "seed", "rate", "steps")
+    found = [one for one in racing.records(folder) if tuple(one[key] for key in keys) in asked]
     typer.echo(racing.markdown(found, target))
 
 

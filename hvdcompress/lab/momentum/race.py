@@ -28,7 +28,7 @@ MODULE = "hvdcompress.lab.momentum.race_rank"
 HOSTS = 4
 PORT = 29511
 EVERY = 20  #: steps between evaluations
-TIMEOUT = 900.0  #: seconds of one run
+TIMEOUT = 1800.0  #: seconds of one run; dense training at 100 Mbit/s takes more than half of it
 HOOKS = ("fp16", "ddp_powersgd_r4", "ddp_powersgd_r2", "ddp_powersgd_r1")  #: PyTorch's own
 BASELINES = ("noop", "dense", *HOOKS)
 
@@ -69,7 +69,7 @@ def run(names: Sequence[str], seeds: Sequence[int], rate: str, steps: int, folde
     runs = [(seed, name) for seed in seeds for name in names]
     with stoppable():
         for number, (seed, name) in enumerate(runs, 1):
-            file = folder / f"{name.replace('/', '-')}-{rate}-{steps}-{seed}.json"
+            file = folder / f"{name}-{rate}-{steps}-{seed}.json".replace("/", "-")
             if file.exists():
                 continue
             record: dict[str, Any] = {"contender": name, "seed": seed, "rate": rate, "steps": steps}
@@ -118,7 +118,12 @@ def reached(record: Mapping[str, Any], target: float) -> dict[str, Any] | None:
 
 
 def markdown(found: Sequence[Mapping[str, Any]], target: float) -> str:
-    """Return a table of the contenders, best first: seconds to the target, and against the best of PyTorch's hooks."""
+    """Return a table of the contenders, best first: seconds to the target, and against the best of PyTorch's hooks.
+
+    Args:
+        found: records of the same seeds for each contender.
+        target: an accuracy in %.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in found:
         groups.setdefault(record["contender"], []).append(record)
@@ -127,7 +132,7 @@ def markdown(found: Sequence[Mapping[str, Any]], target: float) -> str:
         ends = [reached(record, target) for record in several]
         if name != "noop" and all(ends):
             mean[name] = statistics.fmean(end["seconds"] for end in ends if end)
-    best = min((mean[name] for name in mean if name in HOOKS), default=None)
+    best = min((mean[name] for name in mean if baseline_of(name) in HOOKS), default=None)
     lines = [
         f"| contender | ms per step | steps to {target:g} % | seconds to {target:g} %, by seed | mean "
         "| of the best hook | accuracy at the end |",
