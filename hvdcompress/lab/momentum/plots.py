@@ -15,6 +15,7 @@ from hvdcompress.lab.momentum.report import Gap, Group
 from hvdcompress.lab.output import plots
 
 FORMS = ("plain", "cancelled")
+LABELS = {"plain": "momentum kept", "cancelled": "momentum cancelled"}
 PANEL = 2.6  #: inches, the height of a row of two panels
 
 
@@ -60,10 +61,10 @@ def _write(groups: Sequence[Group], panel: Callable[[Axes, Group], None], label:
     rows = math.ceil(len(groups) / columns)
     with matplotlib.rc_context(plots.STYLE):
         figure = plots.figure(PANEL * rows + 0.3)
-        panels = figure.subplots(rows, columns, squeeze=False).flat
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes, group in zip(panels, groups, strict=False):
             panel(axes, group)
-        for axes in list(panels)[len(groups) :]:
+        for axes in panels[len(groups) :]:
             axes.set_visible(False)
         handles, names = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
@@ -75,7 +76,7 @@ def _write(groups: Sequence[Group], panel: Callable[[Axes, Group], None], label:
 
 def _curves(axes: Axes, group: Group, method: str) -> None:
     """Draw the mean over the seeds, with a band from the least to the most."""
-    lines = [(DENSE, DENSE), *((f"{method}:{form}", f"{method}, {form}") for form in FORMS)]
+    lines = [(DENSE, DENSE), *((f"{method}:{form}", f"{method}, {LABELS[form]}") for form in FORMS)]
     late = []  # extremes without the first steps, which would hide the differences later on
     for number, (contender, label) in enumerate(lines):
         runs = list(group.done(contender).values())
