@@ -52,7 +52,7 @@ def _compact(exchange: Exchange, totals: Sequence[Any], factor: float, one: Filt
             ops.write(outs[number], total, gain / entry)
             if old:
                 ops.subtract(outs[number], old[number], one.factor / entry)
-            kept.append(_copied(total, gain, ops))
+            kept.append(_copied(total, gain))
             continue
         shares = list(total.each) if isinstance(total, Shares) else [total]
         kept.append(_end_to_end(shares, gain, ops))
@@ -98,7 +98,7 @@ def _dense(
     return new
 
 
-def _copied(total: Outer, factor: float, ops: Ops) -> Outer:
+def _copied(total: Outer, factor: float) -> Outer:
     """Return ``factor`` times a matrix of low rank, in memory of its own."""
     left: Any = total.left
     return Outer(left * np.float32(total.scale * factor).item(), _clone(total.right), total.terms)
