@@ -10,7 +10,7 @@ Error feedback acts as momentum, so the optimizer's own is cancelled for tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,13 @@ class SGD:
         return Momentum(self.momentum, rate, rate, self.nesterov)
 
 
-def described(optimizer: Any) -> Reader:
+def described(optimizer: Any, rates: Mapping[str, float] | None = None) -> Reader:
     """Return the reader of an optimizer without named parameters: an :class:`SGD`, or an optimizer of Keras.
+
+    Args:
+        optimizer: the optimizer.
+        rates: the learning rates at which Keras' optimizer takes the present step, by the tensors' names; without it
+            the optimizer's present one.
 
     Raises:
         TypeError: it is neither.
@@ -72,16 +77,16 @@ def described(optimizer: Any) -> Reader:
         raise TypeError(
             f"optimizer must be an hvdcompress.optimizers.SGD or an optimizer of Keras, not {optimizer!r:.60}"
         )
-    return lambda name: keras_momentum(optimizer)
+    return lambda name: keras_momentum(optimizer, rates.get(name) if rates else None)
 
 
-def keras_momentum(optimizer: Any) -> Momentum | None:
+def keras_momentum(optimizer: Any, rate: float | None = None) -> Momentum | None:
     """Return the momentum of Keras' SGD; None for other optimizers, which have none that can be cancelled."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     names = {cls.__name__ for cls in type(optimizer).__mro__ if "keras" in cls.__module__}
     if "SGD" not in names or not isinstance(getattr(optimizer, "momentum", None), int | float):
         return None
-    rate = float(optimizer.learning_rate)
+    rate = float(optimizer.learning_rate) if rate is None else rate
     return Momentum(float(optimizer.momentum), rate, rate, bool(optimizer.nesterov))
 
 

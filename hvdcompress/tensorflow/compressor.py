@@ -86,11 +86,21 @@ class Ticket:
     Attributes:
         passing: with the first gradient of a graph, the tensors that the engine is told of with it.
         done: what the last segment waits for.
+        rate: the learning rate of the step.
         received: whether ``done`` is a collective's result, which the last segment is to take.
     """
 
-    def __init__(self, gradient: tf.Tensor, bucket: Bucket, passing: Sequence[Bucket], done: tf.Tensor, received: bool):
-        self.gradient, self.bucket, self.passing, self.done, self.received = gradient, bucket, passing, done, received
+    def __init__(
+        self,
+        gradient: tf.Tensor,
+        bucket: Bucket,
+        passing: Sequence[Bucket],
+        done: tf.Tensor,
+        rate: tf.Tensor,
+        received: bool,
+    ):
+        self.gradient, self.bucket, self.passing = gradient, bucket, passing
+        self.done, self.rate, self.received = done, rate, received
 
 
 class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
@@ -142,8 +152,8 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         self.names = None if names is None else list(names)
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        self.local.optimizer = described(optimizer)
-        self._knows_optimizer = optimizer is not None
+        self._rates: dict[str, float] = {}  # the learning rate of the present step, by tensor
+        self.use_optimizer(optimizer)
         self._segments = Segments(self.local, self.current_loss_scale)
         number = _number(process_set, self.watchdog)  # ranks may wait for each other here
         # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
@@ -194,7 +204,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, Ticket(tensor, bucket, passing, done, received=bool(first))
+        return probe, Ticket(tensor, bucket, passing, done, self._learning_rate(), received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | tf.Tensor) -> tf.Tensor:
@@ -205,12 +215,14 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             return output
         bucket, gradient, passing, received = ctx.bucket, ctx.gradient, ctx.passing, ctx.received
 
-        def finish(probe: Array, done: Array) -> Array:
+        def finish(probe: Array, done: Array, rate: Array) -> Array:
+            if not np.isnan(rate):
+                self._rates[bucket.spec.name] = float(rate)
             if received:
                 self._segments.receive(bucket, done)
             return self._segments.finish(bucket, probe, passing)
 
-        out = _segment(finish, [output, ctx.done], _work(bucket))
+        out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
         _count(self._ended[bucket.spec.name], out)
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
@@ -366,7 +378,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         compare_terms([(plan, {"names": str(names)}) for plan, names, _ in everyone])
         self.watchdog.meet([address for *_, address in everyone])
         self._agreed = True
-        if not self._knows_optimizer and may_cancel(self.plan) and self.local.rank == 0:
+        if self._optimizer is None and may_cancel(self.plan) and self.local.rank == 0:
             log.warn_once(UNKNOWN)
 
     def use_optimizer(self, optimizer: Any) -> None:
@@ -375,7 +387,15 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         Raises:
             TypeError: it is neither.
         """
-        self.local.optimizer, self._knows_optimizer = described(optimizer), True
+        self.local.optimizer, self._optimizer = described(optimizer, self._rates), optimizer
+
+    def _learning_rate(self) -> tf.Tensor:
+        """The rate of the step that is being traced; NaN if the optimizer has none.
+
+        It is read in the graph, before the optimizer counts the step: a schedule gives another one after that.
+        """
+        rate = getattr(self._optimizer, "learning_rate", None)
+        return tf.constant(np.nan) if rate is None else tf.cast(tf.convert_to_tensor(rate), tf.float32)
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
         """Every rank's bytes, in rank order; eagerly."""
