@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from hvdcompress.engine import log
 from hvdcompress.method import Method
-from hvdcompress.optimizers import SGD, keras_momentum, may_cancel
+from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
 from hvdcompress.plan import Plan
 from hvdcompress.tensorflow import Compressor
 
@@ -80,7 +80,7 @@ def DistributedOptimizer(
     cls = type(optimizer.__class__.__name__, (mixin, optimizer.__class__), {"__module__": optimizer.__module__})
     made = cls.from_config(config)  # type: ignore[attr-defined]
     made.compressor, made.reduction, made.sparse_as_dense = compressor, op, sparse_as_dense
-    _cancel_momentum(made.inner_optimizer if scaled else made, compressor)
+    _adapt_momentum(made.inner_optimizer if scaled else made, compressor)
     if scaled:
         compressor.loss_scale = lambda: float(
             tf.convert_to_tensor(made.dynamic_scale) if made.built else made.initial_scale
@@ -88,29 +88,29 @@ def DistributedOptimizer(
     return made
 
 
-def _cancel_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
-    """Have an optimizer's momentum cancelled, or say why it is not."""
+def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
+    """Have an optimizer's momentum adapted, or say why it is not."""
     compressor.use_optimizer(optimizer)
-    first = compressor.local.rank == 0 and may_cancel(compressor.plan)
+    first = compressor.local.rank == 0 and may_adapt(compressor.plan)
     clips = [key for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, key, None) is not None]
     momentum = keras_momentum(optimizer)
     text = ""
     if clips and momentum and momentum.factor:
         compressor.use_optimizer(SGD(0.0))
         text = (
-            f"{clips[0]} would clip gradients whose momentum is cancelled, which are larger: so the optimizer's "
+            f"{clips[0]} would clip gradients whose momentum is adapted, which are larger: so the optimizer's "
             "momentum is kept, on top of the residuals, which costs accuracy; give the Compressor local_clip_norm "
             "instead"
         )
     elif momentum and momentum.factor:
         text = (
-            f"the optimizer's momentum ({momentum.factor:g}) is cancelled for tensors with residuals, which take "
-            "its place; optimizer_momentum: keep turns this off"
+            f"the optimizer's momentum ({momentum.factor:g}) is adapted to how long gradients wait in residuals; "
+            "optimizer_momentum: keep turns this off"
         )
     elif beta := float(getattr(optimizer, "beta_1", 0.0)):
         text = (
             f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of residuals costs accuracy, and "
-            "only that of SGD can be cancelled; set beta_1=0.0"
+            "only that of SGD can be adapted; set beta_1=0.0"
         )
     if text and first:
         log.warn_once(text)

@@ -41,7 +41,7 @@ class Loopback:
         world: number of ranks, 1 or more.
         loss_scale: a number, or a function that returns one, by which gradients are multiplied; residuals are
             kept unscaled.
-        optimizer: describes the optimizer that gets the results, whose momentum is then cancelled; without it nothing
+        optimizer: describes the optimizer that gets the results, whose momentum is then adapted; without it nothing
             is.
         ops: the array backend (default: the fast CPU one).
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).

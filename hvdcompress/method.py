@@ -269,7 +269,7 @@ Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
 Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; the codecs are in ``parts/codecs.py``
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
-OptimizerMomentum = Literal["cancel", "keep"]  #: see ``parts/momentum.py``
+OptimizerMomentum = Literal["adapt", "cancel", "keep"]  #: see ``parts/momentum.py``
 
 
 # -- a method ------------------------------------------------------------------------------------
@@ -301,6 +301,9 @@ class Method:
     """Whether float64 gradients are processed in float64. Otherwise they are converted to float32."""
     sparse: ClassVar[bool] = False
     """Whether the method sends some elements and leaves out the others. What it sends is exact up to rounding."""
+    waits: ClassVar[int] = 1
+    """About how many steps' gradients, with feedback, arrive together, of a method that is not ``sparse``: the
+    optimizer's momentum is adapted to it (``parts/momentum.py``). With 1 it is kept."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
     passes: ClassVar[bool] = False
@@ -333,9 +336,10 @@ class Method:
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
     momentum: Momentum = 0.9
     """Momentum factor, used with feedback "momentum", which takes the place of the optimizer's momentum."""
-    optimizer_momentum: OptimizerMomentum = "cancel"
-    """What happens to the optimizer's momentum for tensors with a residual. "cancel": gradients are handed over so that
-    it has no effect, at the same effective learning rate, since a residual acts as momentum itself. "keep": nothing."""
+    optimizer_momentum: OptimizerMomentum = "adapt"
+    """What happens to the optimizer's momentum for tensors with a residual, which acts as momentum itself. "adapt": an
+    element has as much momentum as its waiting has not replaced. "cancel": it has none, at the same effective learning
+    rate. "keep": nothing happens."""
     local_clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Norm that each tensor's gradient is clipped to, local_clip_norm/√p on each rank, before its residual is added;
     null: no clipping."""

@@ -1,6 +1,6 @@
 """What an optimizer does with the gradients that it is handed: its momentum, and training without it.
 
-Error feedback acts as momentum, so the optimizer's own is cancelled for tensors whose method keeps a residual
+Error feedback acts as momentum, so the optimizer's own is adapted for tensors whose method keeps a residual
 (``parts/momentum.py``). Drivers read it from the optimizer at every step:
 
 * ``hvd.DistributedOptimizer`` and Keras' optimizers are found without being named;
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcompress.parts.momentum import Momentum, cancels
+from hvdcompress.parts.momentum import Momentum, adapts
 from hvdcompress.plan import Plan
 
 UNKNOWN = (
@@ -81,7 +81,7 @@ def described(optimizer: Any, rates: Mapping[str, float] | None = None) -> Reade
 
 
 def keras_momentum(optimizer: Any, rate: float | None = None) -> Momentum | None:
-    """Return the momentum of Keras' SGD; None for other optimizers, which have none that can be cancelled."""
+    """Return the momentum of Keras' SGD; None for other optimizers, which have none that can be adapted."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     names = {cls.__name__ for cls in type(optimizer).__mro__ if "keras" in cls.__module__}
     if "SGD" not in names or not isinstance(getattr(optimizer, "momentum", None), int | float):
@@ -119,24 +119,24 @@ def without_momentum(optimizer: Any) -> Any:
     return optimizer
 
 
-def may_cancel(plan: Plan) -> bool:
-    """Return whether a plan has the optimizer's momentum cancelled for some tensors."""
+def may_adapt(plan: Plan) -> bool:
+    """Return whether a plan has the optimizer's momentum adapted for some tensors."""
     programs = [plan.program, *(rule.program for rule in plan.rules)]
-    return any(cancels(method) for program in programs for _, method in program.stages)
+    return any(adapts(method) for program in programs for _, method in program.stages)
 
 
 def what_is_done(momenta: Iterable[tuple[bool, Momentum | None]]) -> str:
-    """Return in words whether the optimizer's momentum is cancelled; nothing if no tensor has any.
+    """Return in words whether the optimizer's momentum is adapted; nothing if no tensor has any.
 
     Args:
-        momenta: of each tensor, whether its method cancels momentum, and what it has.
+        momenta: of each tensor, whether momentum is adapted to its method, and what it has.
     """
-    found = [(cancels, momentum) for cancels, momentum in momenta]
-    cancelled = [momentum.factor for cancels, momentum in found if cancels and momentum and momentum.factor]
-    if not cancelled:
+    found = [(adapts, momentum) for adapts, momentum in momenta]
+    adapted = [momentum.factor for adapts, momentum in found if adapts and momentum and momentum.factor]
+    if not adapted:
         return ""
-    factors = ", ".join(f"{factor:g}" for factor in sorted(set(cancelled)))
+    factors = ", ".join(f"{factor:g}" for factor in sorted(set(adapted)))
     return (
-        f"the optimizer's momentum ({factors}) is cancelled for {len(cancelled)} of {len(found)} tensors: "
-        "their residuals take its place; optimizer_momentum: keep turns this off"
+        f"the optimizer's momentum ({factors}) is adapted for {len(adapted)} of {len(found)} tensors to how "
+        "long their gradients wait in residuals; optimizer_momentum: keep turns this off"
     )

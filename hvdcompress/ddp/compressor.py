@@ -60,7 +60,7 @@ class Compressor(TensorCompressor):
         process_group: the group that DDP uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
-        optimizer: the optimizer, or several, whose momentum is cancelled where error feedback takes its place. Without
+        optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
             it, an optimizer is found when it takes its first step.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).

@@ -45,7 +45,7 @@ class ShardedCompressor(TensorCompressor):
         replicas: the process group of the ranks that hold the same shard.
         shard: this rank's number among the shards of a replica, and their number.
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
-        optimizer: the optimizer, or several, whose momentum is cancelled where error feedback takes its place. Without
+        optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
             it, an optimizer is found when it takes its first step.
         parameters: by module, the parameters whose gradients its vector has.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".

@@ -161,7 +161,7 @@ class Compressor(ABC):
     def gradient_norm(self) -> float:
         """Return the norm of the reduced gradients of the last step, all tensors together, before clipping.
 
-        It is that of the gradients themselves, with the loss scale and cancelled momentum left out of account.
+        It is that of the gradients themselves, with the loss scale and adapted momentum left out of account.
 
         Raises:
             RuntimeError: the plan has no ``clip_norm``, so norms are not measured.

@@ -1,13 +1,13 @@
-"""Hand reduced gradients over with the optimizer's momentum cancelled (``parts/momentum.py`` has the equations).
+"""Hand reduced gradients over, the optimizer's momentum adapted (``parts/momentum.py`` has the equations).
 
-What the optimizer's momentum buffer contains, v, is kept from step to step in the form in which the method's result
-came: sparse for a sparse method, as two factors for a matrix of low rank, dense otherwise. It is kept in *pieces*: one
-for the whole bucket, or one for each tensor of a bucket whose method runs on each tensor.
+What the optimizer's momentum buffer contains of gradients without momentum, v, is kept from step to step in the form in
+which the method's result came: sparse for a sparse method, as two factors for a matrix of low rank, dense otherwise. It
+is kept in *pieces*: one for the whole bucket, or one for each tensor of a bucket whose method runs on each tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,11 @@ from hvdcompress.engine.state import Piece, Pieces
 from hvdcompress.method import Array, Sparse
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
-from hvdcompress.parts.momentum import Filter
+from hvdcompress.parts.momentum import Filter, shares
 from hvdcompress.plan import Bucket
+
+LONG = 2**13  #: steps; who has waited longer is noted again in every so many steps, as stamps of steps repeat
+COUNTED = 4096  #: elements; of more, a sample tells how many of them ranks send together
 
 
 def hand_over(exchange: Exchange, factor: float, filters: Sequence[Filter], past: Pieces, spare: Pieces) -> Pieces:
@@ -34,7 +37,10 @@ def hand_over(exchange: Exchange, factor: float, filters: Sequence[Filter], past
     Returns:
         What the buffer contains once the optimizer has taken this step.
     """
-    totals = [reduced.total for reduced in exchange.reduced or ()]
+    totals = _totals(exchange)
+    if exchange.state.arrived is None and any(one.share is None for one in filters):
+        exchange.state.arrived = exchange.ops.zeros(exchange.bucket.spec.size, "int16", exchange.outs[0])
+        exchange.ops.fill(exchange.state.arrived, _stamp(exchange.state.step))
     uniform = all(other == filters[0] for other in filters) and not filters[0].decay
     if uniform and _is_compact(totals, exchange.bucket):
         return _compact(exchange, totals, factor, filters[0], past)
@@ -44,29 +50,38 @@ def hand_over(exchange: Exchange, factor: float, filters: Sequence[Filter], past
 def _compact(exchange: Exchange, totals: Sequence[Any], factor: float, one: Filter, past: Pieces) -> Pieces:
     """Hand over sparse or low-rank totals, of which no dense vector is kept."""
     ops, bucket, outs = exchange.ops, exchange.bucket, exchange.outs
-    gain, entry = one.gain * factor, one.entry * exchange.scale
+    as_it_is, gain, lost = factor / exchange.scale, one.gain * factor, one.factor / (one.entry * exchange.scale)
+    more = one.gain / one.entry - 1.0  # what is handed over without momentum has all of its effect at once
     old: Sequence[Any] = _in_form_of(totals, past, bucket, ops)
+    spread = _spread(totals) if one.share is None else 1.0
     kept: list[Piece] = []
     for number, total in enumerate(totals):
         if isinstance(total, Outer):
-            ops.write(outs[number], total, gain / entry)
+            assert one.share is not None
+            ops.write(outs[number], total, as_it_is * (1.0 + one.share * more))
             if old:
-                ops.subtract(outs[number], old[number], one.factor / entry)
-            kept.append(_copied(total, gain))
+                ops.subtract(outs[number], old[number], lost)
+            kept.append(_copied(total, gain * one.share))
             continue
-        shares = list(total.each) if isinstance(total, Shares) else [total]
-        kept.append(_end_to_end(shares, gain, ops))
+        given, cancelled = [], []
+        for index, values in _parts(total):
+            share = one.share
+            if share is None:
+                share = _shares(exchange, one, spread, _span_of(number, totals, bucket), index)
+            given.append(Sparse(index, values * (share * _rounded(more) + 1.0)))
+            cancelled.append(Sparse(index, values * share))
+        kept.append(_end_to_end(cancelled, gain, ops))
         if old:
             index, values = old[number]
-            shares.append(Sparse(index, values * np.float32(-one.factor / gain).item()))
+            given.append(Sparse(index, values * _rounded(-lost / as_it_is)))
         if len(totals) < len(outs):
-            ops.write_parts(outs, Shares(shares), gain / entry, exchange.cleared)
+            ops.write_parts(outs, Shares(given), as_it_is, exchange.cleared)
         else:
-            ops.write(outs[number], Shares(shares), gain / entry, exchange.cleared[number])
+            ops.write(outs[number], Shares(given), as_it_is, exchange.cleared[number])
     if past and not old:
         whole = _whole(past, bucket, ops, outs[0])
         for out, (start, stop) in zip(outs, bucket.spans, strict=True):
-            ops.subtract(out, whole[start:stop], one.factor / entry)
+            ops.subtract(out, whole[start:stop], lost)
     return tuple(kept)
 
 
@@ -84,18 +99,102 @@ def _dense(
     old = _whole(past, bucket, ops, like) if past else None
     usable = len(spare) == 1 and not isinstance(spare[0], Sparse | Outer) and len(spare[0]) == size
     new: Array = spare[0] if usable and spare[0] is not old else ops.zeros(size, "float32", like)
-    spans = bucket.spans if len(totals) > 1 else [(0, size)]
-    for total, (start, stop) in zip(totals, spans, strict=True):
-        ops.write(new[start:stop], total, factor)
+    for number, total in enumerate(totals):
+        ops.write(new[slice(*_span_of(number, totals, bucket))], total, factor)
+    spread = _spread(totals) if any(one.share is None for one in filters) else 1.0
     for number, (one, (start, stop)) in enumerate(zip(filters, bucket.spans, strict=True)):
         v, out = new[start:stop], exchange.outs[number]
-        v *= np.float32(one.gain).item()
+        share: Any = one.share
+        if share is None:
+            share = _shares(exchange, one, spread, (start, stop))
+        rest = None if one.share == 1.0 else v * (1.0 - share)
+        v *= share * _rounded(one.gain)
         if old is not None and one.decay:
             ops.subtract(v, old[start:stop], -one.decay)
         ops.write(out, v, 1.0 / (one.entry * scale))
         if old is not None:
             ops.subtract(out, old[start:stop], one.factor / (one.entry * scale))
+        if rest is not None:
+            ops.subtract(out, rest, -1.0 / scale)
     return new
+
+
+# -- when elements arrived ---------------------------------------------------------------------------------------
+
+
+def note_arrivals(exchange: Exchange, unused: Collection[str] = ()) -> None:
+    """Keep in ``State.arrived`` which elements this exchange brought; those of ``unused`` tensors reached nobody."""
+    state, bucket, totals = exchange.state, exchange.bucket, _totals(exchange)
+    if state.arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
+        state.arrived = None
+        return
+    spans = [span for member, span in zip(bucket.members, bucket.spans, strict=True) if member.name in unused]
+    before = [_clone(state.arrived[slice(*span)]) for span in spans]
+    now = _stamp(state.step + 1)
+    for number, total in enumerate(totals):
+        arrived = state.arrived[slice(*_span_of(number, totals, bucket))]
+        for part in _parts(total):
+            arrived[part.index] = now
+    for span, content in zip(spans, before, strict=True):
+        state.arrived[slice(*span)] = content
+    if state.step % LONG == 0:
+        waits = now - state.arrived
+        state.arrived[waits > LONG] = _stamp(state.step + 1 - LONG)
+
+
+def _totals(exchange: Exchange) -> list[Any]:
+    return [reduced.total for reduced in exchange.reduced or ()]
+
+
+def _parts(total: Any) -> list[Sparse]:
+    """Return the ranks' shares of a sparse total."""
+    return list(total.each) if isinstance(total, Shares) else [total]
+
+
+def _span_of(number: int, totals: Sequence[Any], bucket: Bucket) -> tuple[int, int]:
+    """Return where a total's elements are in the bucket: the totals are one, or one for each tensor."""
+    return bucket.spans[number] if len(totals) > 1 else (0, bucket.spec.size)
+
+
+def _stamp(step: int) -> int:
+    """Return a step modulo 2^16, as an int16."""
+    return (step + 2**15) % 2**16 - 2**15
+
+
+def _shares(exchange: Exchange, one: Filter, spread: float, span: tuple[int, int], index: Array | None = None) -> Array:
+    """Return the shares that are handed over without momentum, of a span's elements or of those of ``index`` in it."""
+    ops, state = exchange.ops, exchange.state
+    assert state.arrived is not None
+    arrived = state.arrived[slice(*span)]
+    arrived = arrived if index is None else ops.take(arrived, index)
+    table = ops.asarray(shares(one.factor, spread), exchange.outs[0])
+    waits = (_stamp(state.step + 1) - arrived).clip(1, len(table)) - 1
+    return ops.take(table, waits if isinstance(waits, np.ndarray) else waits.long())
+
+
+def _spread(totals: Sequence[Any]) -> float:
+    """Return the number of ranks over the mean number of them that send an element together, in eighths.
+
+    Of many elements, those with an index divisible by 16 are counted.
+    """
+    ranks = max(len(_parts(total)) for total in totals)
+    sent = different = 0
+    for total in totals if ranks > 1 else ():
+        index = np.concatenate([_on_host(part.index) for part in _parts(total)])
+        index = index[index % 16 == 0] if len(index) > COUNTED else index
+        sent, different = sent + len(index), different + len(np.unique(index))
+    return max(1.0, round(8 * ranks * different / sent) / 8) if sent else 1.0
+
+
+def _on_host(index: Array) -> np.ndarray[Any, Any]:
+    return index if isinstance(index, np.ndarray) else index.cpu().numpy()
+
+
+def _rounded(factor: float) -> float:
+    return np.float32(factor).item()
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
 
 
 def _copied(total: Outer, factor: float) -> Outer:

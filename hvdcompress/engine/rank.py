@@ -370,13 +370,13 @@ class Rank:
         exchange.advance(result * np.float32(1.0 / factor))
         return factor
 
-    def deliver(self, exchange: Exchange, factor: float, cancel: bool = True) -> None:
+    def deliver(self, exchange: Exchange, factor: float, adapt: bool = True) -> None:
         """Write the reduced gradients, ``factor`` times the totals, into the exchange's ``outs``.
 
-        With ``cancel``, the optimizer's momentum is cancelled where the method says so.
+        With ``adapt``, the optimizer's momentum is adapted where the method says so.
         """
         began, state = time.perf_counter(), exchange.state
-        filters = self._filters(exchange) if cancel else []
+        filters = self._filters(exchange) if adapt else []
         exchange.momentum = state.momentum
         if filters:
             kept = handover.hand_over(exchange, factor, filters, state.momentum, state.before)
@@ -401,11 +401,11 @@ class Rank:
         return self.gradient_norm
 
     def clip(self, exchange: Exchange, factor: float, clipping: float) -> None:
-        """Multiply the reduced gradients by ``clipping``, and cancel the optimizer's momentum.
+        """Multiply the reduced gradients by ``clipping``, and adapt the optimizer's momentum.
 
-        ``factor`` is what :meth:`deliver` was called with, without ``cancel``.
+        ``factor`` is what :meth:`deliver` was called with, without ``adapt``.
         """
-        if momentum.cancels(exchange.method) or exchange.state.momentum:
+        if momentum.adapts(exchange.method) or exchange.state.momentum:
             exchange.cleared = [False] * len(exchange.outs)
             self.deliver(exchange, factor * clipping)
         elif clipping < 1.0:
@@ -427,10 +427,10 @@ class Rank:
             ops.write_parts(exchange.outs, total, factor, exchange.cleared)
 
     def _filters(self, exchange: Exchange) -> list[Filter]:
-        """Return the coefficients that cancel the momentum of each member; none where nothing is to be done."""
-        state, cancels = exchange.state, momentum.cancels(exchange.method)
+        """Return the coefficients that adapt the momentum of each member; none where nothing is to be done."""
+        state, adapts = exchange.state, momentum.adapts(exchange.method)
         exchange.updates = state.updates
-        if not (cancels or state.momentum):
+        if not (adapts or state.momentum):
             return []
         found = [self.optimizer(member.name) for member in exchange.bucket.members]
         if not any(found):  # no optimizer is known, or it is gone
@@ -439,8 +439,8 @@ class Rank:
             return []
         exchange.updates = tuple(each.updates if each else None for each in found)
         self._reconcile(exchange, [each is not None and each.empty for each in found])
-        if cancels:
-            return [momentum.cancelling(exchange.method, each) for each in found]
+        if adapts:
+            return [momentum.adapting(exchange.method, each) for each in found]
         return [momentum.releasing(each) for each in found] if state.momentum else []
 
     def _reconcile(self, exchange: Exchange, empty: Sequence[bool]) -> None:
@@ -469,6 +469,7 @@ class Rank:
         for member, span in zip(exchange.bucket.members, exchange.bucket.spans, strict=True) if unused else ():
             for slot in feedback.names(exchange.method) if member.name in unused else ():
                 exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)
+        handover.note_arrivals(exchange, unused)
         kept = exchange.momentum
         handed_over = kept is not state.momentum
         if unused and handed_over:

@@ -23,6 +23,7 @@ from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 FORMAT = 1
+ARRIVED = "momentum.arrived"  #: the slot of ``State.arrived``
 TABLES = ("steps", "restarts", "merge", "state")  #: of a saved state, by tensor
 Saved = Mapping[str, Any]
 Copy = Callable[[list[Any]], Array]  #: saved arrays of a slot's parts -> one fresh array
@@ -109,6 +110,9 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
         for member, piece in zip(bucket.members, handover.by_tensor(state.momentum, bucket), strict=False):
             for slot, array in slots_of(piece).items():
                 keep(member.name, slot, array, "keep")
+        if state.arrived is not None:
+            for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True):
+                keep(member.name, ARRIVED, state.arrived[start:stop], "keep")
         for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
             for slot, array in own.slots.items():
                 keep(member.name, slot, array, known[slot].merge)
@@ -158,10 +162,21 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
         whole,
         own,
         momentum=_momentum(saved, bucket, copy),
+        arrived=_arrived(saved, bucket, copy),
         step=steps.pop(),
         triggers=triggers,
         restart=(restart[0], restart[1]),
     )
+
+
+def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
+    """The state's ``arrived`` from a saved state; None if that has none of some of the bucket's tensors."""
+    parts = [saved["state"].get(member.name, {}).get(ARRIVED) for member in bucket.members]
+    if any(part is None for part in parts):
+        return None
+    for member, part in zip(bucket.members, parts, strict=True):
+        _check_part(f"{ARRIVED!r} of {member.name!r}", part, member.size, "int16")
+    return copy(parts)
 
 
 def _momentum(saved: Saved, bucket: Bucket, copy: Copy) -> Pieces:

@@ -45,6 +45,7 @@ class State:
         momentum: what the optimizer's momentum buffer contains of gradients whose momentum is cancelled; see
             ``engine/handover.py``. Empty for nothing.
         before: the same before the last exchange, in case that the optimizer does not take the step.
+        arrived: the step in which each element last arrived, modulo 2^16, [size] int16; None where none is kept.
         updates: how many updates each member's optimizer had done at the last exchange, as far as it is known.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
@@ -60,6 +61,7 @@ class State:
     lengths: dict[Hashable, int] = field(default_factory=dict)
     momentum: Pieces = ()
     before: Pieces = ()
+    arrived: Array | None = None
     updates: tuple[int | None, ...] = ()
     step: int = 0
     triggers: int = 0
@@ -73,7 +75,7 @@ class State:
 
     def arrays(self) -> list[Array]:
         """Every array that it holds."""
-        joined = [] if self.joined is None else [self.joined]
+        joined = [array for array in (self.joined, self.arrived) if array is not None]
         own = [array for one in self.members for array in (*one.slots.values(), *one.scratch.values())]
         momentum = [array for piece in (*self.momentum, *self.before) for array in slots_of(piece).values()]
         return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *own, *joined, *momentum]

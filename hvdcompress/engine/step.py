@@ -429,12 +429,12 @@ class Step:
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write an exchange's results; its state waits for :meth:`close`."""
         self._factors[exchange.name] = factor
-        self.rank.deliver(exchange, factor, cancel=self.rank.plan.clip_norm is None)
+        self.rank.deliver(exchange, factor, adapt=self.rank.plan.clip_norm is None)
 
     def _clip(self, limit: float) -> None:
         """Scale the averaged gradients of all tensors to the norm ``limit``, if theirs is larger.
 
-        Only then the optimizer's momentum is cancelled, as what the optimizer is handed has a larger norm.
+        Only then the optimizer's momentum is adapted, as what the optimizer is handed has a larger norm.
         """
         norms = [self.rank.norm(exchange) for exchange in self.exchanges.values()]
         norms += [float(passing.gradient.norm()) / self.loss_scale for passing in self._passing]

@@ -95,7 +95,7 @@ class TensorCompressor(compressor.Compressor):
         specs = [TensorSpec(n, tuple(p.shape), dtype_name(p)) for n, p in pairs]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
-        self._cancels = any(map(momentum.cancels, methods))
+        self._adapts = any(map(momentum.adapts, methods))
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
@@ -170,7 +170,7 @@ class TensorCompressor(compressor.Compressor):
 
     def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
         self._copies.clear()
-        if self._cancels and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
+        if self._adapts and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
             log.warn_once(
                 "no optimizer of PyTorch has taken a step with these parameters, so its momentum acts on top of the "
                 "residuals, which costs accuracy: call use_optimizer(optimizer) of the Compressor, or say "
@@ -184,7 +184,7 @@ class TensorCompressor(compressor.Compressor):
         """Cancel the momentum of an optimizer, or of several, for parameters whose method keeps a residual.
 
         An optimizer is also found by itself when it takes its first step. Call this on every rank, before the first
-        backward pass, to have its momentum cancelled from the first exchange on.
+        backward pass, to have its momentum adapted from the first exchange on.
 
         Raises:
             TypeError: it is no optimizer of PyTorch.
@@ -195,7 +195,7 @@ class TensorCompressor(compressor.Compressor):
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step: read its momentum from now on, if it trains our parameters."""
-        if not self._cancels or optimizer in self._noticed:
+        if not self._adapts or optimizer in self._noticed:
             return
         self._noticed.add(optimizer)
         reader = self._reader or TorchReader([], self._tensors())
@@ -207,14 +207,14 @@ class TensorCompressor(compressor.Compressor):
     def _say_what_is_done(self, reader: TorchReader) -> None:
         """Log, on rank 0, what happens to the optimizer's momentum."""
         programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
-        done = what_is_done((momentum.cancels(program.main), reader(name)) for name, program in programs.items())
-        others = reader.others() if self._cancels else []
+        done = what_is_done((momentum.adapts(program.main), reader(name)) for name, program in programs.items())
+        others = reader.others() if self._adapts else []
         if done and self.local.rank == 0:
             log.warn_once(done)
         if others and self.local.rank == 0:
             log.warn_once(
                 f"{', '.join(others)}: momentum on top of residuals costs accuracy, and only that of SGD can be "
-                "cancelled; hvdcompress.without_momentum(optimizer) takes it out of the optimizer"
+                "adapted; hvdcompress.without_momentum(optimizer) takes it out of the optimizer"
             )
 
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:

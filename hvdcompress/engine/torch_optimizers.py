@@ -81,7 +81,7 @@ class TorchReader:
         self._updates[number] += 1
 
     def __call__(self, name: str) -> Momentum | None:
-        """Return the momentum of a tensor; None if its optimizer has none that can be cancelled.
+        """Return the momentum of a tensor; None if its optimizer has none that can be adapted.
 
         Raises:
             ValueError: the parameters that it consists of have different momentum.
@@ -114,7 +114,7 @@ class TorchReader:
         return [in_words(optimizer) for known in self._optimizers if (optimizer := known())]
 
     def others(self) -> list[str]:
-        """Return the lines of those whose momentum cannot be cancelled, and is not 0."""
+        """Return the lines of those whose momentum cannot be adapted, and is not 0."""
         there = [optimizer for known in self._optimizers if (optimizer := known())]
         return [in_words(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
 

@@ -69,6 +69,7 @@ class PowerSGD(Method):
     sends = "r·(rows + columns) values, summed, in two rounds"
     needs_feedback = True
     exact = False
+    waits = 3
     fixed = ("matrix_rank",)
 
     matrix_rank: Count = 2

@@ -33,7 +33,7 @@ from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.ops import fast  # noqa: E402
-from hvdcompress.optimizers import SGD, UNKNOWN, described, may_cancel  # noqa: E402
+from hvdcompress.optimizers import SGD, UNKNOWN, described, may_adapt  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -48,7 +48,7 @@ class Compressor(compressor.Compressor):
         comm: an intracommunicator of mpi4py; it is duplicated.
         loss_scale: a number, or a function that returns one, by which gradients were multiplied; residuals are kept
             unscaled, so it may change between steps.
-        optimizer: describes the program's optimizer, whose momentum is cancelled where error feedback takes its place.
+        optimizer: describes the program's optimizer, whose momentum is adapted where error feedback delays gradients.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
@@ -98,7 +98,7 @@ class Compressor(compressor.Compressor):
             raise failure(texts)
         compare_terms([(plan, {}) for plan in plans])
         self.watchdog.meet(addresses)
-        if optimizer is None and may_cancel(plan) and comm.rank == 0:
+        if optimizer is None and may_adapt(plan) and comm.rank == 0:
             log.warn_once(UNKNOWN)
 
     def close(self) -> None:

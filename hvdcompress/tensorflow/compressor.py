@@ -42,7 +42,7 @@ from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.optimizers import UNKNOWN, described, may_cancel
+from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of
 from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
 
@@ -116,7 +116,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
         loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
         optimizer: the optimizer of Keras that gets the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
-            describes it. Its momentum is cancelled where error feedback takes its place.
+            describes it. Its momentum is adapted where error feedback delays gradients.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
@@ -378,11 +378,11 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         compare_terms([(plan, {"names": str(names)}) for plan, names, _ in everyone])
         self.watchdog.meet([address for *_, address in everyone])
         self._agreed = True
-        if self._optimizer is None and may_cancel(self.plan) and self.local.rank == 0:
+        if self._optimizer is None and may_adapt(self.plan) and self.local.rank == 0:
             log.warn_once(UNKNOWN)
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Cancel the momentum of an optimizer of Keras, or of what an ``SGD`` describes, from now on.
+        """Adapt the momentum of an optimizer of Keras, or of what an ``SGD`` describes, from now on.
 
         Raises:
             TypeError: it is neither.

@@ -206,7 +206,8 @@ def trained(
     optimizer = torch.optim.SGD(groups, lr=0.1)
     given = {"optimizer": optimizer} if known else {}
     scale = {"loss_scale": scaler.get_scale} if scaler else {}
-    compressor = ddp.attach(model, "topk", density=0.05, min_elements=1, **given, **scale, **settings)
+    settings = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel", **settings}
+    compressor = ddp.attach(model, "topk", **given, **scale, **settings)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(12):
         x, y = torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
@@ -252,7 +253,7 @@ def an_optimizer_is_found_at_its_first_step() -> None:
     distance = {name: np.abs(got[name] - known[name]).max() / np.abs(known[name] - kept[name]).max() for name in got}
     assert max(distance.values()) > 0 and not all(np.array_equal(got[name], kept[name]) for name in got)
     model = DistributedDataParallel(torch.nn.Linear(64, 10))
-    compressor = ddp.attach(model, "topk", density=0.1, min_elements=1)
+    compressor = ddp.attach(model, "topk", density=0.1, min_elements=1, optimizer_momentum="cancel")
     for lr in (0.1, 0.2):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         for _ in range(3):
@@ -275,7 +276,7 @@ def clip_norm_with_a_gradscaler_and_accumulation() -> None:
         model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 50), torch.nn.Linear(50, 10)))
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        settings = {"density": 0.1, "min_elements": 1, "clip_norm": 0.3}
+        settings = {"density": 0.1, "min_elements": 1, "clip_norm": 0.3, "optimizer_momentum": "cancel"}
         compressor = ddp.attach(model, "topk", optimizer=optimizer, loss_scale=scaler.get_scale, **settings)
         generator, norms = torch.Generator().manual_seed(dist.get_rank()), []
         for _ in range(8):

@@ -77,7 +77,7 @@ def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
     for momentum, lr in ((0.9, 0.05), (0.0, 0.5)):
         model = sharded(both["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-        settings = {"density": 0.05, "min_elements": 1, "optimizer": optimizer}
+        settings = {"density": 0.05, "min_elements": 1, "optimizer": optimizer, "optimizer_momentum": "cancel"}
         compressor = ddp.fsdp(model, "topk", replicas=both["replicate"], **settings)
         for step in range(8):
             optimizer.zero_grad()

@@ -86,9 +86,9 @@ def a_net_trains_as_with_an_optimizer_without_momentum() -> None:
         ("kept", {"momentum": 0.9}, 0.01),
     ):
         schedule = keras.optimizers.schedules.ExponentialDecay(rate, 2, 0.7)
-        keep = {"optimizer_momentum": "keep"} if what == "kept" else {}
+        how = {"optimizer_momentum": "keep" if what == "kept" else "cancel"}
         optimizer = keras.optimizers.SGD(schedule, **options)
-        optimizer = DistributedOptimizer(optimizer, "topk", density=0.05, min_elements=1, **keep)
+        optimizer = DistributedOptimizer(optimizer, "topk", density=0.05, min_elements=1, **how)
         optimizer.compressor.watch(Slow())  # the learning rate of the next step must not come in the meantime
         model, moved = Applied(optimizer), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
         for step in range(6):

@@ -155,7 +155,7 @@ def a_net_trains_as_with_an_optimizer_without_momentum() -> None:
             torch.manual_seed(0)
             model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
             named = [(f"momentum.{what}.{momentum}.{n}", p) for n, p in model.named_parameters()]
-            compressor = Compressor("topk", named, density=0.05, min_elements=1)
+            compressor = Compressor("topk", named, density=0.05, min_elements=1, optimizer_momentum="cancel")
             sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
             passes = 2 if what == "accumulated" else 1
             opt = hvd.DistributedOptimizer(
@@ -188,7 +188,8 @@ def clip_norm_with_tensors_that_horovod_reduces() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.ReLU(), torch.nn.Linear(100, 10))
         named = [(f"clipped.{momentum}.{n}", p) for n, p in model.named_parameters()]
         rules = [{"match": {"name": "*.2.*"}, "method": "none"}, {"match": {"name": "*.bias"}, "method": "none"}]
-        compressor = Compressor("topk", named, density=0.05, min_elements=1, clip_norm=0.2, rules=rules)
+        settings = {"density": 0.05, "min_elements": 1, "optimizer_momentum": "cancel"}
+        compressor = Compressor("topk", named, clip_norm=0.2, rules=rules, **settings)
         dense = [p for n, p in model.named_parameters() if n != "0.weight"]  # without momentum in both trainings
         sgd = torch.optim.SGD(
             [{"params": [model[0].weight], "momentum": momentum, "lr": lr}, {"params": dense}], lr=0.1

@@ -10,9 +10,10 @@ import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Sparse
 from hvdcompress.optimizers import SGD
-from hvdcompress.parts.momentum import Filter, Momentum, cancelling
+from hvdcompress.parts.momentum import Filter, Momentum, adapting, adapts, shares
 
 STEPS, SIZE = 30, 40
+TOPK = hvdcompress.get("topk", optimizer_momentum="cancel")
 
 
 def filtered(reduced: list[np.ndarray], filters: list[Filter]) -> list[np.ndarray]:
@@ -50,9 +51,9 @@ def test_pytorchs_sgd_moves_as_without_momentum(options: dict, fused: dict) -> N
 
     factor, dampening = options["momentum"], options.get("dampening", 0.0)
     rate = 1.0 - dampening
-    method = hvdcompress.get("topk")
+    method = TOPK
     filters = [
-        cancelling(method, Momentum(factor, rate, 1.0 if step == 0 else rate, options.get("nesterov", False)))
+        adapting(method, Momentum(factor, rate, 1.0 if step == 0 else rate, options.get("nesterov", False)))
         for step in range(STEPS)
     ]
     reduced = drawn()
@@ -73,7 +74,7 @@ def test_kerass_sgd_moves_as_without_momentum(nesterov: bool) -> None:
     """The buffer contains the learning rate, which a schedule changes, to 0 in one step."""
     reduced, factor = drawn(1), 0.9
     rates = [0.1 * 0.9**step if step != 7 else 0.0 for step in range(STEPS)]
-    filters = [cancelling(hvdcompress.get("topk"), Momentum(factor, rate, rate, nesterov)) for rate in rates]
+    filters = [adapting(TOPK, Momentum(factor, rate, rate, nesterov)) for rate in rates]
     moved, buffer, plain, excess = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     for s, u, rate in zip(reduced, filtered(reduced, filters), rates, strict=True):
         if rate == 0.0:  # nothing that is handed over has an effect: the buffer is applied once more
@@ -91,12 +92,12 @@ def test_weight_decay_keeps_its_momentum() -> None:
     needs("torch")
     import torch
 
-    method = hvdcompress.get("topk")
+    method = TOPK
     reduced = drawn(2)
     parameter = torch.nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
     sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.01)
     moved, decay = np.ones(SIZE), np.zeros(SIZE)
-    for s, u in zip(reduced, filtered(reduced, [cancelling(method, Momentum(0.9))] * STEPS), strict=True):
+    for s, u in zip(reduced, filtered(reduced, [adapting(method, Momentum(0.9))] * STEPS), strict=True):
         parameter.grad = torch.from_numpy(u.copy())
         sgd.step()
         decay = 0.9 * decay + 0.01 * moved
@@ -107,9 +108,9 @@ def test_weight_decay_keeps_its_momentum() -> None:
 def test_a_methods_own_momentum_is_not_counted_twice() -> None:
     """DGC and feedback "momentum" have grown their sums by 1/(1 − m) already."""
     for method in (hvdcompress.get("dgc"), hvdcompress.get("topk", feedback="momentum", momentum=0.9)):
-        assert cancelling(method, Momentum(0.9)).gain == pytest.approx(1.0)
-        assert cancelling(method, Momentum(0.5)).gain == pytest.approx(0.2)
-    assert cancelling(hvdcompress.get("topk"), Momentum(0.5)).gain == pytest.approx(2.0)
+        assert adapting(method, Momentum(0.9)).gain == pytest.approx(1.0)
+        assert adapting(method, Momentum(0.5)).gain == pytest.approx(0.2)
+    assert adapting(TOPK, Momentum(0.5)).gain == pytest.approx(2.0)
 
 
 def test_sparse_methods_keep_no_dense_vector() -> None:
@@ -126,13 +127,88 @@ def test_sparse_methods_keep_no_dense_vector() -> None:
     assert piece.left.size == piece.right.size == 200
 
 
+def shares_of(waits: list[int], factor: float, spread: float) -> list[float]:
+    """The module's formula, by its sum."""
+    found = []
+    for wait in waits:
+        w = min(wait * spread, 1.0 / (1.0 - factor))
+        found.append(max(0.0, 1.0 - (1.0 - factor**w) / (w * (1.0 - factor))))
+    return found
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 0.99])
+def test_shares_by_waits(factor: float) -> None:
+    """Nothing of what arrives in every step, more with each step of waiting, never more than after 1/(1 − μ) steps."""
+    found = shares(factor, 1.0)
+    direct = [1.0 - sum(factor**a for a in range(w)) / w for w in range(1, len(found) + 1)]
+    np.testing.assert_allclose(found, direct, atol=1e-6)
+    assert found[0] == 0.0 and (np.diff(found) > 0).all() and len(found) == round(1 / (1 - factor))
+    np.testing.assert_allclose(shares(factor, 1.75), shares_of(range(1, len(found) + 1), factor, 1.75), atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["sparse", "dense", "mixed"])
+def test_momentum_is_adapted_to_how_long_elements_waited(form: str) -> None:
+    """By hand: the share of each element without momentum, the others' with it; in a bucket of two tensors. "dense": an
+    optimizer with Nesterov's momentum, for which a dense vector is kept; "mixed": tensors of different momentum."""
+    random = np.random.default_rng(0)
+    size, steps, nesterov = 400, 40, form == "dense"
+    factors = {"a": 0.9, "b": 0.5 if form == "mixed" else 0.9}
+    settings = {"density": 0.05, "min_elements": 1, "bucket_elements": 1000}
+    net, plain = Loopback("topk", world=3, **settings), Loopback("topk", world=3, **settings)
+    for rank in net.ranks:
+        rank.optimizer = lambda name: Momentum(factors[name], nesterov=nesterov)
+    arrived = {name: np.zeros(size, int) for name in "ab"}
+    buffer = {name: np.zeros(size) for name in "ab"}
+    scales = np.geomspace(0.05, 1.0, size)
+    for step in range(1, steps + 1):
+        given = [{name: (random.standard_normal(size) * scales).astype(np.float32) for name in "ab"} for _ in range(3)]
+        got, reduced = net.allreduce_many(given)[0], plain.allreduce_many(given)[0]
+        sent = sum(int(round(0.05 * size)) for _ in range(6))
+        spread = max(1.0, round(8 * 3 * sum(np.count_nonzero(reduced[name]) for name in "ab") / sent) / 8)
+        for name, factor in factors.items():
+            s = reduced[name].astype(np.float64)
+            share = np.array(shares_of(list(step - arrived[name]), factor, spread))
+            gain, decay = 1.0 / (1.0 - factor), 0.0
+            if nesterov:
+                gain, decay = gain / (1.0 + factor), factor / (1.0 + factor)
+            new = gain * share * s + decay * buffer[name]
+            want = (1.0 - share) * s + new - factor * buffer[name]
+            np.testing.assert_allclose(got[name], want, rtol=1e-4, atol=1e-5, err_msg=f"step {step}, {name}")
+            buffer[name] = new
+            arrived[name][s != 0] = step
+
+
+def test_what_is_not_sparse_waits_as_its_method_says() -> None:
+    """PowerSGD and signSGD have a share of their own; what sends nearly all keeps its momentum, as does what is told
+    to. A method's own momentum is a matter of "cancel"."""
+    known = shares(0.9, 1.0)
+    for id in ("powersgd", "signsgd"):
+        method = hvdcompress.get(id)
+        assert adapts(method) and adapting(method, Momentum(0.9)).share == pytest.approx(known[method.waits - 1])
+    for id in ("fft", "qsgd"):
+        assert not adapts(hvdcompress.get(id, feedback="plain"))
+        assert adapts(hvdcompress.get(id, feedback="plain", optimizer_momentum="cancel"))
+    assert not adapts(hvdcompress.get("topk", optimizer_momentum="keep"))
+    assert adapting(hvdcompress.get("dgc"), Momentum(0.9)).share == 1.0
+
+
+def test_steps_are_told_apart_for_ever() -> None:
+    """Stamps of steps repeat after 65 536: an element that has waited longer is still one that has waited long."""
+    net = Loopback("topk", world=1, optimizer=SGD(0.9), density=0.5, min_elements=1)
+    for step in range(0, 100_000, 8192):
+        net.allreduce([np.array([1.0, 0.0], np.float32)], name="w")  # the second element never arrives
+        state = net.ranks[0].states["w"]
+        assert step == 0 or (state.step - state.arrived.astype(int))[1] % 65536 > 4096
+        state.step = step + 8192
+
+
 def test_clip_norm_is_that_of_the_gradients_themselves() -> None:
     """The norm of all tensors together is clipped before momentum is cancelled; ``gradient_norm`` is the one before."""
     random = np.random.default_rng(0)
     steps = [
         [{name: random.standard_normal(2000).astype(np.float32) for name in "ab"} for _ in range(2)] for _ in range(5)
     ]
-    settings = {"density": 0.1, "rules": [{"match": {"name": "b"}, "method": "none"}]}
+    settings = {"density": 0.1, "optimizer_momentum": "cancel", "rules": [{"match": {"name": "b"}, "method": "none"}]}
     clipped, plain = (
         Loopback("topk", world=2, optimizer=SGD(0.9), **settings, **clip) for clip in ({"clip_norm": 2.0}, {})
     )

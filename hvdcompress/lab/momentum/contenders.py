@@ -44,15 +44,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def _both(name: str) -> list[str]:
-    return [f"{name}:plain", f"{name}:cancelled"]
+def _forms(name: str) -> list[str]:
+    return [name, f"{name}:plain", f"{name}:cancelled"]
 
 
 #: Lists of contenders by a name that ``--contenders`` takes, too.
 GROUPS: dict[str, list[str]] = {
-    "main": [DENSE, *_both("topk"), *_both("topk@density=0.002")],
-    "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _both(name)), *_both("topk@density=0.002")],
-    "densities": [DENSE, *(one for density in DENSITIES for one in _both(f"topk@density={density:g}"))],
+    "main": [DENSE, *_forms("topk"), *_forms("topk@density=0.002")],
+    "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _forms(name)), *_forms("topk@density=0.002")],
+    "densities": [DENSE, *(one for density in DENSITIES for one in _forms(f"topk@density={density:g}"))],
 }
 
 

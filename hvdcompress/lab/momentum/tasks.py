@@ -63,7 +63,7 @@ TASKS = {
     "cnn": Task("cnn", "fashion_mnist", "sgd", rate=0.02, momentum=0.9, batch=32),
     "mnist_example": Task("mnist_example", "fashion_mnist_example", "sgd", rate=0.02, momentum=0.5),
     "lstm": Task("lstm", "text48", "sgd", rate=1.0, momentum=0.9, batch=16, clip=0.25),
-    "transformer": Task("transformer", "text32", "adamw", rate=0.004, momentum=0.9, batch=16),
+    "transformer": Task("transformer", "text32", "adamw", rate=0.002, momentum=0.9, batch=16),
 }
 
 

@@ -10,7 +10,7 @@ from harness import assert_close
 from hvdcompress.engine import checkpoint
 from hvdcompress.engine.snapshot import reshard
 from hvdcompress.optimizers import SGD
-from hvdcompress.parts.momentum import cancels
+from hvdcompress.parts.momentum import adapts
 from promises.registry import promise
 
 SUBJECT = "Momentum"
@@ -28,13 +28,22 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @promise()
 def the_optimizers_momentum_is_cancelled(door: Any) -> None:
-    """With SGD's momentum known, what its buffer contains after each step is the reduced gradient at the effective
-    learning rate, without momentum: while the momentum is changed by a schedule, over a step that is undone, and in new
-    Compressors that go on from files, of as many ranks and of more. The loopback gives the same. Tensors that are
-    sent uncompressed keep their momentum."""
+    """With SGD's momentum known and `optimizer_momentum: cancel`, what its buffer contains after each step is the
+    reduced gradient at the effective learning rate, without momentum: while the momentum is changed by a schedule, over
+    a step that is undone, and in new Compressors that go on from files, of as many ranks and of more. The loopback
+    gives the same. Tensors that are sent uncompressed keep their momentum."""
     some = ("topk", "powersgd") if door.expensive else tuple(KINDS)
     for method, settings in ((id, KINDS[id]) for id in some):
-        _check(door, method, {**settings, "min_elements": 100})
+        _check(door, method, {**settings, "min_elements": 100, "optimizer_momentum": "cancel"})
+
+
+@promise()
+def the_optimizers_momentum_is_adapted(door: Any) -> None:
+    """By default, SGD's momentum is adapted to how long gradients have waited: what is handed over is what the loopback
+    hands over, under the same changes of the momentum, undone steps and new Compressors. `tests/parts/test_momentum.py`
+    compares the loopback with the formula."""
+    for method in ("topk",) if door.expensive else ("topk", "powersgd"):
+        _check(door, method, {**KINDS[method], "min_elements": 100})
 
 
 @promise()
@@ -42,7 +51,7 @@ def momentum_is_taken_back_when_compression_ends(door: Any) -> None:
     """When a tensor is sent uncompressed again, its momentum starts with the gradients from then on."""
     shared = {"density": 0.05, "min_elements": 100}
     plain = door.yardstick("topk", {**shared, "optimizer_momentum": "keep"})
-    settings = {**shared, "schedule": {"optimizer_momentum": {"steps": {3: "keep"}}}}
+    settings = {**shared, "schedule": {"optimizer_momentum": {"steps": {0: "cancel", 3: "keep"}}}}
     handle = door.make("topk", settings, door.shapes)
     handle.use(SGD(0.9))
     buffer, natural = np.zeros(door.shapes["a"]), np.zeros(door.shapes["a"])
@@ -97,7 +106,10 @@ def _check(door: Any, method: str, settings: dict[str, Any]) -> None:
             assert_close(got, want, tolerance, f"{method}, step {step}")
         own = 0.9 if method == "dgc" else 0.0
         buckets = net.plan.buckets(door.specs(door.shapes))
-        whether = {member.name: cancels(bucket.program.main) for bucket in buckets for member in bucket.members}
+        whether = {member.name: adapts(bucket.program.main) for bucket in buckets for member in bucket.members}
+        if "optimizer_momentum" not in settings:
+            assert step == 0 or any(not np.array_equal(want[name], reduced[name]) for name in whether)
+            continue
         for name, cancelled in whether.items():
             buffers[name] = sgd.momentum * buffers[name] + want[name]
             gain = (1.0 - own) / (1.0 - sgd.momentum)
