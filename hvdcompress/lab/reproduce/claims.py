@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -130,13 +130,23 @@ class Picture:
 
 @dataclass(frozen=True)
 class Report:
-    """What a claim's section says: the verdict, the number that decides it with its spread over seeds, and the rest."""
+    """What a claim's section says.
+
+    Attributes:
+        verdict: how the claim came out.
+        number: the number that decides it, with its spread over seeds.
+        tables: all figures.
+        pictures: figures to look at.
+        notes: what a reader should know.
+        adapted: the same of trainings in which the optimizer's momentum is adapted; None if there are none.
+    """
 
     verdict: Verdict
     number: str
     tables: Sequence[Table[Any]] = ()
     pictures: Sequence[Picture] = ()
     notes: Sequence[str] = ()
+    adapted: Report | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,8 @@ class Claim:
         units: the units of work at a scale.
         report: from their results, in the same order, to what the page says.
         published: the paper's own figures; nothing is said where it is empty.
+        trains: the units are trainings. They are measured twice: with the optimizer's momentum kept, as in the papers,
+            and with it adapted, as is this library's default.
     """
 
     id: str
@@ -179,6 +191,24 @@ class Claim:
     units: Callable[[Scale], Sequence[Unit]]
     report: Callable[[Sequence[Result]], Report]
     published: str = ""
+    trains: bool = False
+
+    def needed(self, scale: Scale) -> list[list[Unit]]:
+        """Return the units of each report: of one, or of two with the optimizer's momentum kept and adapted."""
+        units = list(self.units(scale))
+        return [units, [_adapted(unit) for unit in units]] if self.trains else [units]
+
+    def reported(self, results: Sequence[Sequence[Result]]) -> Report:
+        """Return the report from the results of :meth:`needed`'s units."""
+        report, *adapted = map(self.report, results)
+        return replace(report, adapted=adapted[0]) if adapted else report
+
+
+def _adapted(unit: Unit) -> Unit:
+    """Return a training with the optimizer's momentum adapted; dense training keeps it, so it is not repeated."""
+    if unit.settings["method"]["method"] == "none":
+        return unit
+    return replace(unit, name=f"{unit.name} adapted", settings={**unit.settings, "momentum": "adapt"})
 
 
 @dataclass(frozen=True)

@@ -506,6 +506,7 @@ PAPER = Paper(
             "at each density.",
             trained,
             training,
+            trains=True,
         ),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,21 @@ import hvdcompress
 from hvdcompress.lab.bench.devices import machine
 from hvdcompress.lab.output.table import Column, Table, as_json
 from hvdcompress.lab.output.table import folded as folded_text
-from hvdcompress.lab.reproduce.claims import Claim, Kind, Paper, Report, Scale
+from hvdcompress.lab.reproduce.claims import Claim, Kind, Paper, Picture, Report, Scale
 
 COLUMNS: tuple[Column[dict[str, Any]], ...] = (
     Column("id", "claim", lambda row: row["id"], align="left"),
     Column("says", "what the paper says", lambda row: row["says"], align="left", wrap=True),
-    Column("verdict", "here it", lambda row: row["verdict"], align="left", wrap=True),
-    Column("number", "number", lambda row: row["number"], align="left", wrap=True),
+    Column("verdict", "here it", lambda row: of_both(row, lambda found: found["verdict"]), align="left", wrap=True),
+    Column("number", "number", lambda row: of_both(row, lambda found: found["number"]), align="left", wrap=True),
 )
 BRIEF: tuple[Column[dict[str, Any]], ...] = (
     Column("id", "claim", lambda row: row["link"], align="left"),
     Column("says", "what the paper says", lambda row: row["says"], align="left", wrap=True),
-    Column("verdict", "here it", lambda row: brief(row), align="left", wrap=True),
+    Column("verdict", "here it", lambda row: of_both(row, brief), align="left", wrap=True),
 )
+KEPT = "With the optimizer's momentum kept, as in the paper"
+ADAPTED = "With the optimizer's momentum adapted, as is the default of hvdcompress"
 READ = (
     "*Holds* means in every condition that was tried; *under 3 of 8 conditions* in these three only, which the claim's "
     "part names. In each condition the rule must be met in every seed.\n"
@@ -66,7 +68,13 @@ def write(
         rows = old_rows | {id: {**each, "command": command} for id, each in rows.items()}
         parts = old_parts | {id: f"{text}\n*Measured by itself* {made}" for id, text in parts.items()}
     data["claims"] = [rows[claim.id] for claim in paper.claims if claim.id in rows]
-    texts = {f"{paper.id}-{picture.name}.svg": plots.alone(picture.svg) for _, r in reports for picture in r.pictures}
+    texts = {
+        f"{paper.id}-{name}.svg": plots.alone(picture.svg)
+        for _, whole in reports
+        for report in (whole, whole.adapted)
+        if report is not None
+        for name, picture in named_pictures(report, whole)
+    }
     texts[f"{paper.id}.json"] = as_json(data)
     texts[f"{paper.id}.md"] = "\n".join(
         [
@@ -95,13 +103,23 @@ def _read(id: str, folder: Path) -> tuple[dict[str, Any], str, dict[str, Any], d
 
 def row(claim: Claim, report: Report) -> dict[str, Any]:
     """A claim's line of the summary, as plain data."""
-    return {
-        "id": claim.id,
-        "says": claim.says,
-        "kind": report.verdict.kind.value,
-        "verdict": str(report.verdict),
-        "number": report.number,
-    }
+    line = {"id": claim.id, "says": claim.says, **outcome(report)}
+    return {**line, "adapted": outcome(report.adapted)} if report.adapted else line
+
+
+def outcome(report: Report) -> dict[str, str]:
+    """Return the verdict and the number as plain data."""
+    return {"kind": report.verdict.kind.value, "verdict": str(report.verdict), "number": report.number}
+
+
+def of_both(line: dict[str, Any], of: Callable[[dict[str, Any]], str]) -> str:
+    """Return what a function says of a claim's outcome and, if there is one, of that with momentum adapted."""
+    return f"{of(line)}; with momentum adapted: {of(line['adapted'])}" if "adapted" in line else of(line)
+
+
+def named_pictures(report: Report, whole: Report) -> list[tuple[str, Picture]]:
+    """Return a report's pictures with the names of their files; ``whole`` is the report, or the one that it is in."""
+    return [(picture.name if report is whole else f"{picture.name}-adapted", picture) for picture in report.pictures]
 
 
 def part(paper: str, claim: Claim, report: Report) -> str:
@@ -113,16 +131,28 @@ def part(paper: str, claim: Claim, report: Report) -> str:
         *([f"*Published:* {claim.published}\n"] if claim.published else []),
         f"*How it was tested:* {claim.tested}\n",
         f"*The rule:* {claim.rule}\n",
-        f"{said(told)}\n",
-        f"{told['number']}\n",
     ]
-    texts += [f"![{p.caption}]({paper}-{p.name}.svg)\n\n*{p.caption}*\n" for p in report.pictures]
+    if report.adapted is None:
+        return "\n".join([*texts, *findings(paper, report, report)])
+    both = [(KEPT, report), (ADAPTED, report.adapted)]
+    return "\n".join(
+        [*texts, *(line for head, one in both for line in (f"### {head}\n", *findings(paper, one, report)))]
+    )
+
+
+def findings(paper: str, report: Report, whole: Report) -> list[str]:
+    """Return what was found, in paragraphs; ``whole`` is the report, or the one that it is in."""
+    texts = [f"{said(outcome(report))}\n", f"{report.number}\n"]
+    texts += [
+        f"![{picture.caption}]({paper}-{name}.svg)\n\n*{picture.caption}*\n"
+        for name, picture in named_pictures(report, whole)
+    ]
     tables = [f"{table.title}\n\n{table.markdown()}" for table in report.tables]
     if tables:
         texts.append(folded(tables))
     if report.notes:
         texts.append("".join(f"* {note}\n" for note in report.notes))
-    return "\n".join(texts)
+    return texts
 
 
 def title(claim: dict[str, Any]) -> str:

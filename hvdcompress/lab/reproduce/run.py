@@ -59,12 +59,14 @@ def reproduce(
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C; what was measured is kept.
     """
-    wanted = {claim.id: list(claim.units(scale)) for claim in claims or paper.claims}
-    found = measure([unit for units in wanted.values() for unit in units], folder / CACHE, jobs, console)
-    reports = [
-        (claim, claim.report([Result(unit, found[cache.file_of(folder, unit).name]) for unit in wanted[claim.id]]))
-        for claim in claims or paper.claims
-    ]
+    needed = {claim.id: claim.needed(scale) for claim in claims or paper.claims}
+    every = [unit for groups in needed.values() for units in groups for unit in units]
+    found = measure(every, folder / CACHE, jobs, console)
+
+    def results(units: Sequence[Unit]) -> list[Result]:
+        return [Result(unit, found[cache.file_of(folder, unit).name]) for unit in units]
+
+    reports = [(claim, claim.reported(list(map(results, needed[claim.id])))) for claim in claims or paper.claims]
     return page.write(paper, reports, folder, command, scale)
 
 

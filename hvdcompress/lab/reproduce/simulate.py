@@ -22,6 +22,8 @@ from hvdcompress.lab.training import loop, models_torch
 from hvdcompress.lab.training.experiment import Run, Task, TrainedEntry
 from hvdcompress.lab.training.tasks import TASKS, Bytes, Images, net_of
 from hvdcompress.loopback import Loopback
+from hvdcompress.method import OptimizerMomentum
+from hvdcompress.optimizers import SGD
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 
@@ -91,7 +93,11 @@ def spread_out(steps: int, count: int) -> set[int]:
 
 
 def train(
-    run: Run, look: Callable[[Moment], Any] | None = None, at: Collection[int] = (), until: int | None = None
+    run: Run,
+    look: Callable[[Moment], Any] | None = None,
+    at: Collection[int] = (),
+    until: int | None = None,
+    momentum: OptimizerMomentum = "keep",
 ) -> Trained:
     """Train, and look at some of the steps.
 
@@ -100,6 +106,7 @@ def train(
         look: is called with the :class:`Moment` of each step in ``at``; what it returns is kept.
         at: steps, from 0.
         until: end after so many steps of the training's schedule, without a held-out measure (NaN).
+        momentum: what happens to the optimizer's momentum; the papers keep it.
 
     Raises:
         Diverged: the loss is not finite any more.
@@ -109,14 +116,16 @@ def train(
     task, data = run.task, data_of(run.task.task, run.task.path)
     model = models_torch.build(net_of(task.task, task.net), data)
     parameters = dict(model.named_parameters())
-    net = Loopback({"seed": run.seed, **run.method.settings}, world=run.ranks)
+    plan = {"seed": run.seed, **run.method.settings, "optimizer_momentum": momentum}
+    if task.clip == "after":
+        plan["clip_norm"] = task.clip_norm
+    net = Loopback(plan, run.ranks, optimizer=SGD(task.momentum))
     sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=task.momentum, weight_decay=task.weight_decay)
     batches = [data.batches(rank, run.ranks, run.seed, task.batch_size) for rank in range(run.ranks)]
     losses, rows = [], []
     for step in range(until or task.steps):
         found = [_gradients(model, parameters, next(shares)) for shares in batches]
         gradients, loss = [one for one, _ in found], float(np.mean([each for _, each in found]))
-        clip_after = task.clip_norm if task.clip == "after" else None
         if task.clip == "before" and task.clip_norm is not None:
             gradients = [_clipped(one, task.clip_norm) for one in gradients]
         if not np.isfinite(loss):
@@ -127,7 +136,7 @@ def train(
         if step in at and look is not None:
             phase = phases.phase_of(step, task.steps)
             rows.append(look(Moment(step, phase, rate, loss, gradients, before, reduced, net)))
-        _update(parameters, reduced, sgd, rate, clip_after)
+        _update(parameters, reduced, sgd, rate)
         net.observe(learning_rate=rate, loss=loss)
         losses.append(loss)
     value, last = math.nan if until else evaluate(model, task.task, data), run.ranks - 1
@@ -168,11 +177,9 @@ def _residuals(net: Loopback, gradients: list[Tensors]) -> list[Tensors]:
     return [{name: one(name, rank, g) for name, g in tensors.items()} for rank, tensors in enumerate(gradients)]
 
 
-def _update(parameters: dict[str, Any], reduced: Tensors, sgd: Any, rate: float, clip: float | None) -> None:
+def _update(parameters: dict[str, Any], reduced: Tensors, sgd: Any, rate: float) -> None:
     for name, parameter in parameters.items():
         parameter.grad = torch.from_numpy(reduced[name])
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(parameters.values(), clip)
     for group in sgd.param_groups:
         group["lr"] = rate
     sgd.step()
@@ -190,10 +197,12 @@ def evaluate(model: torch.nn.Module, task: str, data: Images | Bytes) -> float:
     return TASKS[task].metric.value(*sums)
 
 
-def accuracy(task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int) -> dict[str, Any]:
+def accuracy(
+    task: dict[str, Any], method: dict[str, Any], ranks: int, seed: int, momentum: OptimizerMomentum = "keep"
+) -> dict[str, Any]:
     """Train: the held-out measure, the compression ratio, and the loss over the last twentieth of the steps."""
     try:
-        trained = train(run_of(task, method, ranks, seed))
+        trained = train(run_of(task, method, ranks, seed), momentum=momentum)
     except loop.Diverged:
         return {**dict.fromkeys(("value", "rate", "wire", "loss"), math.nan), "losses": []}
     last = max(1, len(trained.losses) // 20)
