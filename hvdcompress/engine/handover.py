@@ -175,13 +175,16 @@ def _shares(exchange: Exchange, one: Filter, spread: float, span: tuple[int, int
 def _spread(totals: Sequence[Any]) -> float:
     """Return the number of ranks over the mean number of them that send an element together, in eighths.
 
-    Of many elements, those with an index divisible by 16 are counted.
+    Of many elements, those with an index divisible by a power of two are counted.
     """
     ranks = max(len(_parts(total)) for total in totals)
     sent = different = 0
     for total in totals if ranks > 1 else ():
-        index = np.concatenate([_on_host(part.index) for part in _parts(total)])
-        index = index[index % 16 == 0] if len(index) > COUNTED else index
+        indices = [part.index for part in _parts(total)]
+        power = max(0, (sum(map(len, indices)) // COUNTED).bit_length())
+        if power:
+            indices = [index[index & (2**power - 1) == 0] for index in indices]
+        index = np.concatenate([_on_host(index) for index in indices])
         sent, different = sent + len(index), different + len(np.unique(index))
     return max(1.0, round(8 * ranks * different / sent) / 8) if sent else 1.0
 

@@ -33,13 +33,14 @@ def seeds_of(text: str) -> list[int]:
 
 @app.command()
 def run(
-    tasks: Annotated[str, typer.Option(help="Tasks, with commas: mlp, cnn, mnist_example, lstm, transformer.")],
+    tasks: Annotated[str, typer.Option(help="Tasks, with commas: mlp, cnn, mnist_example, lstm, transformer, fnn3, lenet5.")],
     contenders: Annotated[
         str,
         typer.Option(help="METHOD[@key=value,…][:plain|:cancelled], with commas; or main, all, densities."),
     ] = "main",
     seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
     steps: Annotated[int, typer.Option(min=1, help="Steps per run.")] = 1500,
+    decay: Annotated[bool, typer.Option("--decay", help="Warm the rate up, and let it fall to 0.")] = False,
     ranks: Annotated[int | None, typer.Option(min=1, help="Simulated ranks, instead of the task's.")] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Runs side by side, a core each.")] = 1,
     folder: FolderOption = Path("build/momentum"),
@@ -50,7 +51,7 @@ def run(
 
     console = console_of()
     try:
-        units = study.units_of(tasks.split(","), table.split(contenders), seeds_of(seeds), steps, ranks)
+        units = study.units_of(tasks.split(","), table.split(contenders), seeds_of(seeds), steps, ranks, decay)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
@@ -67,7 +68,7 @@ def run(
 def report(
     folder: FolderOption = Path("build/momentum"),
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw scores over the steps.")] = None,
-    method: Annotated[str, typer.Option(help="The contender whose two forms --plot draws.")] = "topk",
+    method: Annotated[str, typer.Option(help="The contender whose forms --plot draws.")] = "topk",
 ) -> None:
     """Print a Markdown table per task: scores, gaps to dense training, and whether they are closed."""
     from hvdcompress.lab.momentum import report as reporting

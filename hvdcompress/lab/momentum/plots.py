@@ -14,8 +14,8 @@ from hvdcompress.lab.momentum.contenders import DENSE
 from hvdcompress.lab.momentum.report import Gap, Group
 from hvdcompress.lab.output import plots
 
-FORMS = ("plain", "cancelled")
-LABELS = {"plain": "momentum kept", "cancelled": "momentum cancelled"}
+FORMS = ("plain", "default", "cancelled")
+LABELS = {"plain": "momentum kept", "default": "adapted", "cancelled": "cancelled"}
 PANEL = 2.6  #: inches, the height of a row of two panels
 
 
@@ -24,22 +24,27 @@ def draw(groups: Sequence[Group], method: str, file: Path) -> list[Path]:
 
     Args:
         groups: of the report.
-        method: the contender whose two forms are drawn over the steps.
+        method: the contender whose forms are drawn over the steps.
         file: of the curves, an SVG. The plot over densities goes to the same name with "-density" at its end.
 
     Returns:
         The files that were written.
     """
-    curves = [group for group in groups if any(group.done(f"{method}:{form}") for form in FORMS)]
+    curves = [group for group in groups if any(group.done(named(method, form)) for form in FORMS)]
     gaps = [group for group in groups if len(densities_of(group, FORMS[0])) > 1]
     written = []
     if curves:
-        label = f"Held-out scores over the steps: dense, {method} plain and cancelled"
+        label = f"Held-out scores over the steps: dense, and {method} with momentum kept, adapted and cancelled"
         written.append(_write(curves, lambda axes, group: _curves(axes, group, method), label, file))
     if gaps:
         label = "Gap to dense training against the density of top-k"
         written.append(_write(gaps, _gaps, label, file.with_stem(f"{file.stem}-density")))
     return written
+
+
+def named(method: str, form: str) -> str:
+    """Return the name of a method's contender in a form."""
+    return method if form == "default" else f"{method}:{form}"
 
 
 def densities_of(group: Group, form: str) -> dict[float, Gap]:
@@ -76,7 +81,7 @@ def _write(groups: Sequence[Group], panel: Callable[[Axes, Group], None], label:
 
 def _curves(axes: Axes, group: Group, method: str) -> None:
     """Draw the mean over the seeds, with a band from the least to the most."""
-    lines = [(DENSE, DENSE), *((f"{method}:{form}", f"{method}, {LABELS[form]}") for form in FORMS)]
+    lines = [(DENSE, DENSE), *((named(method, form), f"{method}, {LABELS[form]}") for form in FORMS)]
     late = []  # extremes without the first steps, which would hide the differences later on
     for number, (contender, label) in enumerate(lines):
         runs = list(group.done(contender).values())
@@ -103,7 +108,7 @@ def _gaps(axes: Axes, group: Group) -> None:
         margins = [0.0 if math.isnan(gap.high) else gap.high - gap.mean for gap in found.values()]
         colour = plots.colour(number)
         percents = [100 * density for density in found]
-        axes.errorbar(percents, gaps, yerr=margins, color=colour, marker="o", markersize=3, label=form, linewidth=1.5)
+        axes.errorbar(percents, gaps, yerr=margins, color=colour, marker="o", markersize=3, label=LABELS[form], linewidth=1.5)
     axes.axhline(0, color=plots.INK, linewidth=0.8)
     axes.set_xscale("log")
     shown = [density for form in FORMS for density in densities_of(group, form)]

@@ -37,7 +37,12 @@ OPTIMIZER_MOMENTUM = {"plain": "keep", "cancelled": "cancel"}  #: the plan's ``o
 
 
 def units_of(
-    names: Sequence[str], contenders: Sequence[str], seeds: Iterable[int], steps: int = STEPS, ranks: int | None = None
+    names: Sequence[str],
+    contenders: Sequence[str],
+    seeds: Iterable[int],
+    steps: int = STEPS,
+    ranks: int | None = None,
+    decay: bool = False,
 ) -> list[Unit]:
     """Return a unit of work per task, contender and seed. The seeds are the outer loop, so that pairs end early.
 
@@ -46,7 +51,10 @@ def units_of(
     """
     if unknown := [name for name in names if name not in TASKS]:
         raise ValueError(f"unknown task {unknown[0]!r}; available: {', '.join(TASKS)}")
-    chosen = {name: replace(TASKS[name], ranks=ranks or TASKS[name].ranks) for name in names}
+    chosen = {
+        name: replace(task, ranks=ranks or task.ranks, decays=decay or task.decays)
+        for name, task in ((name, TASKS[name]) for name in names)
+    }
     return [
         Unit(
             f"{name} {contender} seed {seed}",
@@ -134,6 +142,8 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
     try:
         for step in range(1, steps + 1):
             began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = task.rate_at(step - 1, steps) * contender.lr
             losses.append(_step(net, [next(share) for share in shares], task, exchange, optimizer))
             seconds.append(time.perf_counter() - began)
             if step % (EVERY if step > steps - SCORED * EVERY else 2 * EVERY) == 0 or step == steps:
