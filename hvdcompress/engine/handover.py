@@ -169,7 +169,7 @@ def _shares(exchange: Exchange, one: Filter, spread: float, span: tuple[int, int
     arrived = arrived if index is None else ops.take(arrived, index)
     table = ops.asarray(shares(one.factor, spread), exchange.outs[0])
     waits = (_stamp(state.step + 1) - arrived).clip(1, len(table)) - 1
-    return ops.take(table, waits if isinstance(waits, np.ndarray) else waits.long())
+    return ops.take(table, waits.astype(np.int32) if isinstance(waits, np.ndarray) else waits.long())
 
 
 def _spread(totals: Sequence[Any]) -> float:

@@ -150,3 +150,24 @@ def test_plots_are_written(tmp_path):
     written = plots.draw(report.groups_of(study.records(tmp_path / "runs")), "topk", tmp_path / "plot.svg")
     assert [file.name for file in written] == ["plot.svg", "plot-density.svg"]
     assert all("<svg" in file.read_text() for file in written)
+
+
+def test_costs_are_measured(monkeypatch):
+    from hvdcompress.lab.momentum import cost
+
+    monkeypatch.setattr(cost, "SHAPES", {"a": (100, 50), "b": (60, 60)})
+    (row,) = cost.measure(["topk"], 2).rows
+    elements = 100 * 50 + 60 * 60
+    assert row["adapt"] > 0 and row["keep"] > 0
+    assert 2 * elements < row["memory"] < 3 * elements, "2 bytes an element, and 8 for each that two results have"
+
+
+def test_a_rate_that_decays():
+    decaying = dataclasses.replace(TINY, decays=True)
+    rates = [decaying.rate_at(step, 100) for step in range(100)]
+    assert max(rates) == pytest.approx(0.1, rel=0.05) and rates[0] == pytest.approx(0.01) and rates[-1] < 1e-4
+    assert np.argmax(rates) in (8, 9, 10) and {TINY.rate_at(step, 100) for step in (0, 50)} == {0.1}
+    (unit,) = study.units_of(["tiny"], ["dense"], [1], 10, decay=True)
+    assert (
+        unit.settings["task"]["decays"] and study.train(decaying, contenders.parse("dense"), 1, 10)["status"] == "done"
+    )

@@ -36,14 +36,17 @@ def runs(x: np.ndarray) -> np.ndarray:
 def parts_of(kind: str, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     """What is written to several parts; each third one is 0 before, and said to be."""
     outs = [put(np.full(size, number % 3, np.float32), changes=True) for number, size in enumerate(cut(x.size))]
-    given = Sparse(put(runs(x)), put(r[runs(x)]))
+    index = runs(x)[::-1].copy() if kind == "descending" else runs(x)
+    given = Sparse(put(index), put(r[index]))
     half = Half(put(reference.to_fp16(x, 1.0)[0]), 0.5)
-    total = {"sparse": given, "dense": put(x), "half": half, "shares": Shares([given, given])}[kind]
+    total = {"sparse": given, "descending": given, "dense": put(x), "half": half, "shares": Shares([given, given])}[
+        kind
+    ]
     o.write_parts(outs, total, 0.3, [number % 3 == 0 for number in range(len(outs))])
     return tuple(outs)
 
 
-for kind in ("sparse", "dense", "half", "shares"):
+for kind in ("sparse", "descending", "dense", "half", "shares"):
     call("write_parts")(partial(parts_of, kind))
 
 

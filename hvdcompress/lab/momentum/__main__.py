@@ -33,7 +33,9 @@ def seeds_of(text: str) -> list[int]:
 
 @app.command()
 def run(
-    tasks: Annotated[str, typer.Option(help="Tasks, with commas: mlp, cnn, mnist_example, lstm, transformer, fnn3, lenet5.")],
+    tasks: Annotated[
+        str, typer.Option(help="Tasks, with commas: mlp, cnn, mnist_example, lstm, transformer, fnn3, lenet5.")
+    ],
     contenders: Annotated[
         str,
         typer.Option(help="METHOD[@key=value,…][:plain|:cancelled], with commas; or main, all, densities."),
@@ -84,6 +86,23 @@ def report(
 
     for file in plots.draw(reporting.groups_of(records), method, plot):
         typer.echo(f"written: {file}")
+
+
+@app.command()
+def cost(
+    methods: Annotated[
+        str, typer.Option(help="Methods, with commas.")
+    ] = "topk,scalecom_48x,gaussiank,powersgd_r1,powersgd_r4,signsgd",
+    ranks: Annotated[int, typer.Option(min=1, help="Simulated ranks.")] = 2,
+) -> None:
+    """Measure what adapting costs: seconds of handing results over, in copies of the gradient, and memory."""
+    from hvdcompress.lab.momentum import cost as costs
+
+    try:
+        table = costs.measure(methods.split(","), ranks)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    typer.echo(f"{table.title}\n\n{table.markdown()}")
 
 
 @app.command()

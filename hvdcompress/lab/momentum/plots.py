@@ -108,7 +108,9 @@ def _gaps(axes: Axes, group: Group) -> None:
         margins = [0.0 if math.isnan(gap.high) else gap.high - gap.mean for gap in found.values()]
         colour = plots.colour(number)
         percents = [100 * density for density in found]
-        axes.errorbar(percents, gaps, yerr=margins, color=colour, marker="o", markersize=3, label=LABELS[form], linewidth=1.5)
+        axes.errorbar(
+            percents, gaps, yerr=margins, color=colour, marker="o", markersize=3, label=LABELS[form], linewidth=1.5
+        )
     axes.axhline(0, color=plots.INK, linewidth=0.8)
     axes.set_xscale("log")
     shown = [density for form in FORMS for density in densities_of(group, form)]

@@ -290,12 +290,9 @@ def write_parts(
     if not (all(map(plain, outs)) and all(is_plain_sparse(share) for share in shares)):
         write_pieces(outs, total, factor, cleared, write)
         return
-    for out, clear in zip(outs, cleared, strict=True):
-        if not clear:
-            _clear(out)
-    bounds, addresses = np.cumsum([0, *(out.size for out in outs)]), _addresses(outs)
-    for index, values in shares:
-        kernels.add_to_parts(addresses, bounds, index, values, np.float32(factor))
+    index, values = (np.concatenate(each) if len(shares) > 1 else each[0] for each in zip(*shares, strict=True))
+    bounds = np.cumsum([0, *(out.size for out in outs)])
+    kernels.write_runs(_addresses(outs), bounds, np.array(cleared, bool), index, values, np.float32(factor))
 
 
 def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
@@ -303,9 +300,7 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
         if not all(plain_sparse(share, out) for share in total.each):
             reference.write(out, total, factor, cleared)
             return
-        write(out, total.each[0], factor, cleared)
-        for share in total.each[1:]:
-            kernels.add_at(out, share.index, share.values, np.float32(factor))
+        write_parts([out], total, factor, [cleared])
     elif isinstance(total, Joined):
         for part, piece in _pieces(out, total):
             write(part, piece, factor)

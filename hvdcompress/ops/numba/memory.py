@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,12 @@ from hvdcompress.ops.numba._kernels import memory as kernels
 from hvdcompress.ops.numba.arrays import FLOAT32, INDICES, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-WORDS = (FLOAT32, np.dtype(np.int32))  #: dtypes of four bytes
+#: dtypes whose elements are moved, and those that the kernel moves them as
+WORDS: dict[Any, np.dtype[Any]] = {
+    FLOAT32: FLOAT32,
+    np.dtype(np.int32): FLOAT32,
+    np.dtype(np.int16): np.dtype(np.int16),
+}
 
 
 def joined(arrays: Sequence[Array]) -> Array:
@@ -27,5 +33,6 @@ def take(x: Array, index: Array) -> Array:
     if not (plain(x, dtype=x.dtype) and plain(index, dtype=index.dtype)):
         return reference.take(x, index)
     out = pool.empty(index.size, x.dtype)
-    kernels.take(x.view(FLOAT32), index, out.view(FLOAT32))  # one kernel for both: it only moves them
+    word = WORDS[x.dtype]
+    kernels.take(x.view(word), index, out.view(word))
     return out

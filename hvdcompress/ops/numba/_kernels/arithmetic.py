@@ -15,6 +15,9 @@ from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
 
+WRITTEN = 1 << 14  #: elements of a result that stay in a cache while all ranks' shares are added to them
+RUNS = 256  #: of more runs, each is added to the whole result at once
+
 
 @compiled
 def accumulate(gradient, residual, scale, out, clear):
@@ -184,21 +187,37 @@ def add_from(out, start, index, values, factor):
 
 
 @compiled
-def add_to_parts(outs, bounds, index, values, factor):
-    """As ``add_at``, for a vector in parts: their addresses, and where they begin and end."""
+def write_runs(outs, bounds, cleared, index, values, factor):
+    """As ``add_at``, for a vector in parts: their addresses, where they begin and end, and whether they are zero.
+
+    The indices are several runs, each of which ascends, end to end: in a block of the vector that fits into a cache,
+    all runs are added, one after the other, before the next block. Indices in any order are many runs.
+    """
     check_places(index, bounds[-1])
-    part, first = 0, 0
-    while first < index.size:
-        while index[first] >= bounds[part + 1]:
-            part += 1
-        while index[first] < bounds[part]:  # another run of ascending indices begins
-            part -= 1
-        start, stop, last = bounds[part], bounds[part + 1], first + 1
-        while last < index.size and start <= index[last] < stop:
-            last += 1
-        out = carray(floats_at(outs[part]), (stop - start,))
-        add_from(out, start, index[first:last], values[first:last], factor)
-        first = last
+    count = 1
+    for j in range(1, index.size):
+        count += index[j] < index[j - 1]
+    ends, run = np.full(count, index.size), 0
+    for j in range(1, index.size):
+        if index[j] < index[j - 1]:
+            ends[run] = j
+            run += 1
+    places = np.zeros(count, np.int64)
+    places[1:] = ends[:-1]
+    for part in range(outs.size):
+        size = bounds[part + 1] - bounds[part]
+        out = carray(floats_at(outs[part]), (size,))
+        step = WRITTEN if count <= RUNS else max(size, 1)
+        for first in range(0, size, step):
+            last = min(first + step, size)
+            if not cleared[part]:
+                out[first:last] = np.float32(0)
+            for run in range(count):
+                stop = places[run]
+                while stop < ends[run] and index[stop] < bounds[part] + last:
+                    stop += 1
+                add_from(out, bounds[part], index[places[run] : stop], values[places[run] : stop], factor)
+                places[run] = stop
 
 
 @compiled
