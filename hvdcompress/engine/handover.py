@@ -17,10 +17,10 @@ from hvdcompress.engine.state import Piece, Pieces
 from hvdcompress.method import Array, Sparse
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
-from hvdcompress.parts.momentum import Filter, shares
+from hvdcompress.parts.momentum import MOST, Filter, shares
 from hvdcompress.plan import Bucket
 
-LONG = 2**13  #: steps; who has waited longer is noted again in every so many steps, as stamps of steps repeat
+RENEWED = 127 - MOST  #: steps between those in which old stamps are renewed, as stamps repeat after 256 steps
 COUNTED = 4096  #: elements; of more, a sample tells how many of them ranks send together
 
 
@@ -39,7 +39,7 @@ def hand_over(exchange: Exchange, factor: float, filters: Sequence[Filter], past
     """
     totals = _totals(exchange)
     if exchange.state.arrived is None and any(one.share is None for one in filters):
-        exchange.state.arrived = exchange.ops.zeros(exchange.bucket.spec.size, "int16", exchange.outs[0])
+        exchange.state.arrived = exchange.ops.zeros(exchange.bucket.spec.size, "int8", exchange.outs[0])
         exchange.ops.fill(exchange.state.arrived, _stamp(exchange.state.step))
     uniform = all(other == filters[0] for other in filters) and not filters[0].decay
     if uniform and _is_compact(totals, exchange.bucket):
@@ -125,6 +125,7 @@ def _dense(
 def note_arrivals(exchange: Exchange, unused: Collection[str] = ()) -> None:
     """Keep in ``State.arrived`` which elements this exchange brought; those of ``unused`` tensors reached nobody."""
     state, bucket, totals = exchange.state, exchange.bucket, _totals(exchange)
+    ops = exchange.ops
     if state.arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
         state.arrived = None
         return
@@ -134,12 +135,12 @@ def note_arrivals(exchange: Exchange, unused: Collection[str] = ()) -> None:
     for number, total in enumerate(totals):
         arrived = state.arrived[slice(*_span_of(number, totals, bucket))]
         for part in _parts(total):
-            arrived[part.index] = now
+            ops.set_at(arrived, part.index, now)
     for span, content in zip(spans, before, strict=True):
         state.arrived[slice(*span)] = content
-    if state.step % LONG == 0:
+    if state.step % RENEWED == 0:
         waits = now - state.arrived
-        state.arrived[waits > LONG] = _stamp(state.step + 1 - LONG)
+        state.arrived[waits > MOST] = _stamp(state.step + 1 - MOST)
 
 
 def _totals(exchange: Exchange) -> list[Any]:
@@ -157,19 +158,16 @@ def _span_of(number: int, totals: Sequence[Any], bucket: Bucket) -> tuple[int, i
 
 
 def _stamp(step: int) -> int:
-    """Return a step modulo 2^16, as an int16."""
-    return (step + 2**15) % 2**16 - 2**15
+    """Return a step modulo 2^8, as an int8."""
+    return (step + 2**7) % 2**8 - 2**7
 
 
 def _shares(exchange: Exchange, one: Filter, spread: float, span: tuple[int, int], index: Array | None = None) -> Array:
     """Return the shares that are handed over without momentum, of a span's elements or of those of ``index`` in it."""
     ops, state = exchange.ops, exchange.state
     assert state.arrived is not None
-    arrived = state.arrived[slice(*span)]
-    arrived = arrived if index is None else ops.take(arrived, index)
     table = ops.asarray(shares(one.factor, spread), exchange.outs[0])
-    waits = (_stamp(state.step + 1) - arrived).clip(1, len(table)) - 1
-    return ops.take(table, waits.astype(np.int32) if isinstance(waits, np.ndarray) else waits.long())
+    return ops.take_by_age(table, state.arrived[slice(*span)], _stamp(state.step + 1), index)
 
 
 def _spread(totals: Sequence[Any]) -> float:

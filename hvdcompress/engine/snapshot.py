@@ -175,7 +175,7 @@ def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
     if any(part is None for part in parts):
         return None
     for member, part in zip(bucket.members, parts, strict=True):
-        _check_part(f"{ARRIVED!r} of {member.name!r}", part, member.size, "int16")
+        _check_part(f"{ARRIVED!r} of {member.name!r}", part, member.size, "int8")
     return copy(parts)
 
 

@@ -45,7 +45,7 @@ class State:
         momentum: what the optimizer's momentum buffer contains of gradients whose momentum is cancelled; see
             ``engine/handover.py``. Empty for nothing.
         before: the same before the last exchange, in case that the optimizer does not take the step.
-        arrived: the step in which each element last arrived, modulo 2^16, [size] int16; None where none is kept.
+        arrived: the step in which each element last arrived, modulo 2^8, [size] int8; None where none is kept.
         updates: how many updates each member's optimizer had done at the last exchange, as far as it is known.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.

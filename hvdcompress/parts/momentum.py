@@ -49,7 +49,7 @@ import numpy as np
 
 from hvdcompress.method import Method
 
-MOST = 4096  #: steps; no wait counts for more, whatever the momentum is
+MOST = 100  #: steps; no wait counts for more, whatever the momentum is
 
 
 class Momentum(NamedTuple):

@@ -26,7 +26,19 @@ call("head_bytes")(lambda o, put, x, r: o.head_bytes(put(x.view(np.uint8)), 24))
 call("fill")(lambda o, put, x, r: changed(o, put, x, lambda out: o.fill(out, float("nan"))))
 call("take")(lambda o, put, x, r: o.take(put(x), put(chosen(x))))
 call("take")(lambda o, put, x, r: o.take(put(x), put(chosen(x).astype(np.int64))))
-call("take")(lambda o, put, x, r: o.take(put(x.view(np.int16)), put(chosen(x))))
+call("take")(lambda o, put, x, r: o.take(put(x.view(np.int8)), put(chosen(x))))
+for kind in (np.int32, np.int64):
+    call("set_at")(
+        lambda o, put, x, r, k=kind: changed(o, put, x, lambda out: o.set_at(out, put(chosen(x).astype(k)), 0.5))
+    )
+call("set_at")(
+    lambda o, put, x, r: changed(o, put, x.view(np.int8), lambda out: o.set_at(out, put(chosen(x)), -(2**7)))
+)
+for now in (-(2**7), 7, 2**7 - 1):  # stamps are any 8 bits, so ages overflow
+    call("take_by_age")(
+        lambda o, put, x, r, now=now: o.take_by_age(put(r[:100]), put(x.view(np.int8)), now, put(chosen(x)))
+    )
+    call("take_by_age")(lambda o, put, x, r, now=now: o.take_by_age(put(r[:100]), put(x.view(np.int8)), now))
 call("sort")(lambda o, put, x, r: o.sort(put(x.view(np.int32))))
 call("index_dtype")(lambda o, put, x, r: (o.index_dtype(x.size), o.index_dtype(2**31)))
 call("index_range")(lambda o, put, x, r: o.index_range(x.size, put(x)))

@@ -82,7 +82,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
     places = np.unique(index % (3 * k))
     key, packed_signs, codes = np.array([7], np.uint32), reference.pack_signs(x), np.zeros(n // 2 + 1, np.uint8)
     norms, levels = reference.quantize_max(x, BUCKET, 4, key)
-    one = np.ones(1, np.float32)
+    one, stamps = np.ones(1, np.float32), rng.integers(0, 100, n).astype(np.int8)
     words = reference.quantize_fields(x, 2.5, one, 3, key)
     side = max(int(n**0.5), 1)
     matrix, image = x[: side * side], out[: side * side]
@@ -94,6 +94,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         place, (x, residual, out, zeros, speed, index, values, near, found)
     )
     half, bits, offset, packed, bitmap, places = map(place, (half, bits, offset, packed, bitmap, places))
+    stamps, table = place(stamps), x[:10]
     packed_signs, codes, norms, levels, one, words = map(place, (packed_signs, codes, norms, levels, one, words))
     matrix, image, p, q, bounds, ranged = map(place, (matrix, image, p, q, bounds, ranged))
     shares, other, waves = (Sparse(*map(place, each)) for each in (shares, other, waves))
@@ -167,6 +168,8 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
         Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
         Case("take", "", 12 * k, lambda o: o.take(x, index)),
+        Case("take_by_age", "at k", 9 * k, lambda o: o.take_by_age(table, stamps, 100, index)),
+        Case("set_at", "int8", 5 * k, lambda o: o.set_at(stamps, index, 100)),
         Case("write", "rank 4", 4 * n, lambda o: o.write(image, low, 0.5)),
         Case("subtract", "rank 4", 8 * n, lambda o: o.subtract(image, low, 1.0)),
         Case("write", "frequencies, 2 shares", 4 * n + 24 * k, lambda o: o.write(out, sparse, 0.5)),

@@ -44,6 +44,15 @@ def take(x: Array, index: Array) -> Array:
     return x.index_select(0, index)
 
 
+def take_by_age(table: Array, stamps: Array, now: int, index: Array | None = None) -> Array:
+    ages = now - (stamps if index is None else stamps.index_select(0, index))
+    return table.index_select(0, ages.clip(1, len(table)).int() - 1)
+
+
+def set_at(x: Array, index: Array, value: float) -> None:
+    x.index_fill_(0, index.long(), value)
+
+
 def sort(x: Array) -> Array:
     return torch.sort(x).values
 

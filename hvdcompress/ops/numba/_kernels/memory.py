@@ -1,4 +1,4 @@
-"""The loops of ``numba/memory.py``. Arguments: float32 vectors; indices as int32 or int64."""
+"""The loops of ``numba/memory.py``. Arguments: float32 vectors, or of 8 bits; indices as int32 or int64."""
 
 from __future__ import annotations
 
@@ -43,3 +43,29 @@ def take(x, index, out):
     check_places(index, x.size)
     for j in range(index.size):
         out[j] = x[np.uint64(index[j])]
+
+
+@compiled
+def take_by_age(table, stamps, now, out):
+    for i in range(stamps.size):
+        out[i] = table[place_of(now, stamps[i], table.size)]
+
+
+@compiled
+def take_by_age_at(table, stamps, now, index, out):
+    check_places(index, stamps.size)
+    for j in range(index.size):
+        out[j] = table[place_of(now, stamps[np.uint64(index[j])], table.size)]
+
+
+@compiled
+def place_of(now, stamp, size):
+    """Where the entry of an element is: ages are taken modulo 2^8."""
+    return np.uint64(min(max(np.int64(np.int8(now - stamp)), 1), size) - 1)
+
+
+@compiled
+def set_at(x, index, value):
+    check_places(index, x.size)
+    for j in range(index.size):
+        x[np.uint64(index[j])] = value
