@@ -191,5 +191,5 @@ def _held_out(data: Images | Bytes) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return batches of the held-out set; images in larger batches than the data's own, which is faster."""
     if isinstance(data, Bytes):
         return data.held_out(0, 1)
-    starts = range(0, len(data.y_held_out), CHUNK)
-    return ((data.x_held_out[start : start + CHUNK], data.y_held_out[start : start + CHUNK]) for start in starts)
+    parts = [slice(start, start + CHUNK) for start in range(0, len(data.y_held_out), CHUNK)]
+    return ((training.prepare(data.x_held_out[part]), data.y_held_out[part]) for part in parts)
