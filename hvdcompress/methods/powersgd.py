@@ -69,7 +69,7 @@ class PowerSGD(Method):
     sends = "r·(rows + columns) values, summed, in two rounds"
     needs_feedback = True
     exact = False
-    waits = 3
+    waits = 10
     fixed = ("matrix_rank",)
 
     matrix_rank: Count = 2

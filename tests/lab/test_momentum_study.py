@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 
 import numpy as np
 import pytest
@@ -182,3 +183,15 @@ def test_pictures_in_bytes_are_evaluated_as_they_are_trained():
         for pixels in (x, tasks.training.prepare(x))
     ]
     assert scores[0] == scores[1] > 0
+
+
+def test_the_overview_has_the_contenders_of_several_tasks():
+    scores = {"dense": [87.0, 87.2], "topk": [87.0, 87.1], "dgc": [math.nan, math.nan]}
+    text = dataclasses.replace(TINY, data="text32")
+    groups = [group(TINY, scores), group(text, {"dense": [2.5, 2.51], "topk": [2.7, 2.71]})]
+    table = report.overview([dataclasses.replace(one, name=name) for one, name in zip(groups, "ab", strict=True)])
+    assert table.rows == ["dense", "topk"]
+    assert [[column.text(name) for column in table.columns[1:]] for name in table.rows] == [
+        ["87.10", "2.505"],
+        ["**+0.05** (-0.27 to +0.37)", "+0.200 (+0.200 to +0.200)"],
+    ]

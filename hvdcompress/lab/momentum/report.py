@@ -12,16 +12,18 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import scipy.stats
 
 from hvdcompress.lab.momentum.contenders import DENSE
-from hvdcompress.lab.momentum.tasks import Task
+from hvdcompress.lab.momentum.tasks import TASKS, Task
 from hvdcompress.lab.output import numbers
 from hvdcompress.lab.output.table import MISSING, Column, Table
 
 CONFIDENCE = 0.9
+STEPS = 1500  #: of a run, unless another number is asked for
 Record = dict[str, Any]
 
 
@@ -162,9 +164,38 @@ def table_of(group: Group) -> Table[str]:
     return Table(columns, rows, title=group.title)
 
 
+def overview(groups: Sequence[Group]) -> Table[str]:
+    """Return a table of gaps: a row per contender that several tasks have, a column per task. Closed ones are bold."""
+
+    def cell(group: Group, name: str) -> str:
+        digits = 2 if group.task.metric.higher_is_better else 3
+        if name == DENSE and group.done(DENSE):
+            return f"{statistics.fmean(run['score'] for run in group.done(DENSE).values()):.{digits}f}"
+        mean, low, high = group.gap(name)
+        if math.isnan(mean):
+            return "diverged" if group.runs.get(name) and not group.done(name) else MISSING
+        text = f"{mean:+.{digits}f}"
+        if group.closed(name):
+            text = f"**{text}**"
+        return text if math.isnan(high) else f"{text} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+    names = dict.fromkeys(name for group in groups for name in group.runs)
+    several = [name for name in names if sum(name in group.runs for group in groups) > 1]
+    columns: list[Column[str]] = [
+        Column("contender", "contender", lambda name: name, align="left"),
+        *(Column(group.name, group.name, partial(cell, group)) for group in groups),
+    ]
+    return Table(columns, sorted(several, key=lambda name: (name != DENSE, name)), title="Gaps to dense training")
+
+
 def markdown(records: Sequence[Record]) -> str:
     """Return all tables as GitHub Markdown, with an explanation of their columns."""
-    parts = [f"### {group.title}\n\n{table_of(group).markdown()}" for group in groups_of(records)]
+    groups = groups_of(records)
+    parts = [f"### {group.title}\n\n{table_of(group).markdown()}" for group in groups]
+    usual = [group for group in groups if group.task == TASKS.get(group.name) and group.steps == STEPS]
+    if len(usual) > 1:
+        table = overview(usual)
+        parts.insert(0, f"### {table.title} after {STEPS} steps\n\n{table.markdown()}")
     return "\n".join([*parts, NOTES])
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from hvdcompress.lab.momentum import tasks
 from hvdcompress.lab.momentum.contenders import Contender, parse
+from hvdcompress.lab.momentum.report import STEPS
 from hvdcompress.lab.momentum.tasks import TASKS, Task
 from hvdcompress.lab.reproduce import cache, run
 from hvdcompress.lab.reproduce.claims import Unit
@@ -29,7 +30,6 @@ from hvdcompress.lab.training.loop import Diverged
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 
-STEPS = 1500
 EVERY = 50  #: steps between evaluations, of which every second is left out before those that are scored
 SCORED = 5  #: the score is the mean of so many last evaluations
 FAILED = "failed"
