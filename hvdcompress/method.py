@@ -334,8 +334,9 @@ class Method:
     "momentum": like plain, on gradients that momentum was applied to locally (for use with plain SGD)."""
     beta: Fraction = 1.0
     """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
-    momentum: Momentum = 0.9
-    """Momentum factor, used with feedback "momentum", which takes the place of the optimizer's momentum."""
+    momentum: Momentum = 0.7
+    """Momentum factor of feedback "momentum", which takes the place of the optimizer's momentum. The effective learning
+    rate stays the optimizer's, whatever the factor."""
     optimizer_momentum: OptimizerMomentum = "adapt"
     """What happens to the optimizer's momentum for tensors with a residual, which acts as momentum itself. "adapt": an
     element has as much momentum as its waiting has not replaced. "cancel": it has none, at the same effective learning

@@ -107,7 +107,7 @@ def test_weight_decay_keeps_its_momentum() -> None:
 
 def test_a_methods_own_momentum_is_not_counted_twice() -> None:
     """DGC and feedback "momentum" have grown their sums by 1/(1 − m) already."""
-    for method in (hvdcompress.get("dgc"), hvdcompress.get("topk", feedback="momentum", momentum=0.9)):
+    for method in (hvdcompress.get("dgc", momentum=0.9), hvdcompress.get("topk", feedback="momentum", momentum=0.9)):
         assert adapting(method, Momentum(0.9)).gain == pytest.approx(1.0)
         assert adapting(method, Momentum(0.5)).gain == pytest.approx(0.2)
     assert adapting(TOPK, Momentum(0.5)).gain == pytest.approx(2.0)

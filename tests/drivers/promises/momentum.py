@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from harness import assert_close
 
+from hvdcompress import get
 from hvdcompress.engine import checkpoint
 from hvdcompress.engine.snapshot import reshard
 from hvdcompress.optimizers import SGD
@@ -104,7 +105,7 @@ def _check(door: Any, method: str, settings: dict[str, Any]) -> None:
             continue
         if tolerance:
             assert_close(got, want, tolerance, f"{method}, step {step}")
-        own = 0.9 if method == "dgc" else 0.0
+        own = get("dgc").momentum if method == "dgc" else 0.0
         buckets = net.plan.buckets(door.specs(door.shapes))
         whether = {member.name: adapts(bucket.program.main) for bucket in buckets for member in bucket.members}
         if "optimizer_momentum" not in settings:
