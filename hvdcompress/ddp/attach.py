@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.ddp.compressor import Compressor
+from hvdcompress.engine.tensors import plain_name
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -44,9 +45,7 @@ def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, An
     """
     module = _find(model)
     _refuse(module)
-    names = [(n, p) for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
-    trained = [(name, parameter) for name, parameter in names if parameter.requires_grad]
-    compressor = Compressor(method, trained, process_group=module.process_group, **settings)
+    compressor = _compressor_of(module.module, method, process_group=module.process_group, **settings)
     try:
         module.register_comm_hook(compressor, _receive)
     except RuntimeError as error:  # of a hook that DDP keeps in C++ there is no other trace
@@ -54,7 +53,7 @@ def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, An
     module.register_forward_pre_hook(_before_forward(weakref.ref(compressor)))
     if module.find_unused_parameters or module.static_graph:
         compressor.used = set()
-        for name, parameter in trained:
+        for name, parameter in compressor.parameters.items():
             parameter.register_post_accumulate_grad_hook(_note(weakref.ref(compressor), name))
     return compressor
 
@@ -77,8 +76,40 @@ def hook(
     Raises:
         ValueError: the plan is wrong.
     """
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return Compressor(method, trained, **settings), _receive
+    compressor = _compressor_of(model, method, **settings)
+    there = weakref.ref(compressor)
+
+    def before_forward(model: torch.nn.Module, inputs: Any) -> None:
+        if compressor := there():
+            _refuse_others(model, compressor)
+
+    model.register_forward_pre_hook(before_forward)
+    return compressor, _receive
+
+
+def _compressor_of(model: torch.nn.Module, method: Any, **settings: Any) -> Compressor:
+    """Return a Compressor of what a module trains."""
+    names = _names(model)
+    trained = [(name, parameter) for name, parameter in names.items() if parameter.requires_grad]
+    compressor = Compressor(method, trained, **settings)
+    compressor.model_parameters = {plain_name(name): parameter for name, parameter in names.items()}
+    return compressor
+
+
+def _names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by name, without those that DDP is told to ignore."""
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    return {name: parameter for name, parameter in model.named_parameters() if name not in ignored}
+
+
+def _refuse_others(model: torch.nn.Module, compressor: Compressor) -> None:
+    """Raise if a parameter requires a gradient that nobody will reduce."""
+    for name, parameter in _names(model).items() if torch.is_grad_enabled() else ():
+        if parameter.requires_grad and not compressor.knows(parameter):
+            raise RuntimeError(
+                f"{plain_name(name)!r} requires a gradient, which DistributedDataParallel will not reduce: it was "
+                "frozen, or was another parameter, when DDP was made. Wrap the model again, and attach again"
+            )
 
 
 # DDP looks at annotations: where they are strings it refuses the hook
@@ -122,6 +153,7 @@ def _before_forward(compressor: weakref.ref[Compressor]) -> Callable[[Distribute
     def check(module: DistributedDataParallel, inputs: Any) -> None:
         if there := compressor():
             there.cut_short()
+            _refuse_others(module.module, there)
         if not module._lazy_init_ran and (problem := _stepped_in_backward(module)):
             raise ValueError(problem)
         if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():

@@ -9,6 +9,7 @@ Units of exchange are the plan's buckets, and state goes by parameter name: DDP'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -162,6 +163,10 @@ class Compressor(TensorCompressor):
         self._arrivals = SimpleQueue()
         self._thread.submit(self._run, self._transport, self._arrivals)
 
+    def knows(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this is one of the parameters that the Compressor was given."""
+        return id(parameter) in self._names
+
     def cut_short(self) -> None:
         """End the step that a backward pass has left in the middle, if any: the other ranks wait for it."""
         if self._arrivals is not None:
@@ -187,15 +192,16 @@ class Compressor(TensorCompressor):
                 "(torch.nn.Embedding(..., sparse=False))"
             )
         found = {}
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, gradient in zip(bucket.parameters(), _views(bucket), strict=True):
             name = self._names.get(id(parameter))
             if name is None:
                 raise ValueError(
                     f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter that the Compressor was given"
                 )
             # DDP lays gradients out as their parameters, but shows them as if they were contiguous
-            other = not parameter.is_contiguous() and _is_dense(parameter)
-            found[name] = gradient.as_strided(parameter.shape, parameter.stride()) if other else gradient
+            like = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+            other = not like.is_contiguous() and _is_dense(like)
+            found[name] = gradient.as_strided(like.shape, like.stride()) if other else gradient
         return found
 
     # -- the exchange, in the Compressor's thread -------------------------------------------------------------
@@ -267,6 +273,16 @@ class Compressor(TensorCompressor):
             step.hear()
             raise
         return arrival.used
+
+
+def _views(bucket: Any) -> list[torch.Tensor]:
+    """The bucket's gradients as views of its buffer. Of complex ones, DDP's own views show the first half."""
+    parameters = bucket.parameters()
+    if not any(parameter.is_complex() for parameter in parameters):  # a bucket has one dtype
+        return bucket.gradients()
+    shapes = [(*parameter.shape, 2) for parameter in parameters]
+    parts = bucket.buffer().split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

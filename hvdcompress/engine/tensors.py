@@ -26,6 +26,12 @@ from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+#: what can be reduced, and the dtype of a complex number's parts
+REAL = {
+    **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
+    **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
+}
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: that modules put around others add to the names inside
 
 _living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
 _hooked: list[Any] = []  # the handle of the hook below, once there is a Compressor
@@ -47,7 +53,26 @@ def _named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(f"{wanted}, not {pair!r:.60}")
-    return pairs
+    return [(plain_name(name), parameter) for name, parameter in pairs]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what ``torch.compile`` and activation checkpointing add to it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
+    """Return what the engine sees of a parameter: complex numbers are pairs of real ones.
+
+    Raises:
+        ValueError: its dtype cannot be reduced.
+    """
+    if parameter.dtype not in REAL:
+        raise ValueError(f"{name!r}: gradients of {dtype_name(parameter)} cannot be reduced: use float32, for example")
+    shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+    return TensorSpec(name, shape, str(REAL[parameter.dtype]).removeprefix("torch."))
 
 
 class TensorCompressor(compressor.Compressor):
@@ -87,15 +112,19 @@ class TensorCompressor(compressor.Compressor):
         super().__init__(plan, rank, world, loss_scale)
         pairs = _named(named_parameters)
         self.parameters = dict(pairs)
+        self.model_parameters: dict[str, torch.nn.Parameter] = {}  # with those that are not exchanged, if it is known
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
-        specs = [TensorSpec(n, tuple(p.shape), dtype_name(p)) for n, p in pairs]
+        specs = [spec_of(name, parameter) for name, parameter in pairs]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
+        for rule in self.plan.idle_rules(specs) if rank == 0 else ():
+            some = ", ".join([repr(spec.name) for spec in specs[:3]] + ["…"] * (len(specs) > 3))
+            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {some}")
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
@@ -121,10 +150,12 @@ class TensorCompressor(compressor.Compressor):
     def residual(self, name: str) -> torch.Tensor:
         """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept.
 
+        Of a complex parameter, the last dimension has the real and the imaginary part.
+
         Raises:
             KeyError: there is no such parameter.
         """
-        shape = self.parameters[name].shape
+        shape = spec_of(name, self.parameters[name]).shape
         flat = self.local.residual(name) if name in self.local.names() else None
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
@@ -224,7 +255,8 @@ class TensorCompressor(compressor.Compressor):
     def _checksums(self) -> dict[str, int]:
         """Those of all parameters, frozen ones too, in the model's order, and of the shared state."""
         with torch.no_grad():
-            memory = ((n, p.detach().contiguous().reshape(-1).view(torch.uint8)) for n, p in self.parameters.items())
+            parameters = (self.model_parameters or self.parameters).items()
+            memory = ((n, p.detach().contiguous().reshape(-1).view(torch.uint8)) for n, p in parameters)
             found = {f"parameter {name!r}": verify.checksum(part.cpu().numpy()) for name, part in memory}
         return found | self.local.checksums(self._to_host)
 

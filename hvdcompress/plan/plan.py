@@ -34,6 +34,10 @@ class Match:
             and (self.max_size is None or spec.size <= self.max_size)
         )
 
+    def __str__(self) -> str:
+        conditions = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ", ".join(f"{key}: {value}" for key, value in conditions.items() if value is not None)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -163,6 +167,12 @@ class Plan:
     def program_of(self, spec: TensorSpec) -> Program:
         """Return the program of the first rule that matches, or the default. ``min_elements`` is not considered."""
         return next((rule.program for rule in self.rules if rule.match.holds(spec)), self.program)
+
+    def idle_rules(self, specs: Iterable[TensorSpec]) -> list[Rule]:
+        """Return the rules that apply to none of these tensors: none matches, or an earlier rule has all that do."""
+        specs = list(specs)
+        first = [next((rule for rule in self.rules if rule.match.holds(spec)), None) for spec in specs]
+        return [rule for rule in self.rules if not any(rule is one for one in first)]
 
     @cached_property
     def stateless(self) -> bool:

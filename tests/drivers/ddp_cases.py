@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from doors.ddp import DdpDoor, DdpHandle, Net, reduced
-from harness import EXACT, OUT, Skip, assert_close, case, heavy_tailed, must_raise, summed
+from harness import EXACT, OUT, Skip, assert_close, assert_same_on_all_ranks, case, heavy_tailed, must_raise, summed
 from promises.interactions import all_features_at_once
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
+from hvdcompress.engine import log
 from hvdcompress.engine.handover import by_tensor
 from hvdcompress.loopback import Loopback
 
@@ -30,6 +32,20 @@ def gather(value):
 
 def everyone(step: int, shapes: dict = SHAPES) -> list[dict]:
     return [heavy_tailed(shapes, step, rank) for rank in range(dist.get_world_size())]
+
+
+@contextlib.contextmanager
+def logged():
+    """Context manager for the lines that this rank logs; warnings that were given before are given again."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.warn_once.cache_clear()
+    log.LOGGER.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.LOGGER.removeHandler(handler)
 
 
 def against_loopback(
@@ -143,6 +159,146 @@ def layouts_of_parameters() -> None:
     net.w.data = net.w.data.to(memory_format=torch.channels_last)
     net.t.data = torch.zeros(50, 40).T
     against_loopback(DistributedDataParallel(net), "powersgd", 3, {"w": (16, 12, 3, 3), "t": (40, 50)}, min_elements=1)
+
+
+class Complex(torch.nn.Module):
+    """Complex parameters and a real one, of which a backward pass makes the gradients that are asked for."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.a, self.c = (torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 41), (8, 3, 5, 5)))
+        self.c.data = self.c.data.to(memory_format=torch.channels_last)
+        self.b = torch.nn.Parameter(torch.zeros(40, 43))
+
+    def forward(self, given: dict) -> torch.Tensor:
+        real = {name: torch.view_as_real(p) if p.is_complex() else p for name, p in self.named_parameters()}
+        return sum((real[name] * torch.from_numpy(gradient)).sum() for name, gradient in given.items())
+
+
+@case
+def complex_parameters_are_pairs_of_real_numbers() -> None:
+    """In one bucket of DDP's and in several, also in channels_last; a complex number of 16 bits is float16 in pairs."""
+    shapes = {"a": (40, 41, 2), "b": (40, 43), "c": (8, 3, 5, 5, 2)}
+    for dtype, real in ((torch.complex64, np.float32), (torch.complex128, np.float64)):
+        for method, settings in (("none", {}), ("topk", {"density": 0.05}), ("powersgd", {})):
+            model = DistributedDataParallel(Complex(dtype), bucket_cap_mb=25 if method == "topk" else 0.001)
+            compressor = ddp.attach(model, method, **settings)
+            net = Loopback(method, world=dist.get_world_size(), **settings)
+            for step in range(3):
+                given = [
+                    {name: array.astype(np.float32 if name == "b" else real) for name, array in one.items()}
+                    for one in everyone(step, shapes)
+                ]
+                model.zero_grad()
+                model(given[dist.get_rank()]).backward()
+                grads = {name: p.grad for name, p in model.module.named_parameters()}
+                got = {
+                    n: (torch.view_as_real(g) if g.is_complex() else g).contiguous().numpy() for n, g in grads.items()
+                }
+                want = net.allreduce_many(given)[0]
+                assert_close(got, want, summed(dist.get_world_size()), f"{dtype} {method}, step {step}")
+                assert_same_on_all_ranks(got, gather, f"{dtype} {method}")
+            assert compressor.residual("a").shape == (40, 41, 2)
+            compressor.close()
+
+
+@case
+def a_dtype_that_cannot_be_reduced_is_refused_by_name() -> None:
+    model = torch.nn.Module()
+    model.ok, model.wrong = (torch.nn.Parameter(torch.zeros(4, 4).to(d)) for d in (torch.float32, torch.float8_e4m3fn))
+    must_raise(ValueError, ["'wrong'", "float8_e4m3fn"], lambda: ddp.hook(model, "topk"), gather)
+
+
+@case
+def a_parameter_that_is_trained_later_is_refused_by_name() -> None:
+    """Unfrozen, added or replaced after DDP was made: DDP does not reduce its gradients. In evaluation it may be."""
+
+    def unfreeze(net: torch.nn.Module) -> None:
+        net.frozen.requires_grad_(True)
+
+    def replace(net: torch.nn.Module) -> None:
+        net.a = torch.nn.Parameter(torch.zeros(37, 41))
+
+    def add(net: torch.nn.Module) -> None:
+        net.new = torch.nn.Parameter(torch.zeros(3))
+
+    for change, name in ((unfreeze, "frozen"), (replace, "a"), (add, "new")):
+        for by_hook in (False, True):
+            net = Net(SHAPES)
+            net.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+            if by_hook:
+                compressor, hook = ddp.hook(net, "topk", density=0.05)
+                model = DistributedDataParallel(net)
+                model.register_comm_hook(compressor, hook)
+            else:
+                model = DistributedDataParallel(net)
+                compressor = ddp.attach(model, "topk", density=0.05)
+            given = everyone(0)[dist.get_rank()]
+            model(given).backward()
+            change(net)
+            with torch.no_grad():
+                model(given)
+            must_raise(RuntimeError, [repr(name), "will not reduce"], lambda m=model, g=given: m(g), gather)
+            compressor.close()
+
+
+@case
+def verify_looks_at_frozen_parameters_too() -> None:
+    """Where ranks differ in one; but not in those that DDP is told to ignore."""
+    for ignored in (False, True):
+        net = Net(SHAPES)
+        net.frozen = torch.nn.Parameter(torch.full((5,), float(dist.get_rank())), requires_grad=False)
+        model = DistributedDataParallel(net)
+        if ignored:
+            net._ddp_params_and_buffers_to_ignore = ["frozen"]
+        net.frozen.data.fill_(dist.get_rank())  # DDP has made them equal
+        compressor = ddp.attach(model, "topk", density=0.05, verify_every=1)
+        given = everyone(0)[dist.get_rank()]
+        if ignored:
+            model(given).backward()
+        else:
+            must_raise(ddp.PeerError, ["frozen"], lambda m=model, g=given: m(g).backward(), gather)
+        compressor.close()
+
+
+@case
+def names_are_those_without_wrappers() -> None:
+    """torch.compile and activation checkpointing add to names: rules match without it, and a state goes over."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module):
+            super().__init__()
+            self._orig_mod = inner
+
+        def forward(self, given: dict) -> torch.Tensor:
+            return self._orig_mod(given)
+
+    states = []
+    for wrap in (Wrapped, lambda net: net):
+        model = DistributedDataParallel(wrap(Net(SHAPES)))
+        compressor = ddp.attach(model, "topk", density=0.05, rules=[{"match": {"name": "a"}, "method": "none"}])
+        assert sorted(compressor.parameters) == sorted(SHAPES)
+        for saved in states:
+            compressor.load_state_dict(saved)
+        reduced(model, everyone(0)[dist.get_rank()])
+        assert not compressor.residual("a").any() and compressor.residual("b").any()
+        states.append(compressor.state_dict())
+        compressor.close()
+
+
+@case
+def a_rule_without_a_tensor_is_warned_of() -> None:
+    rules = [
+        {"match": {"name": "a*"}, "method": "none"},
+        {"match": {"name": "A*", "ndim": 2}, "method": "none"},
+        {"match": {"name": "a"}, "method": "topk"},  # the first has it
+    ]
+    with logged() as lines:
+        ddp.attach(DistributedDataParallel(Net(SHAPES)), "topk", rules=rules).close()
+    wanted = [f"the rule for {{{words}}} applies to no tensor" for words in ("name: A*, ndim: 2", "name: a")]
+    found = [line for line in lines if "applies to no tensor" in line]
+    assert len(found) == (2 if dist.get_rank() == 0 else 0), lines
+    assert all(words in line for words, line in zip(wanted, found, strict=False)), found
 
 
 @case
