@@ -108,12 +108,12 @@ class Compressor(compressor.Compressor):
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
-    def allreduce(self, array: Array, name: str = "tensor", op: Op = "average", out: Array | None = None) -> Array:
+    def allreduce(self, array: Array, name: str = "", op: Op = "average", out: Array | None = None) -> Array:
         """Reduce one array over ranks.
 
         Args:
             array: any shape; float16, float32 or float64.
-            name: tells tensors apart: residuals are kept by it.
+            name: must be given, as residuals are kept by it; each tensor has its own.
             op: "average" or "sum".
             out: receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
 
@@ -121,8 +121,14 @@ class Compressor(compressor.Compressor):
             ``out``, or a new array of the same shape and dtype.
 
         Raises:
+            TypeError: there is no name.
             ValueError, TypeError, PeerError: as :meth:`allreduce_many`.
         """
+        if not name:
+            raise TypeError(
+                "a tensor needs a name of its own, by which its residual is kept: "
+                'compressor.allreduce(gradient, name="layer1.weight")'
+            )
         return self.allreduce_many({name: array}, op, None if out is None else {name: out})[name]
 
     def allreduce_many(

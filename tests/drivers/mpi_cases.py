@@ -56,6 +56,14 @@ def arrays_of_any_layout() -> None:
 
 
 @case
+def a_tensor_without_a_name_is_refused() -> None:
+    """Two tensors of one shape would share a residual, and nobody would know."""
+    comp = Compressor("topk", density=0.1)
+    must_raise(TypeError, ["name", 'allreduce(gradient, name="layer1.weight")'], lambda: comp.allreduce(np.ones(3)))
+    must_raise(TypeError, ["name"], lambda: comp.allreduce(np.ones(3), op="sum"))
+
+
+@case
 def results_in_given_arrays() -> None:
     for method in ("topk", "qsgd", "none", "scalecom"):
         comp, control = Compressor(method), Compressor(method)
@@ -208,7 +216,7 @@ def a_bad_plan_on_one_rank_is_every_ranks_error() -> None:
     bad = {"density": 7.0} if RANK == 1 else {}
     expected = ValueError if RANK == 1 else PeerError
     must_raise(expected, ["density"], lambda: Compressor("topk", **bad), same=False)
-    assert isinstance(Compressor("topk").allreduce(np.ones(3)), np.ndarray)
+    assert isinstance(Compressor("topk").allreduce(np.ones(3), "w"), np.ndarray)
 
 
 @case
