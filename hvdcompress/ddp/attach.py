@@ -50,7 +50,8 @@ def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, An
         module.register_comm_hook(compressor, _receive)
     except RuntimeError as error:  # of a hook that DDP keeps in C++ there is no other trace
         raise ValueError(f"the model has a built-in communication hook: DDP takes one, and once ({error})") from None
-    module.register_forward_pre_hook(_before_forward(weakref.ref(compressor)))
+    module._comm_hooks = _NotCopied(module._comm_hooks)
+    module.register_forward_pre_hook(_BeforeForward(compressor))
     if module.find_unused_parameters or module.static_graph:
         compressor.used = set()
         for name, parameter in compressor.parameters.items():
@@ -77,13 +78,7 @@ def hook(
         ValueError: the plan is wrong.
     """
     compressor = _compressor_of(model, method, **settings)
-    there = weakref.ref(compressor)
-
-    def before_forward(model: torch.nn.Module, inputs: Any) -> None:
-        if compressor := there():
-            _refuse_others(model, compressor)
-
-    model.register_forward_pre_hook(before_forward)
+    model.register_forward_pre_hook(_BeforeOwnForward(compressor))
     return compressor, _receive
 
 
@@ -149,11 +144,28 @@ def _stepped_in_backward(module: DistributedDataParallel) -> str:
     )
 
 
-def _before_forward(compressor: weakref.ref[Compressor]) -> Callable[[DistributedDataParallel, Any], None]:
-    def check(module: DistributedDataParallel, inputs: Any) -> None:
-        if there := compressor():
-            there.cut_short()
-            _refuse_others(module.module, there)
+class _BeforeOwnForward:
+    """A forward pre-hook of what DDP wraps. A copy of the model, pickled or deep, is not compressed, and has none."""
+
+    def __init__(self, compressor: Compressor):
+        self._compressor = weakref.ref(compressor)
+
+    def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
+        if compressor := self._compressor():
+            _refuse_others(model, compressor)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
+
+
+class _BeforeForward(_BeforeOwnForward):
+    """The same of DDP itself."""
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
+        assert isinstance(module, DistributedDataParallel)
+        if compressor := self._compressor():
+            compressor.cut_short()
+            _refuse_others(module.module, compressor)
         if not module._lazy_init_ran and (problem := _stepped_in_backward(module)):
             raise ValueError(problem)
         if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
@@ -163,7 +175,20 @@ def _before_forward(compressor: weakref.ref[Compressor]) -> Callable[[Distribute
         if module._join_config.enable:
             raise RuntimeError("join() does not go with compression: there is no telling what ranks without data owe")
 
-    return check
+
+class _NotCopied(list[Any]):
+    """DDP's list of hooks, with ours in it: a copy of a model has a reducer of its own, without a hook."""
+
+    def __reduce__(self) -> Any:
+        return list, ()
+
+
+def _nothing(module: torch.nn.Module, inputs: Any) -> None:
+    pass
+
+
+def _no_hook() -> Callable[[torch.nn.Module, Any], None]:
+    return _nothing
 
 
 def _note(compressor: weakref.ref[Compressor], name: str) -> Callable[[torch.Tensor], None]:

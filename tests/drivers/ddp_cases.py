@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import logging
 import threading
 import time
@@ -299,6 +301,44 @@ def a_rule_without_a_tensor_is_warned_of() -> None:
     found = [line for line in lines if "applies to no tensor" in line]
     assert len(found) == (2 if dist.get_rank() == 0 else 0), lines
     assert all(words in line for words, line in zip(wanted, found, strict=False)), found
+
+
+@case
+def copies_of_a_model_are_not_compressed() -> None:
+    """A deep copy, an average of weights and a pickled model: their gradients are averaged by DDP, in the midst of the
+    model's own steps, which are as without them."""
+    given = [everyone(step)[dist.get_rank()] for step in range(4)]
+    exact = Loopback("none", world=dist.get_world_size())
+    alone = DistributedDataParallel(Net(SHAPES))
+    ddp.attach(alone, "topk", density=0.05)
+    want = [reduced(alone, gradients) for gradients in given]
+    for by_hook in (False, True):
+        net = Net(SHAPES)
+        if by_hook:
+            compressor, hook = ddp.hook(net, "topk", density=0.05)
+            model = DistributedDataParallel(net)
+            model.register_comm_hook(compressor, hook)
+        else:
+            model = DistributedDataParallel(net)
+            compressor = ddp.attach(model, "topk", density=0.05)
+        for step, gradients in enumerate(given):
+            got = reduced(model, gradients)
+            assert_close(got, want[step], EXACT, f"step {step}")
+            buffer = io.BytesIO()
+            if by_hook:  # DDP itself keeps such a hook with a model, and cannot copy it: the wrapped module can be
+                other = DistributedDataParallel(copy.deepcopy(net))
+                torch.save(net, buffer)
+            else:
+                other = copy.deepcopy(model) if step % 2 else torch.optim.swa_utils.AveragedModel(model).module
+                torch.save(model, buffer)
+            buffer.seek(0)
+            for copied in (other, torch.load(buffer, weights_only=False)):
+                if isinstance(copied, DistributedDataParallel):
+                    mean = exact.allreduce_many(everyone(step))[0]
+                    assert_close(reduced(copied, gradients), mean, summed(dist.get_world_size()), f"copy at {step}")
+        if not by_hook:
+            ddp.attach(copied, "topk").close()
+        compressor.close()
 
 
 @case
