@@ -10,6 +10,7 @@ Units of exchange are the plan's buckets, and state goes by parameter name: DDP'
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -154,7 +155,9 @@ class Compressor(TensorCompressor):
         """The first bucket of a step."""
         # DDP puts its own callback in line after this one, and before the one that this one puts there
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        queue_callback(lambda: queue_callback(self._raise))
+        ends = _End()  # freed with the backward pass, which may fail
+        weakref.finalize(ends, _cut_short, weakref.ref(self)).atexit = False
+        queue_callback(lambda ends=ends: queue_callback(self._raise))
         self.cut_short()
         if self._transport is None:
             self._transport = joined(self._parent, buffer.device, self.watchdog)
@@ -273,6 +276,16 @@ class Compressor(TensorCompressor):
             step.hear()
             raise
         return arrival.used
+
+
+class _End:
+    """Is freed when the backward pass whose callback holds it is over, however it ends."""
+
+
+def _cut_short(compressor: weakref.ref[Compressor]) -> None:
+    there = compressor()
+    if there is not None:
+        there.cut_short()
 
 
 def _views(bucket: Any) -> list[torch.Tensor]:

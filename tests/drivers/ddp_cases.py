@@ -662,25 +662,28 @@ class _Breaks(torch.autograd.Function):
         return gradient, None
 
 
+class Two(torch.nn.Module):
+    """Two layers, between which a backward pass fails where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(40, 50), torch.nn.Linear(50, 40)
+
+    def forward(self, x, breaks):
+        return self.second(_Breaks.apply(self.first(x), breaks)).sum()
+
+
+def error_of(run) -> Exception:
+    try:
+        run()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
 @case
 def a_backward_pass_that_ends_in_the_middle() -> None:
-    """The rank has its own error. When it goes on, the others, who wait for its gradients, are told."""
-
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(40, 50), torch.nn.Linear(50, 40)
-
-        def forward(self, x, breaks):
-            return self.second(_Breaks.apply(self.first(x), breaks)).sum()
-
-    def error_of(run) -> Exception:
-        try:
-            run()
-        except Exception as error:
-            return error
-        raise AssertionError("no error")
-
+    """The rank has its own error, and the others, who wait for its gradients, are told, though it does nothing more."""
     model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
     compressor = ddp.attach(model, "topk", density=0.05)
     x, odd = torch.ones(3, 40), dist.get_rank() == 1
@@ -695,6 +698,30 @@ def a_backward_pass_that_ends_in_the_middle() -> None:
         assert isinstance(error, ddp.PeerError) and "rank 1: a backward pass ended before" in str(error)
     assert time.monotonic() - began < 10
     assert compressor.ledger.steps == 2
+
+
+@case
+def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
+    """Programs that catch an error, and begin anew with another model, as find_executable_batch_size does: what was
+    left in the middle is over, for the watchdog, too, and can be closed."""
+    failed = []
+    for breaks in (True, True, False):
+        model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
+        compressor = ddp.attach(model, "topk", density=0.05, timeout=2)
+        model(torch.ones(3, 40), False).backward()
+        loss = model(torch.ones(3, 40), breaks)
+        if breaks:
+            assert isinstance(error_of(loss.backward), MemoryError)
+            failed.append(compressor)
+        else:
+            loss.backward()
+    began = time.monotonic()
+    while time.monotonic() - began < 3:  # longer than the timeout
+        model(torch.ones(3, 40), False).backward()
+        time.sleep(0.2)
+    for one in failed:
+        one.close()
+    assert time.monotonic() - began < 10
 
 
 class Part(DdpDoor):
