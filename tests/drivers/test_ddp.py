@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,23 @@ pytestmark = pytest.mark.parallel
 HERE = Path(__file__).parent
 
 
+def by_hand(words: list[str], world: int) -> list[subprocess.Popen[str]]:
+    """Start ranks of a script without a launcher, each with what it prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [
+        subprocess.Popen([sys.executable, *words], env=environment("alone", RANK=str(rank), **place), **options)
+        for rank in range(world)
+    ]
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_an_error_on_all_others(world: int, tmp_path: Path) -> None:
     """Ranks are started by hand, as torchrun would end the others before they can say anything."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
-    line = [sys.executable, str(HERE / "ddp_killed.py"), str(tmp_path)]
-    ranks = [subprocess.Popen(line, env=environment("alone", RANK=str(rank), **place)) for rank in range(world)]
+    ranks = by_hand([str(HERE / "ddp_killed.py"), str(tmp_path)], world)
     try:
         status = [rank.wait(100) for rank in ranks]
     finally:
@@ -39,6 +48,23 @@ def test_a_killed_rank_is_an_error_on_all_others(world: int, tmp_path: Path) -> 
         seconds, words = (tmp_path / f"error-{rank}").read_text().split(maxsplit=1)
         assert float(seconds) < 10, f"rank {rank} waited {seconds} s; the process group's timeout is 60 s"
         assert f"the process group has failed on rank {rank}" in words
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind,status", [("error", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
+def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: int) -> None:
+    """At once, with the rank's own traceback; and not after the plan's ``timeout`` or the process group's."""
+    ranks = by_hand([str(HERE / "ddp_ends.py"), kind], 2)
+    began = time.monotonic()
+    try:
+        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert time.monotonic() - began < 35, "the timeout is 40 s, and all of this starts in seconds"
+    assert [rank.returncode for rank in ranks] == [1, status], texts
+    assert "rank 1: a backward pass ended before all of its gradients" in texts[0]
+    assert kind != "error" or "ValueError: made by the test" in texts[1]
 
 
 @pytest.mark.timeout(120)
