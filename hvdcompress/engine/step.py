@@ -97,6 +97,7 @@ class Step:
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
         checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
         errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
+        unused: tensors whose results nobody takes, on no rank: they keep their state.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
     """
 
@@ -117,6 +118,7 @@ class Step:
         self.error: Exception | None = None
         self.factor: float | None = None
         self.finite = True
+        self.unused: set[str] = set()
         self.triggered = False  # the ranks agreed to restart their schedules
         self._under_way: deque[Exchange] = deque()  # those with a collective under way, oldest first
         self._done: list[Exchange] = []  # those at their end, whose results have not been written
@@ -125,7 +127,6 @@ class Step:
         self._first: Pending | None = None  # the first status, until it is heard
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
-        self._unused: set[str] = set()  # tensors that had a gradient on no rank
         self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
         self._polled = 0.0  # when poll() last looked
         self.errors_wait = ErrorsWait(self)
@@ -316,7 +317,7 @@ class Step:
             non_finite, *everyones = self.collectives.result(last)
             self.finite = not non_finite
             if used is not None:
-                self._unused = {name for name, use in zip(self.terms.tensors, everyones, strict=True) if not use}
+                self.unused = {name for name, use in zip(self.terms.tensors, everyones, strict=True) if not use}
         self.close()
 
     def drain(self) -> None:
@@ -347,7 +348,7 @@ class Step:
             self._clip(self.rank.plan.clip_norm)
         for exchange in self.exchanges.values():
             if self.finite:
-                self.rank.commit(exchange, self._unused)
+                self.rank.commit(exchange, self.unused)
             else:
                 self.rank.abandon(exchange)
             self.written(exchange)

@@ -31,6 +31,7 @@ REAL = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
     **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
 }
+FROZEN = ", frozen"  #: what ranks say of such a parameter, after its shape and dtype
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: that modules put around others add to the names inside
 
 _living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
@@ -42,8 +43,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         living.notice(optimizer)
 
 
-def _named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names and parameters, or an error that says what was given in their place."""
+def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return names, without wrappers, and parameters.
+
+    Raises:
+        TypeError: something else was given; it says what.
+    """
     wanted = "named_parameters must be names and parameters, as model.named_parameters() gives them"
     if isinstance(given, type | torch.nn.Module):
         raise TypeError(f"{wanted}, not the {'class' if isinstance(given, type) else 'model'} itself")
@@ -110,7 +115,7 @@ class TensorCompressor(compressor.Compressor):
         if ops not in ("auto", "torch"):
             raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
         super().__init__(plan, rank, world, loss_scale)
-        pairs = _named(named_parameters)
+        pairs = named(named_parameters)
         self.parameters = dict(pairs)
         self.model_parameters: dict[str, torch.nn.Parameter] = {}  # with those that are not exchanged, if it is known
         if len(self.parameters) != len(pairs):
@@ -129,6 +134,7 @@ class TensorCompressor(compressor.Compressor):
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
         # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
@@ -207,7 +213,18 @@ class TensorCompressor(compressor.Compressor):
                 "residuals, which costs accuracy: call use_optimizer(optimizer) of the Compressor, or say "
                 'optimizer_momentum="keep" if there is no momentum'
             )
-        return Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
+        step = Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
+        step.unused = set(self._frozen)
+        return step
+
+    def _note_frozen(self) -> None:
+        """Look which parameters are frozen by now; ranks compare that, as all else that they must have alike."""
+        frozen = frozenset(name for name, parameter in self.parameters.items() if not parameter.requires_grad)
+        if frozen != self._frozen:
+            self._frozen = frozen
+            plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
+            tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
+            self._terms = Terms(self._terms.plan, tensors)
 
     # -- the optimizer --------------------------------------------------------------------------------------
 

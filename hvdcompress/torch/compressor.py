@@ -26,7 +26,7 @@ from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import ENOUGH, LITTLE
 from hvdcompress.engine.step import Agree, Step
-from hvdcompress.engine.tensors import TensorCompressor
+from hvdcompress.engine.tensors import TensorCompressor, named
 from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Method
 from hvdcompress.ops import fast
@@ -114,7 +114,8 @@ class Compressor(TensorCompressor):
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name.
+        named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name. What
+            requires no gradient now is not exchanged; what is frozen later keeps its residual.
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
@@ -146,7 +147,13 @@ class Compressor(TensorCompressor):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
         plan, rank, world = plan_of(method, **settings), process_set.rank(), process_set.size()
-        super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
+        pairs = named(named_parameters)
+        trained = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
+        for name, parameter in trained:
+            if parameter.is_complex():
+                raise ValueError(f"{name!r} is {parameter.dtype}: Horovod does not reduce complex gradients")
+        super().__init__(plan, rank, world, trained, loss_scale, ops)
+        self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
         number = _number(process_set, self.watchdog)  # ranks may wait for each other here
@@ -213,6 +220,8 @@ class Compressor(TensorCompressor):
             self._hand_back(arrivals, ctx, output)
             if not arrivals.left:
                 arrivals.step.finish()
+                for name in self._frozen & set(arrivals.order):  # Horovod reduces a frozen parameter's old gradient
+                    self.parameters[name].grad.zero_()  # type: ignore[union-attr]
         except HorovodInternalError:
             self._drop()
             raise
@@ -233,6 +242,7 @@ class Compressor(TensorCompressor):
             if self.process_set.size() != self.local.world:
                 raise RuntimeError(f"there were {self.local.world} ranks, now there are {self.process_set.size()}")
             self._drop()
+            self._note_frozen()
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
             self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())
@@ -417,6 +427,11 @@ class Compressor(TensorCompressor):
                 return name
             if parameter is tensor:
                 raise ValueError("op=hvd.Adasum is not supported: it exchanges parameters, not gradients")
+        for name, parameter in self.model_parameters.items():
+            if parameter.grad is tensor:
+                raise ValueError(
+                    f"{name!r} was frozen when the Compressor was made: make it again, with what is trained now"
+                )
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse and parameter.shape == tensor.shape:
                 raise ValueError(f"sparse_as_dense=True is not supported (parameter {name!r}): use dense gradients")

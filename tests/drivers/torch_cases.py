@@ -54,6 +54,59 @@ def parameters_without_gradient_and_frozen_ones() -> None:
 
 
 @case
+def a_parameter_that_is_frozen_in_the_middle_of_a_training() -> None:
+    """It gets zeros, also where its old gradient is still there, and keeps its residual until it is trained again."""
+    params = parameters("thaw")
+    comp = Compressor("topk", params.items(), density=0.1)
+    opt = optimizer(params, comp)
+    net = Loopback("topk", world=hvd.size(), density=0.1)
+    name = "thaw.a"
+    for step in range(8):
+        params[name].requires_grad_(not 2 <= step < 5)
+        everyone = [gradients(params, step, r) for r in range(hvd.size())]
+        if params[name].requires_grad:
+            want = net.allreduce_many(everyone)[0]
+            got = reduce_once(opt, params, everyone[hvd.rank()])
+            assert_close(got, want, summed(hvd.size()), f"step {step}")
+            continue
+        kept, old = comp.residual(name), params[name].grad.clone()
+        assert kept.any()
+        rest = [n for n in params if n != name]
+        if step == 3:  # zero_grad(set_to_none=False) and a program that forgets it
+            for other in rest:
+                params[other].grad = None
+            params[name].grad = old.fill_(7.0)
+            backward(params, everyone[hvd.rank()], rest)
+            opt.synchronize()
+            got = {n: p.grad.detach().numpy().copy() for n, p in params.items()}
+        else:
+            got = reduce_once(opt, params, everyone[hvd.rank()], rest)
+        assert not got[name].any(), f"step {step}: it moves"
+        assert torch.equal(comp.residual(name), kept)
+        want = net.allreduce_many([{n: one[n] for n in rest} for one in everyone])[0]
+        assert_close({n: got[n] for n in rest}, want, summed(hvd.size()), f"step {step}")
+
+
+@case
+def frozen_parameters_are_not_exchanged() -> None:
+    """As of an adapter on a frozen model, whose names are all given: neither bytes nor state, also of other dtypes."""
+    sent, sizes = [], []
+    for number in range(2):
+        params = parameters(f"lora{number}")
+        frozen = {
+            f"lora{number}.{n}": torch.nn.Parameter(torch.ones(64, 64).to(dtype), requires_grad=False)
+            for n, dtype in (("f", torch.float32), ("q", torch.uint8))
+        }
+        comp = Compressor("topk", {**params, **(frozen if number else {})}.items(), density=0.1)
+        opt = optimizer(params, comp)
+        for step in range(3):
+            reduce_once(opt, params, gradients(params, step, hvd.rank()))
+        sent.append(comp.ledger.bytes_sent())
+        sizes.append(sum(a.numel() for slots in comp.state_dict()["state"].values() for a in slots.values()))
+    assert sent[0] == sent[1] and sizes[0] == sizes[1]
+
+
+@case
 def a_bucket_with_members_that_get_no_gradient() -> None:
     shapes = {f"s{number}": (20, 7) for number in range(6)}
     params = parameters("bucketless", shapes=shapes)

@@ -31,6 +31,32 @@ def a_gradient_that_belongs_to_no_parameter() -> None:
 
 
 @case
+def a_parameter_that_was_frozen_and_one_that_is_on_one_rank_only() -> None:
+    params = parameters("before")
+    params["before.a"].requires_grad_(False)
+    comp = Compressor("topk", params.items())
+    params["before.a"].requires_grad_(True)
+    opt = optimizer(params, comp)
+    grads = gradients(params, 0, hvd.rank())
+    must_raise(PeerError, ["'before.a' was frozen when"], lambda: reduce_once(opt, params, grads))
+    if hvd.size() > 1:
+        params = parameters("onerank")
+        opt = optimizer(params, Compressor("topk", params.items()))
+        reduce_once(opt, params, gradients(params, 0, hvd.rank()))
+        params["onerank.a"].requires_grad_(hvd.rank() != 1)
+        names = [n for n, p in params.items() if p.requires_grad]
+        grads = gradients(params, 1, hvd.rank())
+        words = ["ranks disagree: tensor 'onerank.a'", "frozen' on rank 1"]
+        must_raise(PeerError, words, lambda: reduce_once(opt, params, grads, names))
+
+
+@case
+def complex_parameters_are_refused_by_name() -> None:
+    named = {"real": torch.nn.Parameter(torch.zeros(3)), "odd": torch.nn.Parameter(torch.zeros(3, dtype=torch.cfloat))}
+    must_raise(ValueError, ["'odd'", "complex64"], lambda: Compressor("topk", named.items()))
+
+
+@case
 def sparse_gradients_are_refused() -> None:
     for as_dense in (False, True):
         kind = f"sparse{as_dense}"

@@ -193,5 +193,5 @@ def test_the_overview_has_the_contenders_of_several_tasks():
     assert table.rows == ["dense", "topk"]
     assert [[column.text(name) for column in table.columns[1:]] for name in table.rows] == [
         ["87.10", "2.505"],
-        ["**+0.05** (-0.27 to +0.37)", "+0.200 (+0.200 to +0.200)"],
+        ["+0.05 ✓ (-0.27 to +0.37)", "+0.200 (+0.200 to +0.200)"],
     ]

@@ -165,7 +165,7 @@ def table_of(group: Group) -> Table[str]:
 
 
 def overview(groups: Sequence[Group]) -> Table[str]:
-    """Return a table of gaps: a row per contender that several tasks have, a column per task. Closed ones are bold."""
+    """Return a table of gaps: a row per contender that several tasks have, a column per task; ✓: the gap is closed."""
 
     def cell(group: Group, name: str) -> str:
         digits = 2 if group.task.metric.higher_is_better else 3
@@ -176,7 +176,7 @@ def overview(groups: Sequence[Group]) -> Table[str]:
             return "diverged" if group.runs.get(name) and not group.done(name) else MISSING
         text = f"{mean:+.{digits}f}"
         if group.closed(name):
-            text = f"**{text}**"
+            text += " ✓"
         return text if math.isnan(high) else f"{text} ({low:+.{digits}f} to {high:+.{digits}f})"
 
     names = dict.fromkeys(name for group in groups for name in group.runs)
