@@ -14,6 +14,7 @@ one, with ``hvdcompress.tensorflow.Compressor``.) ::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,10 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     **settings: Any,
 ) -> keras.optimizers.Optimizer:
-    """An optimizer like ``optimizer`` (which must be new) whose gradients are reduced over ranks first.
+    """Have an optimizer reduce its gradients over ranks first.
 
     Args:
-        optimizer: any Keras 3 optimizer; a ``LossScaleOptimizer`` too, whose inner optimizer must be a plain one.
+        optimizer: any new Keras 3 optimizer; a ``LossScaleOptimizer`` too, whose inner optimizer must be a plain one.
         compression: a Compressor, or what one is made of: a method id, a Method, a Plan or a plan's dict.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: gradients of so many batches are averaged on each rank before they are exchanged.
@@ -55,15 +56,17 @@ def DistributedOptimizer(
         settings: hyper-parameters and plan keys, if ``compression`` is no Compressor.
 
     Returns:
-        An optimizer of a class derived from the given one's; ``.compressor`` is its Compressor.
+        The same object, whose class is now derived from what it was; ``.compressor`` is its Compressor.
 
     Raises:
-        ValueError: the optimizer was used before, the backend is not TensorFlow, or the plan is bad.
+        ValueError: the optimizer was used or given before, the backend is not TensorFlow, or the plan is bad.
     """
     if keras.backend.backend() != "tensorflow":
         raise ValueError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
     if optimizer.built:
         raise ValueError("the optimizer has been used already: give DistributedOptimizer a new one")
+    if isinstance(optimizer, _Reduction):
+        raise ValueError("the optimizer reduces its gradients already: DistributedOptimizer takes it once")
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if isinstance(compression, Compressor):
         if settings:
@@ -71,21 +74,20 @@ def DistributedOptimizer(
         compressor = compression
     else:
         compressor = Compressor(compression, process_set=process_set, **settings)
-    config = optimizer.get_config()
     if backward_passes_per_step > 1:
-        if scaled or config.get("gradient_accumulation_steps"):
+        if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
             raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")
-        config["gradient_accumulation_steps"] = backward_passes_per_step
-    mixin = _ReducesScaled if scaled else _Reduces
-    cls = type(optimizer.__class__.__name__, (mixin, optimizer.__class__), {"__module__": optimizer.__module__})
-    made = cls.from_config(config)  # type: ignore[attr-defined]
-    made.compressor, made.reduction, made.sparse_as_dense = compressor, op, sparse_as_dense
-    _adapt_momentum(made.inner_optimizer if scaled else made, compressor)
+        optimizer.gradient_accumulation_steps = backward_passes_per_step
+    # the object itself: one made again of its configuration would lose what a program's own class leaves out of that
+    mixin, cls = _ReducesScaled if scaled else _Reduces, type(optimizer)
+    object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
+    optimizer.compressor, optimizer.reduction, optimizer.sparse_as_dense = compressor, op, sparse_as_dense
+    _adapt_momentum(optimizer.inner_optimizer if scaled else optimizer, compressor)
     if scaled:
         compressor.loss_scale = lambda: float(
-            tf.convert_to_tensor(made.dynamic_scale) if made.built else made.initial_scale
+            tf.convert_to_tensor(optimizer.dynamic_scale) if optimizer.built else optimizer.initial_scale
         )
-    return made
+    return optimizer
 
 
 def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
@@ -183,9 +185,26 @@ class _Reduction:
         process_set = self.compressor.process_set
         if process_set.size() == 1 or not process_set.included():
             return list(gradients)
-        return [self._reduce_one(gradient, variable) for gradient, variable in zip(gradients, variables, strict=True)]
+        names = self._names(variables)
+        pairs = zip(gradients, variables, strict=True)
+        return [self._reduce_one(gradient, variable, names[id(variable)]) for gradient, variable in pairs]
 
-    def _reduce_one(self, gradient: Any, variable: Any) -> Any:
+    def _names(self, variables: Sequence[Any]) -> dict[int, str]:
+        """Variables' names by their identity: paths; the second variable of the optimizer's with a path has "#2" added.
+
+        Args:
+            variables: those that an optimizer which is not built yet is going to have.
+        """
+        optimizer: Any = getattr(self, "inner_optimizer", self)
+        seen: Counter[str] = Counter()
+        names = {}
+        for variable in optimizer._trainable_variables or variables:
+            seen[variable.path] += 1
+            again = f"#{seen[variable.path]}" if seen[variable.path] > 1 else ""
+            names[id(variable)] = f"{variable.path}{again}"
+        return names
+
+    def _reduce_one(self, gradient: Any, variable: Any, name: str) -> Any:
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -194,7 +213,7 @@ class _Reduction:
                     f"the gradient of {variable.path!r} is sparse: give DistributedOptimizer sparse_as_dense=True"
                 )
             gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
-        with self.compressor.naming(variable.path):
+        with self.compressor.naming(name):
             return hvd.allreduce(
                 gradient, op=self.reduction, compression=self.compressor, process_set=self.compressor.process_set
             )

@@ -22,7 +22,6 @@ into ``tf.train.Checkpoint`` all the same.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import weakref
@@ -162,7 +161,6 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
         # by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
         self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
-        self._eager = itertools.count()
         self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
         self._name: str | None = None
         self._agreed = False
@@ -318,8 +316,14 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
             self._refuse_another_model(graphs)
         traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
         name = self._name
+        if name is None and outermost is None:
+            raise ValueError(
+                "a gradient that is reduced by itself, outside of any tf.function, has no name, by which its residual "
+                'would be kept: use hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` '
+                "around each hvd.allreduce"
+            )
         if name is None:
-            ordinal = next(self._eager) if outermost is None else len(traced.exchanged) + len(traced.passing)
+            ordinal = len(traced.exchanged) + len(traced.passing)
             if self.names is not None and ordinal >= len(self.names):
                 raise ValueError(
                     f"there are more gradients than the {len(self.names)} names that the Compressor was given"
@@ -349,7 +353,7 @@ class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """Within it, a gradient's name is ``name``, not its ordinal: for optimizers that know their variables."""
+        """Context manager: a gradient's name is ``name``, not its ordinal. Names are equal on all ranks."""
         self._name = name
         try:
             yield

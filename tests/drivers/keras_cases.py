@@ -251,6 +251,74 @@ def embeddings_must_be_made_dense() -> None:
             refused(ValueError, ["table", "sparse_as_dense=True"], lambda s=step, g=gradient: s(g))
 
 
+class Twisted(keras.optimizers.SGD):
+    """A program's own optimizer, whose configuration lacks its own argument."""
+
+    def __init__(self, twist=2.0, **more):
+        super().__init__(**more)
+        self.twist = twist
+
+    def update_step(self, gradient, variable, learning_rate):
+        variable.assign_sub(learning_rate * self.twist * gradient)
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule without a configuration, as in TensorFlow's tutorial on transformers."""
+
+    def __call__(self, step):
+        return 1.0 / (1.0 + tf.cast(step, tf.float32))
+
+
+@case
+def the_optimizer_is_the_programs_own_object() -> None:
+    """What its configuration does not say is kept; a schedule or a function need not have one."""
+    world = hvd.size()
+    for make, factors in (
+        (lambda: Twisted(twist=3.0, learning_rate=1.0), (3.0, 3.0)),
+        (lambda: keras.optimizers.SGD(Falling()), (1.0, 0.5)),
+        (lambda: keras.optimizers.SGD(lambda: 0.25), (0.25, 0.25)),
+    ):
+        plain = make()
+        optimizer = DistributedOptimizer(plain, "none")
+        assert optimizer is plain
+        applied, net = Applied(optimizer), reference("none")
+        for step, factor in enumerate(factors):
+            given = everyone(step)
+            want = net.allreduce_many(given)[0]
+            got = applied(given[hvd.rank()])
+            assert_close(got, {n: np.float32(factor) * a for n, a in want.items()}, REORDERED, f"{world} ranks, {step}")
+    reducing = DistributedOptimizer(keras.optimizers.SGD(0.1), "none")
+    refused(ValueError, ["takes it once"], lambda: DistributedOptimizer(reducing, "none"))
+
+
+@case
+def variables_with_one_path_have_residuals_of_their_own() -> None:
+    """As two backbones in one model have; in another order, too, and twice in one trace."""
+    shape, rank = (64, 32), hvd.rank()
+    variables = [keras.Variable(np.zeros(shape, np.float32), name="kernel") for _ in range(3)]
+    assert len({variable.path for variable in variables}) == 1
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), "topk", density=0.05)
+    optimizer.build(variables)
+    names = ["kernel", "kernel#2", "kernel#3"]
+    net = reference("topk", density=0.05)
+
+    @tf.function
+    def twice(first, second):
+        optimizer.apply(first, variables)
+        optimizer.apply(second, variables)
+
+    for step in range(3):
+        steps = [
+            [heavy_tailed(dict.fromkeys(names, shape), 2 * step + i, r) for r in range(hvd.size())] for i in (0, 1)
+        ]
+        before = [np.array(variable) for variable in variables]
+        twice(*([tf.constant(given[rank][name]) for name in names] for given in steps))
+        sums = [net.allreduce_many(given)[0] for given in steps]
+        for name, variable, start in zip(names, variables, before, strict=True):
+            want = start - sums[0][name] - sums[1][name]
+            assert_close({name: np.array(variable)}, {name: want}, REORDERED, f"step {step}")
+
+
 @case
 def misuse_is_refused() -> None:
     used = keras.optimizers.SGD(0.1)

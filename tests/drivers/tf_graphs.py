@@ -60,6 +60,20 @@ def eager_execution() -> None:
 
 
 @case
+def a_gradient_by_itself_needs_a_name() -> None:
+    """Reduced eagerly, each call was another tensor, and its residual was never used again."""
+    comp, net = compressor("topk", density=0.02), reference("topk", density=0.02)
+    first = next(iter(SHAPES))
+    reduce = lambda given: hvd.allreduce(tf.constant(given[first]), compression=comp)  # noqa: E731
+    refused(ValueError, ["DistributedGradientTape", "naming"], lambda: reduce(everyone(0)[hvd.rank()]))
+    for step in range(3):
+        inputs = [{first: one[first]} for one in everyone(step)]
+        with comp.naming(first):
+            got = {first: reduce(inputs[hvd.rank()]).numpy()}
+        assert_close(got, net.allreduce_many(inputs)[0], summed(hvd.size()), f"step {step}")
+
+
+@case
 def steps_in_a_loop_inside_one_function() -> None:
     for method, settings in (("topk", {"density": 0.02}), ("scalecom", {"density": 0.02, "warmup": {"steps": 3}})):
         model, net = Model(compressor(method, **settings)), reference(method, **settings)
