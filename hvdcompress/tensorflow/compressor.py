@@ -102,7 +102,7 @@ class Ticket:
         self.done, self.rate, self.received = done, rate, received
 
 
-class Compressor(compressor.Compressor, tf.train.experimental.PythonState):
+class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.experimental.PythonState):
     """One optimizer's compression, for ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
 
     Make it once, outside of the training step: it holds the residuals. A program with several makes them in the

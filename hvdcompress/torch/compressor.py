@@ -8,16 +8,13 @@ Average from Sum. ``docs/drivers.md`` says more.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
 from horovod.common.exceptions import HorovodInternalError
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress.engine.agreement import PeerError, factor_of
@@ -35,6 +32,7 @@ from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
+_hooked: list[Any] = []  # the handle of the optimizers' hook, once there is a Compressor
 
 
 def _number(process_set: Any, watchdog: Watchdog) -> int:
@@ -107,7 +105,7 @@ class Arrivals:
         self.sealed = False
 
 
-class Compressor(TensorCompressor):
+class Compressor(TensorCompressor, hvd.compression.Compressor):
     """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
 
     A program with several makes them in the same order on every rank.
@@ -163,6 +161,8 @@ class Compressor(TensorCompressor):
         self._agreed = False  # the ranks' plans have been compared
         self._address = ""  # the watchdog's
         self._failure: PeerError | None = None
+        if not _hooked:
+            _hooked.append(register_optimizer_step_pre_hook(_before_step))
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
@@ -183,7 +183,6 @@ class Compressor(TensorCompressor):
         step = arrivals.step
         try:
             if not (self._agreed or arrivals.order):
-                self._refuse_ddp()
                 self._address = self.watchdog.address()  # from now on it watches
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._receive_gradient(arrivals, ticket)
@@ -440,24 +439,6 @@ class Compressor(TensorCompressor):
             "give it the same named_parameters as the optimizer, and one Compressor to each optimizer"
         )
 
-    def _refuse_ddp(self) -> None:
-        """Refuse parameters whose gradients DistributedDataParallel reduces, too.
-
-        DDP leaves no mark on them, so it is looked for among all objects; that costs a moment in the first step of
-        programs that use torch.distributed.
-        """
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        mine = {id(parameter): name for name, parameter in self.parameters.items()}
-        for found in gc.get_objects():
-            if issubclass(type(found), DistributedDataParallel):
-                twice = [mine[id(parameter)] for parameter in found.parameters() if id(parameter) in mine]
-                if twice:
-                    raise ValueError(
-                        f"{twice[0]!r} would be reduced twice: by DistributedDataParallel in the backward pass, and by "
-                        "Horovod's optimizer; use one of them (hvdcompress.ddp.attach compresses under the former)"
-                    )
-
     def _refuse_sparse(self, output: torch.Tensor) -> None:
         if output.is_sparse:
             names = [n for n, p in self.parameters.items() if p.grad is not None and p.grad.is_sparse]
@@ -471,6 +452,3 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     compressor = getattr(optimizer, "_compression", None)  # Horovod's DistributedOptimizer has it
     if isinstance(compressor, Compressor):
         compressor.check(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +12,11 @@ import horovod.torch as hvd
 import torch
 from doors.torch import backward
 from harness import Skip, case
+from launching import untraced
 from torch_model import gradients, optimizer, parameters, reduce_once
 
 import hvdcompress
+from hvdcompress import ddp
 from hvdcompress.torch import Compressor, PeerError
 
 
@@ -108,24 +112,29 @@ def other_operations_are_refused() -> None:
 
 
 @case
-def a_model_that_ddp_reduces_too_is_refused() -> None:
-    """Its gradients would be averaged in the backward pass, and averages of averages look right."""
+def parameters_of_a_compressor_cannot_be_attached_to() -> None:
+    """Their gradients would be averaged in the backward pass, too, and averages of averages look right."""
     store = f"file://{harness.OUT.resolve()}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=hvd.rank(), world_size=hvd.size())
     try:
         layer = torch.nn.Linear(40, 40)
-        named = [(f"ddp.{name}", parameter) for name, parameter in layer.named_parameters()]
-        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
-        opt = hvd.DistributedOptimizer(sgd, named_parameters=named, compression=Compressor("topk", named))
+        comp = Compressor("topk", layer.named_parameters())
         model = torch.nn.parallel.DistributedDataParallel(layer)
-
-        def run() -> None:
-            model(torch.ones(2, 40)).sum().backward()
-            opt.step()
-
-        must_raise(PeerError, ["ddp.weight", "reduced twice", "hvdcompress.ddp.attach"], run)
+        must_raise(ValueError, ["'weight' would be exchanged twice", "Horovod"], lambda: ddp.attach(model, "topk"))
+        del comp
     finally:
         torch.distributed.destroy_process_group()
+
+
+@case
+def nothing_happens_on_import() -> None:
+    """No hook is registered that a program did not ask for, and Horovod's interface is implemented."""
+    words = (
+        "import os, torch; from torch.optim import optimizer; before = dict(os.environ); import hvdcompress.torch; "
+        "assert not optimizer._global_optimizer_pre_hooks and dict(os.environ) == before"
+    )
+    subprocess.run([sys.executable, "-c", words], check=True, env=untraced())
+    assert issubclass(Compressor, hvd.compression.Compressor)
 
 
 @case
