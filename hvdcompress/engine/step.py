@@ -61,6 +61,10 @@ class Passing(NamedTuple):
     gradient: Any
 
 
+#: a decorator: what a program told numpy to do about overflow is not for our arithmetic, which looks itself
+UNRAISED = np.errstate(all="ignore")
+
+
 class ErrorsWait:
     """A context in which an error becomes the step's, until its ranks agree; one object, as it is entered often."""
 
@@ -161,6 +165,7 @@ class Step:
             exchange = self.exchanges[bucket.spec.name] = self.rank.open(bucket, like, ops, self.loss_scale)
         return exchange
 
+    @UNRAISED
     def receive(
         self,
         exchange: Exchange,
@@ -185,6 +190,7 @@ class Step:
         """
         self._passing.append(Passing(self.rank.pass_on(bucket, gradient, ops), gradient.detach()))
 
+    @UNRAISED
     def look(self, gradient: Array, ops: Ops) -> None:
         """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
 
@@ -192,6 +198,7 @@ class Step:
         """
         self._note(ops.all_finite(gradient))
 
+    @UNRAISED
     def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
         """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
         self.rank.begin(exchange)
@@ -206,10 +213,12 @@ class Step:
             self.collectives.progress(self._under_way)
         return exchange
 
+    @UNRAISED
     def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> None:
         """Go on with what the driver's own all-reduce brought: ``factor`` times the sum of the payloads."""
         self._deliver(exchange, self.rank.receive_piggyback(exchange, result, factor))
 
+    @UNRAISED
     def poll(self) -> None:
         """Go on with what has come, oldest first and no further than the first that has not; waits for nothing.
 
@@ -259,6 +268,7 @@ class Step:
     def _tell(self, round: int, numbers: list[float]) -> Pending:
         return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
 
+    @UNRAISED
     def hear(self) -> None:
         """Wait for the ranks' status and obey it, once after each :meth:`say`.
 
@@ -295,6 +305,7 @@ class Step:
 
     # -- the end --------------------------------------------------------------------------------------------
 
+    @UNRAISED
     def finish(self, used: Sequence[bool] | None = None) -> None:
         """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
 
@@ -320,6 +331,7 @@ class Step:
                 self.unused = {name for name, use in zip(self.terms.tensors, everyones, strict=True) if not use}
         self.close()
 
+    @UNRAISED
     def drain(self) -> None:
         """Wait for all exchanges: of transports that go by order round by round, of others whichever has come.
 
@@ -332,6 +344,7 @@ class Step:
                 self._go_on()
         self._deliver_done()
 
+    @UNRAISED
     def advance(self, count: int) -> None:
         """Wait for the collectives of the ``count`` oldest exchanges under way, in their order, and start what follows.
 
@@ -342,6 +355,7 @@ class Step:
             self._advance(self._under_way.popleft())
         self._deliver_done()
 
+    @UNRAISED
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
         if self.finite and self.rank.plan.clip_norm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,25 @@ def assert_same_state(a: dict, b: dict, what: str) -> None:
     assert a["state"].keys() == b["state"].keys(), what
     for name in a["state"]:
         assert_same_slots(a, b, name, what)
+
+
+@promise()
+def settings_of_the_program_do_not_matter(door: Any) -> None:
+    """Programs may have numpy raise errors, and take warnings for errors: numbers and residuals are as without."""
+    for method in ("none", "topk", "powersgd", "fft") if door.expensive else METHODS:
+        handle, net = door.make(method, {"min_elements": 1}, door.shapes), door.yardstick(method, {"min_elements": 1})
+        for step in range(2):
+            everyone = door.everyone(step, door.shapes)
+            for one in everyone:
+                one["a"] = one["a"].copy()
+                one["a"][0, :3] = 1e-42, 1e-38, 1e37  # a denormal, and what overflows in a square
+            want = net.allreduce_many(everyone)[door.rank]
+            before = np.seterr(all="raise")
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    got = handle.reduce(everyone[door.rank])
+            finally:
+                np.seterr(**before)
+            if door.exact_with(method):
+                assert_close(got, want, (0.0, 0.0), f"{method}, step {step}")
