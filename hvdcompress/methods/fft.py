@@ -32,6 +32,10 @@ for spectra that fall steeply, such as of slow waves (error 0.006; with "rangefl
 ``recovery``: a factor above 1 by which the density grows whenever the training loss gets worse. The paper proves
 convergence for diminishing θ, and reports that lowering θ restores the accuracy after a failure.
 
+Elements whose gradient is always zero, such as the rows of an embedding's padding, move all the same: what is left out
+of the frequencies of a block comes back in all of its elements. Leave such a tensor out by a rule
+(``{match: {name: …}, method: none}``).
+
 Departures from the paper: blocks; indices coded by size; range floats decode to the middle of a bin; frequencies are
 compared by energy if the last block is shorter. Ranks end with identical bits if their inverse FFTs round alike. Two
 points are believed, not confirmed: that N is 8 or 10, and that the paper keeps no residual (the default keeps none).

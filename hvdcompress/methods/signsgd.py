@@ -17,6 +17,9 @@ Bytes: m(c) = 4 + ⌈c/8⌉ for c values; gather: 24 (header) + m(n); scatter: (
 Departures from the paper: zeros are sent as +, and the residual corrects it. There is one scale per tensor, not one for
 the whole model; with ``route: scatter``, one per shard.
 
+Elements whose gradient is always zero, such as the rows of an embedding's padding, move all the same, to and fro: each
+element is sent as a sign. Leave such a tensor out by a rule (``{match: {name: …}, method: none}``).
+
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
 >>> net = Loopback("signsgd", world=2, min_elements=1)
