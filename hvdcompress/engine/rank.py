@@ -25,7 +25,7 @@ from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
-from hvdcompress.ops.vectors import Flag, Outer, Waves, both
+from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves, both
 from hvdcompress.parts import feedback, momentum
 from hvdcompress.parts.momentum import Filter, Momentum
 from hvdcompress.plan import Bucket, Plan
@@ -376,6 +376,11 @@ class Rank:
         With ``adapt``, the optimizer's momentum is adapted where the method says so.
         """
         began, state = time.perf_counter(), exchange.state
+        limited = exchange.bucket.spec.dtype == "float16" and exchange.method.feedback != "none"
+        outs, cleared = exchange.outs, exchange.cleared
+        if limited:
+            exchange.outs = [exchange.ops.zeros(len(out), "float32", like=out) for out in outs if out is not None]
+            exchange.cleared = [True] * len(outs)
         filters = self._filters(exchange) if adapt else []
         exchange.momentum = state.momentum
         if filters:
@@ -383,7 +388,29 @@ class Rank:
             exchange.momentum = kept if filters[0].keeps else ()
         else:
             self._write(exchange, factor)
+        if limited:
+            results, exchange.outs, exchange.cleared = exchange.outs, outs, cleared
+            self._limit(exchange, results, exchange.scale / (factor * self.world))
         self.worked(exchange.name, time.perf_counter() - began, last=True)
+
+    def _limit(self, exchange: Exchange, results: Sequence[Array], share: float) -> None:
+        """Write results into ``outs`` of float16; what those cannot hold is for the residuals of all ranks.
+
+        Sums over steps can be larger than any gradient.
+
+        Args:
+            exchange: whose results they are.
+            results: float32, by member.
+            share: what a result is multiplied by to get each rank's share of it, the loss scale apart.
+        """
+        ops = exchange.ops
+        exchange.over.clear()
+        for number, (result, out) in enumerate(zip(results, exchange.outs, strict=True)):
+            limited = ops.scaled(result, 1.0, FP16_MAX)
+            # a device is not waited for
+            if not isinstance(result, np.ndarray) or ops.max_abs(result) > FP16_MAX:
+                exchange.over[number] = (result - limited) * np.float32(share).item()
+            ops.write(out, limited, 1.0)
 
     def norm(self, exchange: Exchange) -> float:
         """Return the norm of the exchange's reduced gradients, the loss scale apart, while they are in its ``outs``."""
@@ -466,6 +493,8 @@ class Rank:
                     counters[name] = counters.get(name, 0) + number
         else:
             state.slots = {**old, **exchange.reduced[0].state}
+        for number, over in exchange.over.items():
+            exchange.ops.subtract(state.slots[feedback.RESIDUAL][slice(*exchange.bucket.spans[number])], over, -1.0)
         for member, span in zip(exchange.bucket.members, exchange.bucket.spans, strict=True) if unused else ():
             for slot in feedback.names(exchange.method) if member.name in unused else ():
                 exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)

@@ -33,6 +33,27 @@ def float16_and_float64_go_through(door: Any) -> None:
 
 
 @promise()
+def float16_holds_what_has_waited(door: Any) -> None:
+    """What has waited in residuals until float16 cannot hold it is handed over in parts, and none of it is lost."""
+    shapes, steps = {"w": (40, 50)}, 15
+    for method in ("topk", "powersgd", "scalecom") if door.expensive else ("topk", "scalecom", "powersgd", "dgc"):
+        settings = {"density": 0.02} if method != "powersgd" else {"matrix_rank": 1}
+        given = {"w": np.full((40, 50), 8000.0, np.float16)}
+        if method == "powersgd":  # full rank, so that much waits
+            given = {"w": (8000 * np.sign(np.random.default_rng(0).standard_normal((40, 50)))).astype(np.float16)}
+        handle = door.make(method, settings, shapes, dtype="float16")
+        received = np.zeros((40, 50))
+        for step in range(steps):
+            got = handle.reduce(given)["w"]
+            assert np.isfinite(got).all(), f"{method}, step {step}"
+            received += got
+        if method == "dgc":  # its momentum adds to what was given
+            continue
+        kept = np.mean(door.gather(np.asarray(handle.residual("w"), np.float64)), axis=0)
+        np.testing.assert_allclose(received + kept, steps * given["w"].astype(np.float64), rtol=2e-3, err_msg=method)
+
+
+@promise()
 def bfloat16_goes_through(door: Any) -> None:
     """Gradients of bfloat16 come back as the loopback's float32, rounded."""
     for method in ("none", "topk", "scalecom", *(() if door.expensive else ("fp16", "bf16"))):
