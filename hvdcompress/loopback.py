@@ -66,6 +66,7 @@ class Loopback:
         self.plan = plan_of(method, **settings)
         self.world, self.ops, self.loss_scale = world, ops, loss_scale
         self.ledger = Ledger(world)
+        self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
         self.ranks = [Rank(self.plan, rank, world, self.ledger) for rank in range(world)]
         for rank in self.ranks:
             rank.optimizer = described(optimizer)
@@ -95,7 +96,7 @@ class Loopback:
             ValueError: ranks differ in names, shapes or dtypes.
             PeerError: the plan's ``verify_every`` has found that ranks differ in their shared state.
         """
-        specs = self._specs(gradients, op)
+        buckets = self._buckets(self._specs(gradients, op))
         scale = loss_scale_now(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
         medium, terms = _Medium(self.world, self._carry_out), Terms({}, {})
@@ -103,7 +104,7 @@ class Loopback:
             Step(rank, Collectives(_Transport(rank.rank, medium), rank.observers), terms, scale) for rank in self.ranks
         ]
         try:
-            for bucket in self.plan.buckets(specs.values()):
+            for bucket in buckets:
                 self._exchange(bucket, medium, steps, gradients, outs, op)
             together = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
             verify.compare([step.checksums for step in steps], steps[0].rank.steps_done())
@@ -213,6 +214,16 @@ class Loopback:
             if given.keys() != specs.keys():
                 raise ValueError(f"rank {rank} lacks {', '.join(sorted(specs.keys() - given.keys()))}")
         return specs
+
+    def _buckets(self, specs: Mapping[str, TensorSpec]) -> Sequence[Bucket]:
+        """Return the buckets of these tensors, into which what ranks keep of them is brought: mostly as it is."""
+        given = tuple(specs.values())
+        if self._last is None or self._last[0] != given:
+            buckets = self.plan.buckets(given, ages=self.ranks[0].ages())
+            for rank in self.ranks:
+                rank.regroup(buckets)
+            self._last = given, buckets
+        return self._last[1]
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
         """Every rank's request -> every rank's result."""

@@ -15,6 +15,7 @@ import numpy as np
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.state import Piece, Pieces
 from hvdcompress.method import Array, Sparse
+from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
 from hvdcompress.parts.momentum import MOST, Filter, shares
@@ -266,6 +267,14 @@ def _whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
     for piece, (start, stop) in zip(pieces, spans, strict=True):
         ops.write(dense[start:stop], piece, 1.0)
     return dense
+
+
+def dense(piece: Piece | tuple[()], size: int) -> np.ndarray[Any, Any]:
+    """Return a piece in host memory, or nothing, as a vector of ``size`` elements."""
+    out = np.zeros(size, np.float32)
+    if not isinstance(piece, tuple) or isinstance(piece, Sparse | Outer):
+        fast.write(out, piece, 1.0)
+    return out
 
 
 def with_parts_of(

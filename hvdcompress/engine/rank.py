@@ -622,7 +622,7 @@ class Rank:
         saved = {**(self._loaded or {}), **self._tables(moved)}
         left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
         alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
-        kept = [snapshot.restored(saved, bucket, self._copy) for bucket in alone]
+        kept = [snapshot.restored(saved, bucket, self._copy, whole=False) for bucket in alone]
         self.replaced = True
         for state in moved:
             del self.states[state.bucket.spec.name]
@@ -721,7 +721,7 @@ class Rank:
 
     def _claim(self, bucket: Bucket) -> State | None:
         """The state that was loaded for a bucket before it came."""
-        state = snapshot.restored(self._loaded, bucket, self._copy) if self._loaded else None
+        state = snapshot.restored(self._loaded, bucket, self._copy, whole=False) if self._loaded else None
         if state:
             assert self._loaded is not None
             self._loaded = snapshot.without(self._loaded, [bucket])

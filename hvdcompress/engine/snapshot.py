@@ -106,7 +106,7 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
                 restarts[member.name] = [state.triggers, *state.restart]
         for slot, array in state.slots.items():
             for name, part in _parts(bucket, slot, array):
-                keep(name, slot, part, declared[slot].merge)
+                keep(name, slot, part, declared[slot].merge if slot in declared else "sum")
         for member, piece in zip(bucket.members, handover.by_tensor(state.momentum, bucket), strict=False):
             for slot, array in slots_of(piece).items():
                 keep(member.name, slot, array, "keep")
@@ -127,17 +127,26 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     return [(member.name, array[start:stop]) for member, (start, stop) in places]
 
 
-def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
+def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> State | None:
     """The bucket's state from a saved one; None if it has none of its tensors.
 
+    What the bucket's methods do not use of a residual is kept in the state, for when one does.
+
+    Args:
+        saved: it.
+        bucket: whose tensors are at one step.
+        copy: makes a fresh array of a slot's saved parts.
+        whole: All of its tensors and slots must be there. Otherwise zeros take the place of what is not, as of tensors
+            that have not come, or that were too small to be compressed.
+
     Raises:
-        ValueError: its tensors are at different steps; or a slot is missing, of another size or dtype, or has an Inf or
-            a NaN.
+        ValueError: tensors are at different steps; or a slot is missing, of another size or dtype, or has an Inf or a
+            NaN.
     """
     members = [member.name for member in bucket.members]
-    steps = {saved["steps"].get(name) for name in members}
-    if steps == {None}:
+    if not any(name in saved["steps"] for name in members):
         return None
+    steps = {saved["steps"].get(name, None if whole else 0) for name in members}
     if len(steps) > 1:
         raise ValueError(f"the saved state has the tensors of bucket {bucket.spec.name!r} at different steps")
 
@@ -146,9 +155,12 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
         for slot, about in declared.items():
             names = members if slot in feedback.BUFFERED else [whose]
             parts = [saved["state"].get(name, {}).get(slot) for name in names]
-            if any(part is None for part in parts):
+            if whole and any(part is None for part in parts):
                 raise ValueError(f"the saved state lacks {slot!r} of {', '.join(names)}")
             sizes = [member.size for member in bucket.members] if slot in feedback.BUFFERED else [prod(about.shape)]
+            parts = [
+                np.zeros(size, about.dtype) if part is None else part for part, size in zip(parts, sizes, strict=True)
+            ]
             for name, part, size in zip(names, parts, sizes, strict=True):
                 _check_part(f"{slot!r} of {name!r}", part, size, about.dtype)
             found[slot] = copy(parts)
@@ -156,12 +168,14 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy) -> State | None:
 
     own = [Own(slots(each, name)) for each, name in zip(declared_by_members(bucket), members, strict=False)]
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
-    whole = slots(declared_slots(bucket), bucket.spec.name)
+    declared = declared_slots(bucket)
+    kept = {slot for name in members for slot in saved["state"].get(name, {}) if slot in feedback.BUFFERED}
+    whole = whole and not kept - declared.keys()  # what is kept besides may be some tensors' only
     return State(
         bucket,
-        whole,
+        slots(declared | {slot: Slot((bucket.spec.size,)) for slot in kept}, bucket.spec.name),
         own,
-        momentum=_momentum(saved, bucket, copy),
+        momentum=_momentum(saved, bucket, copy, whole),
         arrived=_arrived(saved, bucket, copy),
         step=steps.pop(),
         triggers=triggers,
@@ -179,11 +193,12 @@ def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
     return copy(parts)
 
 
-def _momentum(saved: Saved, bucket: Bucket, copy: Copy) -> Pieces:
+def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
     """The state's ``momentum`` from a saved state.
 
     Raises:
-        ValueError: it is kept for some of the bucket's tensors only, or in several forms; or an array is malformed.
+        ValueError: an array is malformed; or, with ``whole``, it is kept for some of the bucket's tensors only, or in
+            several forms.
     """
     names = set(slots_of(Sparse(0, 0))) | set(slots_of(Outer(0, 0, 1))) | set(slots_of(0))
     found = [saved["state"].get(member.name, {}) for member in bucket.members]
@@ -191,7 +206,13 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy) -> Pieces:
     if not any(kept):
         return ()
     if any(slots.keys() != kept[0].keys() for slots in kept):
-        raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
+        if whole:
+            raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
+        dense = [
+            handover.dense(_piece(member, slots, copy) if slots else (), member.size)
+            for member, slots in zip(bucket.members, kept, strict=True)
+        ]
+        return (copy(dense),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 

@@ -207,7 +207,14 @@ class Plan:
 
         Returns:
             The buckets, sorted by name.
+
+        Raises:
+            ValueError: a tensor has the name of a bucket: it ends in "+" and a number.
         """
+        specs = list(specs)
+        for spec in specs:
+            if re.search(r"\+\d+$", spec.name):
+                raise ValueError(f"{spec.name!r} cannot be a tensor's name: a group's name ends in + and a number")
         buckets: list[Bucket] = []
         open_buckets: dict[tuple[Program, str, object], list[TensorSpec]] = {}
         ages = ages or {}

@@ -56,6 +56,28 @@ def arrays_of_any_layout() -> None:
 
 
 @case
+def sets_of_tensors_that_change() -> None:
+    """A NaN in a set's first step, tensors that become too small to be compressed, and groups in which they are not."""
+    sizes = {"a": 10, "b": 10, "c": 100}
+    for settings in ({"min_elements": 1}, {"min_elements": 50}, {"min_elements": 50, "bucket_elements": 1000}):
+        comp, random = Compressor("topk", density=0.1, **settings), np.random.default_rng(0)
+        given, received = ({name: np.zeros(size) for name, size in sizes.items()} for _ in range(2))
+        for step, names in enumerate(("ab", "bc", "ab", "c", "abc", "a", "abc", "b", "ac", "abc")):
+            everyone = [
+                {name: random.standard_normal(sizes[name]).astype(np.float32) for name in names} for _ in range(WORLD)
+            ]
+            if step == 0:
+                everyone[-1]["a"][0] = np.nan
+            got = comp.allreduce_many(everyone[RANK])
+            for name in names if step else ():
+                given[name] += np.mean([one[name] for one in everyone], axis=0)
+                received[name] += got[name]
+        for name in sizes:
+            kept = np.mean(COMM.allgather(comp.residual(name)), axis=0)
+            np.testing.assert_allclose(received[name] + kept, given[name], atol=2e-5, err_msg=f"{settings}, {name}")
+
+
+@case
 def a_tensor_without_a_name_is_refused() -> None:
     """Two tensors of one shape would share a residual, and nobody would know."""
     comp = Compressor("topk", density=0.1)
