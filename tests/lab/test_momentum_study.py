@@ -75,6 +75,13 @@ def test_runs_are_kept_and_skipped(tmp_path):
     assert "| topk:cancelled | 2 |" in report.markdown(study.records(tmp_path))
 
 
+def test_results_in_one_file_are_those_of_the_folder(tmp_path):
+    run(tmp_path / "runs", ["dense", "topk"])
+    study.save(tmp_path / "runs", tmp_path / "all.json")
+    found = [{k: v for k, v in one.items() if k != "losses"} for one in study.records(tmp_path / "runs")]
+    assert study.records(tmp_path / "all.json") == found and len(found) == 4
+
+
 def test_dense_equals_training_on_the_mean_gradient(tmp_path):
     run(tmp_path, ["dense"])
     found = next(record for record in study.records(tmp_path) if record["seed"] == 1)

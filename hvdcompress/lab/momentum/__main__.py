@@ -68,9 +68,12 @@ def run(
 
 @app.command()
 def report(
-    folder: FolderOption = Path("build/momentum"),
+    folder: Annotated[Path, typer.Option(help="Folder of the results, or a file that --save has written.")] = Path(
+        "build/momentum"
+    ),
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw scores over the steps.")] = None,
     method: Annotated[str, typer.Option(help="The contender whose forms --plot draws.")] = "topk",
+    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all results into one file.")] = None,
 ) -> None:
     """Print a Markdown table per task: scores, gaps to dense training, and whether they are closed."""
     from hvdcompress.lab.momentum import report as reporting
@@ -80,6 +83,8 @@ def report(
     if not records:
         raise typer.BadParameter(f"no results in {folder}")
     typer.echo(reporting.markdown(records))
+    if save is not None:
+        study.save(folder, save)
     if plot is None:
         return
     from hvdcompress.lab.momentum import plots

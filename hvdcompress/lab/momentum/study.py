@@ -98,14 +98,29 @@ def _drop_failed(units: Sequence[Unit], folder: Path) -> list[str]:
     return failed
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Return all results of a folder, with the settings of their runs; without runs that failed."""
-    kept = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+def kept(place: Path) -> list[dict[str, Any]]:
+    """Return what is kept of each run: of a folder, or of a file that :func:`save` has written."""
+    if place.is_file():
+        return json.loads(place.read_text(encoding="utf-8"))
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(place.glob("*.json"))]
+
+
+def records(place: Path) -> list[dict[str, Any]]:
+    """Return all results of a folder or file, with the settings of their runs; without runs that failed."""
     return [
         {**record["key"]["settings"], **record["found"], "seconds": record["seconds"]}
-        for record in kept
+        for record in kept(place)
         if record["found"]["status"] != FAILED
     ]
+
+
+def save(place: Path, file: Path) -> None:
+    """Write what is kept of all runs into one file, a line each, without their training losses."""
+    lines = []
+    for record in kept(place):
+        found = {key: value for key, value in record["found"].items() if key != "losses"}
+        lines.append(json.dumps({**record, "found": found}))
+    file.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
 def measure(name: str, task: dict[str, Any], contender: dict[str, Any], seed: int, steps: int) -> dict[str, Any]:
