@@ -29,6 +29,7 @@ from hvdcompress.engine import compressor, log  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
 from hvdcompress.engine.alarm import everyones  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
+from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
@@ -152,7 +153,13 @@ class Compressor(compressor.Compressor):
         Raises:
             ValueError, TypeError: an input is wrong on this rank; the others raise PeerError.
             PeerError: a rank failed, or ranks differ in names, shapes, dtypes, op, step or loss scale; on every rank.
+
+        What a signal handler of the program's raises, as Ctrl-C does, is raised when the step is over.
         """
+        with deferred():
+            return self._reduce(arrays, op, out)
+
+    def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         self._transport.begin()
         error, scale, tensors = None, 1.0, _Tensors((), (), Terms({}, {}))
         try:

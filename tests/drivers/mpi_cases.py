@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
 from promises.interactions import all_features_at_once
 from promises.numbers import assert_same_state
 
+from hvdcompress.engine.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError
 
@@ -53,6 +55,44 @@ def arrays_of_any_layout() -> None:
     assert got.flags.writeable and not np.shares_memory(got, given[RANK]["w"])
     assert comp.allreduce_many({}) == {}
     assert comp.residual("w").shape == got.shape
+
+
+@case
+def a_signal_handler_that_raises_waits_for_the_end_of_the_step() -> None:
+    """On one rank alone, at any time: the exception comes between steps, and ranks go on together."""
+
+    class Rung(Exception):
+        pass
+
+    def ring(number: int, frame: object) -> None:
+        raise Rung
+
+    class Rings(Observer):
+        """Sends this process the signal at one of the exchange's events."""
+
+        at = ""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == object.__getattribute__(self, "at"):
+                signal.raise_signal(signal.SIGALRM)
+            return object.__getattribute__(self, name)
+
+    comp, net, rings = Compressor("topk", density=0.1), Loopback("topk", world=WORLD, density=0.1), Rings()
+    comp.watch(rings)
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for step, at in enumerate(("begun", "encoded", "sent", "answered", "decoded", "committed", "")):
+            given, rung = everyone(step), False
+            rings.at = at if RANK == 0 else ""
+            out = {name: np.empty_like(array) for name, array in given[RANK].items()}
+            try:
+                comp.allreduce_many(given[RANK], out=out)
+            except Rung:
+                rung = True
+            assert rung == (RANK == 0 and at != ""), at
+            assert_close(out, net.allreduce_many(given)[RANK], ROUNDING, f"step {step}")
+    finally:
+        assert signal.signal(signal.SIGALRM, before) is ring
 
 
 @case
