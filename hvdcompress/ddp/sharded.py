@@ -90,6 +90,7 @@ class ShardedCompressor(TensorCompressor):
         self.shard, self._parent = shard, replicas
         self._transport: ProcessGroupTransport | None = None
         self._step: Step | None = None  # under way
+        self._waiting: dict[str, torch.Tensor] = {}  # sums of vectors that are not to be reduced yet, by module
         self._members = parameters or {}
         if optimizer is not None:
             self.use_optimizer(optimizer)
@@ -124,6 +125,21 @@ class ShardedCompressor(TensorCompressor):
 
     def _folder(self, folder: str | Path) -> Path:
         return Path(folder) / "shard-{}-of-{}".format(*self.shard)
+
+    @torch.no_grad()
+    def receive(self, module: Any, name: str, gradient: torch.Tensor) -> None:
+        """Take a module's vector from FSDP, which calls its hook after ``set_requires_all_reduce(False)``, too.
+
+        Then it waits here for the next one, and is added to that, as FSDP does where it reduces over replicas itself.
+        """
+        if not all(group.all_reduce_grads for group in _groups(module)):
+            before = self._waiting.get(name)
+            self._waiting[name] = gradient.clone() if before is None else before.add_(gradient)
+            gradient.zero_()
+            return
+        if name in self._waiting:
+            gradient.add_(self._waiting.pop(name))
+        self.reduce(name, gradient)
 
     @torch.no_grad()
     def reduce(self, name: str, gradient: torch.Tensor) -> None:
@@ -208,8 +224,15 @@ def fsdp(
     shard = mesh.get_local_rank(), mesh.size()
     compressor = ShardedCompressor(method, vectors, group, shard, parameters=members, **settings)
     for owner in sizes:
-        modules[owner].set_all_reduce_hook(functools.partial(compressor.reduce, owner or ROOT))
+        modules[owner].set_all_reduce_hook(functools.partial(compressor.receive, modules[owner], owner or ROOT))
     return compressor
+
+
+def _groups(module: Any) -> Sequence[Any]:
+    """FSDP's groups of the parameters of a module."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return several if several is not None else [state._fsdp_param_group]
 
 
 def _elements(parameter: Any) -> int:

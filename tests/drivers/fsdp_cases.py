@@ -97,6 +97,23 @@ def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
 
 
 @case
+def accumulation_without_an_exchange() -> None:
+    """After set_requires_all_reduce(False) vectors wait, and are exchanged with the next ones, once."""
+    both, grads, sent = mesh(), [], []
+    for waits in (True, False):
+        model = sharded(both["shard"])
+        compressor = ddp.fsdp(model, "none", replicas=both["replicate"])
+        for step in range(4):
+            model.set_requires_all_reduce(not waits or step in (2, 3))
+            loss_of(model, step).backward()
+        grads.append({name: p.grad.to_local().numpy().copy() for name, p in model.named_parameters()})
+        sent.append(compressor.ledger.bytes_sent())
+        compressor.close()
+    assert_close(*grads, (1e-5, 1e-5), "accumulated")
+    assert 0 < sent[0] < 0.6 * sent[1]
+
+
+@case
 def averages_are_those_of_all_ranks() -> None:
     """Sharded and uncompressed it is what one big batch gives."""
     both, plain = mesh(), net()

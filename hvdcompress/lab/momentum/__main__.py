@@ -38,7 +38,7 @@ def run(
     ],
     contenders: Annotated[
         str,
-        typer.Option(help="METHOD[@key=value,…][:plain|:cancelled], with commas; or main, all, densities."),
+        typer.Option(help="METHOD[@key=value,…][:plain|:cancelled], with commas; or main, defaults, all, densities."),
     ] = "main",
     seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
     steps: Annotated[int, typer.Option(min=1, help="Steps per run.")] = 1500,

@@ -51,6 +51,7 @@ def _forms(name: str) -> list[str]:
 #: Lists of contenders by a name that ``--contenders`` takes, too.
 GROUPS: dict[str, list[str]] = {
     "main": [DENSE, *_forms("topk"), *_forms("topk@density=0.002")],
+    "defaults": [DENSE, "topk:plain", *(name for name in METHODS if name not in (DENSE, "randomk", "signsgd"))],
     "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _forms(name)), *_forms("topk@density=0.002")],
     "densities": [DENSE, *(one for density in DENSITIES for one in _forms(f"topk@density={density:g}"))],
 }
