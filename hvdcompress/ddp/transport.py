@@ -6,8 +6,10 @@ looks at while it waits.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +76,8 @@ class ProcessGroupTransport:
         ranks = dist.get_process_group_ranks(parent)
         some = len(ranks) < dist.get_world_size()  # then the others do not take part in making it
         self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
+        self._freed = weakref.finalize(self, _free, self.group)  # with the model, if nobody calls close()
+        self._freed.atexit = False
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0  # the number of this step, the same on all ranks
         self._store = dist.distributed_c10d._get_process_group_store(self.group)
@@ -82,7 +86,7 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         """Give the group back. Nothing may be under way."""
-        dist.destroy_process_group(self.group)
+        self._freed()
 
     def begin(self) -> None:
         """A step begins: nothing is left of the last one, however it ended."""
@@ -197,6 +201,12 @@ class ProcessGroupTransport:
 
 
 _meetings: Counter[str] = Counter()  # of a group's ranks, by the group's name: keys in its store are named by it
+
+
+def _free(group: Any) -> None:
+    """Free a group's sockets and threads, if the program has not done that to all groups."""
+    with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+        dist.destroy_process_group(group)
 
 
 def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:

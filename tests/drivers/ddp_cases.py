@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import logging
+import os
 import threading
 import time
 
@@ -198,12 +200,7 @@ def complex_parameters_are_pairs_of_real_numbers() -> None:
                     n: (torch.view_as_real(g) if g.is_complex() else g).contiguous().numpy() for n, g in grads.items()
                 }
                 want = net.allreduce_many(given)[0]
-                close = (
-                    summed(dist.get_world_size())
-                    if method != "powersgd" or dist.get_world_size() <= 2
-                    else (1e-3, 1e-3)
-                )
-                assert_close(got, want, close, f"{dtype} {method}, step {step}")
+                assert_close(got, want, summed(dist.get_world_size()), f"{dtype} {method}, step {step}")
                 assert_same_on_all_ranks(got, gather, f"{dtype} {method}")
             assert compressor.residual("a").shape == (40, 41, 2)
             compressor.close()
@@ -727,6 +724,27 @@ def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
     for one in failed:
         one.close()
     assert time.monotonic() - began < 10
+
+
+@case
+def many_models_in_one_process_leave_nothing_behind() -> None:
+    """Without close(), as in a search of hyper-parameters: neither file descriptors nor threads."""
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    found = []
+    for number in range(10):
+        model = DistributedDataParallel(Two())
+        ddp.attach(model, "topk", density=0.05)
+        for _ in range(2):
+            model(torch.ones(3, 40), False).backward()
+        del model
+        if number >= 2:  # what there is once for the process is there by then
+            found.append(left())
+    for before, after in zip(found[0], found[-1], strict=True):
+        assert after < before + 10, found  # each left five file descriptors and three threads
 
 
 class Part(DdpDoor):
