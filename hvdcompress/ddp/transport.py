@@ -203,10 +203,25 @@ class ProcessGroupTransport:
 _meetings: Counter[str] = Counter()  # of a group's ranks, by the group's name: keys in its store are named by it
 
 
+class _Gone:
+    """Stands for a group that is gone among those of PyTorch.
+
+    PyTorch derives a new group's name from the number of groups. Ranks free theirs at different moments, and would have
+    different names; and a name that comes again would find the addresses of the group that is gone.
+    """
+
+    def _get_backend(self, device: torch.device) -> None:
+        raise RuntimeError("the group is gone")
+
+
 def _free(group: Any) -> None:
     """Free a group's sockets and threads, if the program has not done that to all groups."""
+    names = dist.distributed_c10d._world.pg_names
     with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+        name = names.get(group)
         dist.destroy_process_group(group)
+        if name is not None:
+            names[_Gone()] = name  # type: ignore[index]
 
 
 def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:

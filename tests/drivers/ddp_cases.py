@@ -200,7 +200,9 @@ def complex_parameters_are_pairs_of_real_numbers() -> None:
                     n: (torch.view_as_real(g) if g.is_complex() else g).contiguous().numpy() for n, g in grads.items()
                 }
                 want = net.allreduce_many(given)[0]
-                assert_close(got, want, summed(dist.get_world_size()), f"{dtype} {method}, step {step}")
+                exact = method != "powersgd" or dist.get_world_size() <= 2
+                close = summed(dist.get_world_size()) if exact else (1e-3, 1e-3)
+                assert_close(got, want, close, f"{dtype} {method}, step {step}")
                 assert_same_on_all_ranks(got, gather, f"{dtype} {method}")
             assert compressor.residual("a").shape == (40, 41, 2)
             compressor.close()
