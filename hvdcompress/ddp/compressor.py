@@ -153,17 +153,18 @@ class Compressor(TensorCompressor):
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step."""
+        self.cut_short()
+        arrivals: SimpleQueue[Arrival] = SimpleQueue()
+        ends = _End()  # freed with the backward pass, which may fail
+        weakref.finalize(ends, _cut_short, weakref.ref(self), arrivals).atexit = False
         # DDP puts its own callback in line after this one, and before the one that this one puts there
         queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        ends = _End()  # freed with the backward pass, which may fail
-        weakref.finalize(ends, _cut_short, weakref.ref(self)).atexit = False
         queue_callback(lambda ends=ends: queue_callback(self._raise))
-        self.cut_short()
         if self._transport is None:
             self._transport = joined(self._parent, buffer.device, self.watchdog)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
-        self._arrivals = SimpleQueue()
+        self._arrivals = arrivals
         self._thread.submit(self._run, self._transport, self._arrivals)
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
@@ -282,9 +283,10 @@ class _End:
     """Is freed when the backward pass whose callback holds it is over, however it ends."""
 
 
-def _cut_short(compressor: weakref.ref[Compressor]) -> None:
+def _cut_short(compressor: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
+    """End the step of these arrivals, unless it has ended, and another has begun."""
     there = compressor()
-    if there is not None:
+    if there is not None and there._arrivals is arrivals:
         there.cut_short()
 
 
