@@ -154,7 +154,11 @@ def test_plots_are_written(tmp_path):
     pytest.importorskip("matplotlib")
     from hvdcompress.lab.momentum import plots
 
-    run(tmp_path / "runs", ["dense", "topk:plain", "topk:cancelled", "topk@density=0.1:plain"], steps=2)
+    run(
+        tmp_path / "runs",
+        ["dense", "topk:plain", "topk:cancelled", "topk@density=0.1:plain", "topk@density=0.2:plain"],
+        steps=2,
+    )
     written = plots.draw(report.groups_of(study.records(tmp_path / "runs")), "topk", tmp_path / "plot.svg")
     assert [file.name for file in written] == ["plot.svg", "plot-density.svg"]
     assert all("<svg" in file.read_text() for file in written)

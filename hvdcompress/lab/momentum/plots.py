@@ -25,13 +25,14 @@ def draw(groups: Sequence[Group], method: str, file: Path) -> list[Path]:
     Args:
         groups: of the report.
         method: the contender whose forms are drawn over the steps.
-        file: of the curves, an SVG. The plot over densities goes to the same name with "-density" at its end.
+        file: of the curves, an SVG. The plot over densities, of groups with three or more, goes to the same
+            name with "-density" at its end.
 
     Returns:
         The files that were written.
     """
     curves = [group for group in groups if any(group.done(named(method, form)) for form in FORMS)]
-    gaps = [group for group in groups if len(densities_of(group, FORMS[0])) > 1]
+    gaps = [group for group in groups if len(densities_of(group, FORMS[0])) > 2]
     written = []
     if curves:
         label = f"Held-out scores over the steps: dense, and {method} with momentum kept, adapted and cancelled"
@@ -81,7 +82,7 @@ def _write(groups: Sequence[Group], panel: Callable[[Axes, Group], None], label:
 
 def _curves(axes: Axes, group: Group, method: str) -> None:
     """Draw the mean over the seeds, with a band from the least to the most."""
-    lines = [(DENSE, DENSE), *((named(method, form), f"{method}, {LABELS[form]}") for form in FORMS)]
+    lines = [(DENSE, DENSE), *((named(method, form), LABELS[form]) for form in FORMS)]
     late = []  # extremes without the first steps, which would hide the differences later on
     for number, (contender, label) in enumerate(lines):
         runs = list(group.done(contender).values())
