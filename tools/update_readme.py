@@ -37,8 +37,8 @@ DRAWN = {  # what the picture shows, by its row in the benchmark: (name, whether
 DECISIONS = (  # method, its label in the tables of trainings, of ResNet-50's exchange, and what follows from them
     ("fp16", "fp16", "fp16 compressor", "First try: loses no more than seeds differ."),
     ("qsgd", "qsgd", "qsgd 4 bits", "Slow links, and no accuracy to lose."),
-    ("scalecom", "scalecom over 100x", "scalecom 100x", "Many ranks, or links up to 1 Gbit/s."),
-    ("topk", "topk", "topk 0.5 %", "Few ranks: loses less than ScaleCom, but its bytes grow."),
+    ("scalecom", "scalecom", "scalecom 100x", "Many ranks, or links up to 1 Gbit/s."),
+    ("topk", "topk", "topk 0.5 %", "Few ranks: loses less than ScaleCom on text, but its bytes grow."),
     ("powersgd", "powersgd", "powersgd rank 1", "Large matrices on slow links; many ranks."),
     ("signsgd", "signsgd", "signsgd", "Only if a training of your own shows no loss."),
     ("fft", "fft", "fft", "No: top-k loses less at four times the ratio."),
@@ -76,14 +76,10 @@ def file(path: str) -> str:
 
 
 def trained(task: str) -> dict[str, dict[str, str]]:
-    """Rows of the trainings of a task by label: the quickstart's, and those of all methods."""
-    found: dict[str, dict[str, str]] = {}
-    for page in (DOCS / "results.md", QUICKSTART):
-        printed = [table for table in tables(page) if table.heading.startswith(f"{task}:")]
-        widest = max(printed, key=lambda table: len(table.rows))
-        for row in widest.rows:
-            found.setdefault(row["method"], row)
-    return found
+    """Rows of the training of all methods on a task, by label: of one experiment, as others differ by a seed."""
+    printed = [table for table in tables(DOCS / "results.md") if table.heading.startswith(f"{task}:")]
+    widest = max(printed, key=lambda table: len(table.rows))
+    return {row["method"]: row for row in widest.rows}
 
 
 def exchanges() -> dict[str, Printed]:
