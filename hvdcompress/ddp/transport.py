@@ -210,8 +210,10 @@ class _Gone:
     different names; and a name that comes again would find the addresses of the group that is gone.
     """
 
-    def _get_backend(self, device: torch.device) -> None:
-        raise RuntimeError("the group is gone")
+    def shutdown(self) -> None:
+        """Do nothing: the program frees all groups."""
+
+    abort = shutdown
 
 
 def _free(group: Any) -> None:

@@ -98,7 +98,15 @@ class Run:
             members = SimpleNamespace(rank=lambda: rank, size=lambda: 2, process_set_id=0)
             with Device() as device:
                 parameters = {
-                    f"p{n}": SimpleNamespace(shape=(n,), dtype=torch.float32, device=self.on, grad=None) for n in SIZES
+                    f"p{n}": SimpleNamespace(
+                        shape=(n,),
+                        dtype=torch.float32,
+                        device=self.on,
+                        grad=None,
+                        requires_grad=True,
+                        is_complex=lambda: False,
+                    )
+                    for n in SIZES
                 }
                 compressor = make(parameters.items(), process_set=members)
                 compressor.prefix = "hvdcompress"  # the real one counts the Compressors of a process

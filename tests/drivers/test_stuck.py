@@ -102,7 +102,7 @@ def test_ranks_of_a_launcher_that_is_killed_end(tmp_path: Path) -> None:
         "import os, sys, time, numpy as np\n"
         "from hvdcompress.mpi import Compressor\n"
         "comp = Compressor('topk')\n"
-        "comp.allreduce(np.ones(9, np.float32))\n"
+        "comp.allreduce(np.ones(9, np.float32), 'w')\n"
         "open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()\n"
         "time.sleep(90)\n"
     )

@@ -65,6 +65,7 @@ def dense() -> tuple[float, float]:
 
 #: exceptions to the rule below: methods without a density, or without a residual
 SETTINGS: dict[str, dict[str, Any]] = {
+    "dgc": {"density": 0.02, "momentum": 0.9},  # the optimizer has no momentum here, and a rate for one of 0.9
     "fft": {"density": 0.3},
     "gradiveq": {  # there is no convolution here; and a basis from the first steps would not do
         "tensors": "all",
