@@ -127,7 +127,7 @@ def test_method_converges_as_dense(id: str) -> None:
         ("powersgd", {"matrix_rank": 1, "values": "qsgd8"}),
         ("gradiveq", {**SETTINGS["gradiveq"], "values": "qsgd8", "dense_values": "qsgd4"}),
         ("gradiveq", {**SETTINGS["gradiveq"], "matrix_rank": 8, "feedback": "plain"}),
-        ("dgc", {"density": 0.02, "select": "exact", "local_clip_norm": 2.0}),
+        ("dgc", {"density": 0.02, "momentum": 0.9, "select": "exact", "local_clip_norm": 2.0}),
     ],
 )
 def test_options_converge_as_dense(id: str, settings: dict[str, Any]) -> None:
