@@ -108,6 +108,8 @@ def test_readme(project):
     readme.write_text(readme.read_text().replace("[`topk`]", "[`tokp`]"))
     run(project, "update_readme", ".")
     assert "| +9.876 |" in page.read_text() and "[`topk`]" in readme.read_text()
-    run(project, "update_readme")  # README's table is made from that page
-    assert "+9.876 bits" in readme.read_text()
+    results = project / "docs" / "results.md"  # README's table is made from that page
+    results.write_text(re.sub(r"(\| scalecom \| .* )\S+ \|\n", r"\1+9.875 |\n", results.read_text()))
+    run(project, "update_readme")
+    assert "+9.875 bits" in readme.read_text()
     run(project, "update_readme", "--check")
