@@ -380,7 +380,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         hooked = getattr(optimizer, "_requires_update", ())  # none where Horovod has nothing to do
         for parameter in [p for group in optimizer.param_groups for p in group["params"]] if hooked else ():
             if parameter.grad is not None and parameter not in hooked:
-                name = next((n for n, p in self.parameters.items() if p is parameter), tuple(parameter.shape))
+                name = next((n for n, p in self.model_parameters.items() if p is parameter), tuple(parameter.shape))
                 raise ValueError(
                     f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
                     "trainable, after hvd.DistributedOptimizer; make that and the Compressor again, with all parameters"

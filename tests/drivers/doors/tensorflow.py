@@ -30,8 +30,8 @@ PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; 
 class TensorFlowPlan(Plan):
     """A plan that takes four dimensions for TensorFlow's: height, width, in, out."""
 
-    def buckets(self, specs: Any) -> Any:
-        return super().buckets([replace(spec, layout="hwio") for spec in specs])
+    def buckets(self, specs: Any, *more: Any, **named: Any) -> Any:
+        return super().buckets([replace(spec, layout="hwio") for spec in specs], *more, **named)
 
 
 def yardstick(method: Any, world: int, **settings: Any) -> Trial:
