@@ -166,13 +166,16 @@ class Plan:
 
     def program_of(self, spec: TensorSpec) -> Program:
         """Return the program of the first rule that matches, or the default. ``min_elements`` is not considered."""
-        return next((rule.program for rule in self.rules if rule.match.holds(spec)), self.program)
+        rule = self._rule_of(spec)
+        return rule.program if rule else self.program
 
     def idle_rules(self, specs: Iterable[TensorSpec]) -> list[Rule]:
         """Return the rules that apply to none of these tensors: none matches, or an earlier rule has all that do."""
-        specs = list(specs)
-        first = [next((rule for rule in self.rules if rule.match.holds(spec)), None) for spec in specs]
-        return [rule for rule in self.rules if not any(rule is one for one in first)]
+        applied = [self._rule_of(spec) for spec in specs]
+        return [rule for rule in self.rules if not any(rule is one for one in applied)]
+
+    def _rule_of(self, spec: TensorSpec) -> Rule | None:
+        return next((rule for rule in self.rules if rule.match.holds(spec)), None)
 
     @cached_property
     def stateless(self) -> bool:

@@ -52,6 +52,17 @@ def logged():
         log.LOGGER.removeHandler(handler)
 
 
+def compressed(net: torch.nn.Module, by_hook: bool) -> tuple[DistributedDataParallel, ddp.Compressor]:
+    """Wrap a net, with top-k attached to DDP, or registered as the hook that a framework would register."""
+    if not by_hook:
+        model = DistributedDataParallel(net)
+        return model, ddp.attach(model, "topk", density=0.05)
+    compressor, hook = ddp.hook(net, "topk", density=0.05)
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(compressor, hook)
+    return model, compressor
+
+
 def against_loopback(
     model: DistributedDataParallel, method: str, steps: int, shapes: dict = SHAPES, **settings
 ) -> None:
@@ -232,13 +243,7 @@ def a_parameter_that_is_trained_later_is_refused_by_name() -> None:
         for by_hook in (False, True):
             net = Net(SHAPES)
             net.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
-            if by_hook:
-                compressor, hook = ddp.hook(net, "topk", density=0.05)
-                model = DistributedDataParallel(net)
-                model.register_comm_hook(compressor, hook)
-            else:
-                model = DistributedDataParallel(net)
-                compressor = ddp.attach(model, "topk", density=0.05)
+            model, compressor = compressed(net, by_hook)
             given = everyone(0)[dist.get_rank()]
             model(given).backward()
             change(net)
@@ -318,13 +323,7 @@ def copies_of_a_model_are_not_compressed() -> None:
     want = [reduced(alone, gradients) for gradients in given]
     for by_hook in (False, True):
         net = Net(SHAPES)
-        if by_hook:
-            compressor, hook = ddp.hook(net, "topk", density=0.05)
-            model = DistributedDataParallel(net)
-            model.register_comm_hook(compressor, hook)
-        else:
-            model = DistributedDataParallel(net)
-            compressor = ddp.attach(model, "topk", density=0.05)
+        model, compressor = compressed(net, by_hook)
         for step, gradients in enumerate(given):
             got = reduced(model, gradients)
             assert_close(got, want[step], EXACT, f"step {step}")
