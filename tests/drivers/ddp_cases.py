@@ -14,6 +14,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from breaking import Two
 from doors.ddp import DdpDoor, DdpHandle, Net, reduced
 from harness import EXACT, OUT, Skip, assert_close, assert_same_on_all_ranks, case, heavy_tailed, must_raise, summed
 from promises.interactions import all_features_at_once
@@ -650,32 +651,6 @@ def an_error_comes_within_seconds_and_training_goes_on() -> None:
     assert sum(thread.name.startswith("hvdcompress") for thread in threading.enumerate())
 
 
-class _Breaks(torch.autograd.Function):
-    """The identity; its backward pass fails where it is asked to."""
-
-    @staticmethod
-    def forward(ctx, x, breaks):
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.breaks:
-            raise MemoryError("made by the test")
-        return gradient, None
-
-
-class Two(torch.nn.Module):
-    """Two layers, between which a backward pass fails where it is asked to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(40, 50), torch.nn.Linear(50, 40)
-
-    def forward(self, x, breaks):
-        return self.second(_Breaks.apply(self.first(x), breaks)).sum()
-
-
 def error_of(run) -> Exception:
     try:
         run()
@@ -691,12 +666,12 @@ def a_backward_pass_that_ends_in_the_middle() -> None:
     compressor = ddp.attach(model, "topk", density=0.05)
     x, odd = torch.ones(3, 40), dist.get_rank() == 1
     for _ in range(2):
-        model(x, False).backward()
-    loss, began = model(x, odd), time.monotonic()
+        model(x).backward()
+    loss, began = model(x, MemoryError("made by the test") if odd else None), time.monotonic()
     error = error_of(loss.backward)
     if odd:
         assert isinstance(error, MemoryError)
-        assert "Expected to have finished" in str(error_of(lambda: model(x, False))), "DDP itself does not go on"
+        assert "Expected to have finished" in str(error_of(lambda: model(x))), "DDP itself does not go on"
     else:
         assert isinstance(error, ddp.PeerError) and "rank 1: a backward pass ended before" in str(error)
     assert time.monotonic() - began < 10
@@ -711,8 +686,8 @@ def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
     for breaks in (True, True, False):
         model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
         compressor = ddp.attach(model, "topk", density=0.05, timeout=2)
-        model(torch.ones(3, 40), False).backward()
-        loss = model(torch.ones(3, 40), breaks)
+        model(torch.ones(3, 40)).backward()
+        loss = model(torch.ones(3, 40), MemoryError("made by the test") if breaks else None)
         if breaks:
             assert isinstance(error_of(loss.backward), MemoryError)
             failed.append(compressor)
@@ -720,7 +695,7 @@ def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
             loss.backward()
     began = time.monotonic()
     while time.monotonic() - began < 3:  # longer than the timeout
-        model(torch.ones(3, 40), False).backward()
+        model(torch.ones(3, 40)).backward()
         time.sleep(0.2)
     for one in failed:
         one.close()
@@ -740,7 +715,7 @@ def many_models_in_one_process_leave_nothing_behind() -> None:
         model = DistributedDataParallel(Two())
         ddp.attach(model, "topk", density=0.05)
         for _ in range(2):
-            model(torch.ones(3, 40), False).backward()
+            model(torch.ones(3, 40)).backward()
         del model
         if number >= 2:  # what there is once for the process is there by then
             found.append(left())

@@ -5,36 +5,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from breaking import Two
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
 
 KINDS = {"error": ValueError("made by the test"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
-
-
-class Breaks(torch.autograd.Function):
-    """The identity; its backward pass raises what it is given."""
-
-    @staticmethod
-    def forward(ctx, x, raised):
-        ctx.raised = raised
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.raised:
-            raise ctx.raised
-        return gradient, None
-
-
-class Two(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(40, 50), torch.nn.Linear(50, 40)
-
-    def forward(self, x, raised=None):
-        return self.second(Breaks.apply(self.first(x), raised)).sum()
-
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
