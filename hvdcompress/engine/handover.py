@@ -15,7 +15,6 @@ import numpy as np
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.state import Piece, Pieces
 from hvdcompress.method import Array, Sparse
-from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
 from hvdcompress.parts.momentum import MOST, Filter, shares
@@ -80,9 +79,9 @@ def _compact(exchange: Exchange, totals: Sequence[Any], factor: float, one: Filt
         else:
             ops.write(outs[number], Shares(given), as_it_is, exchange.cleared[number])
     if past and not old:
-        whole = _whole(past, bucket, ops, outs[0])
+        vector = whole(past, bucket, ops, outs[0])
         for out, (start, stop) in zip(outs, bucket.spans, strict=True):
-            ops.subtract(out, whole[start:stop], lost)
+            ops.subtract(out, vector[start:stop], lost)
     return tuple(kept)
 
 
@@ -97,7 +96,7 @@ def _dense(
     """Hand over totals of any form."""
     ops, bucket, scale = exchange.ops, exchange.bucket, exchange.scale
     like, size = exchange.outs[0], bucket.spec.size
-    old = _whole(past, bucket, ops, like) if past else None
+    old = whole(past, bucket, ops, like) if past else None
     usable = len(spare) == 1 and not isinstance(spare[0], Sparse | Outer) and len(spare[0]) == size
     new: Array = spare[0] if usable and spare[0] is not old else ops.zeros(size, "float32", like)
     for number, total in enumerate(totals):
@@ -258,7 +257,7 @@ def _joined(pieces: Sequence[Any], bucket: Bucket, ops: Ops) -> Sparse:
     return Sparse(index, ops.concat([piece.values for piece in pieces]))
 
 
-def _whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
+def whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
     """Return pieces of any form as one dense vector."""
     if len(pieces) == 1 and not isinstance(pieces[0], Sparse | Outer):
         return pieces[0]
@@ -269,14 +268,6 @@ def _whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
     return dense
 
 
-def dense(piece: Piece | tuple[()], size: int) -> np.ndarray[Any, Any]:
-    """Return a piece in host memory, or nothing, as a vector of ``size`` elements."""
-    out = np.zeros(size, np.float32)
-    if not isinstance(piece, tuple) or isinstance(piece, Sparse | Outer):
-        fast.write(out, piece, 1.0)
-    return out
-
-
 def with_parts_of(
     pieces: Pieces, others: Pieces, chosen: Sequence[bool], bucket: Bucket, ops: Ops, like: Array
 ) -> Pieces:
@@ -285,7 +276,7 @@ def with_parts_of(
         return others
     if not pieces and not others:
         return ()
-    dense, other = (_whole(each, bucket, ops, like) for each in (pieces, others))
+    dense, other = (whole(each, bucket, ops, like) for each in (pieces, others))
     dense = _clone(dense)
     for choose, (start, stop) in zip(chosen, bucket.spans, strict=True):
         if choose:

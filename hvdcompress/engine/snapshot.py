@@ -18,6 +18,7 @@ import numpy as np
 from hvdcompress.engine import handover
 from hvdcompress.engine.state import Own, Piece, Pieces, State, declared_by_members, declared_slots, slots_of
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
+from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import Outer, dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
@@ -208,11 +209,9 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
     if any(slots.keys() != kept[0].keys() for slots in kept):
         if whole:
             raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
-        dense = [
-            handover.dense(_piece(member, slots, copy) if slots else (), member.size)
-            for member, slots in zip(bucket.members, kept, strict=True)
-        ]
-        return (copy(dense),)
+        nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
+        forms = [_piece(m, slots, copy) if slots else nothing for m, slots in zip(bucket.members, kept, strict=True)]
+        return (handover.whole(tuple(forms), bucket, fast, forms[0]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 
