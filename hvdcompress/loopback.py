@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdcompress.engine import lockstep, verify
+from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.figures import Figures, figures
@@ -21,6 +21,7 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.safety import verify
 from hvdcompress.engine.step import Step, loss_scale_now
 from hvdcompress.engine.summary import summary
 from hvdcompress.engine.transport import Request

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
-from hvdcompress.engine.alarm import everyones
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.safety.alarm import everyones
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
 from hvdcompress.engine.torch_optimizers import Optimizers

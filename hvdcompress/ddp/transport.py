@@ -1,7 +1,7 @@
 """torch.distributed's collectives, as the engine asks for them, and the alarm by which a rank that fails frees others.
 
-A process group's collectives go by order (``engine/alarm.py``). An alarm is a key in the group's store, which a rank
-looks at while it waits.
+A process group's collectives go by order (``engine/safety/alarm.py``). An alarm is a key in the group's store, at
+which a rank looks while it waits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress.engine.agreement import PeerError, failure
-from hvdcompress.engine.alarm import Alarm, Call, missing
+from hvdcompress.engine.safety.alarm import Alarm, Call, missing
+from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.transport import Request
-from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Array
 from hvdcompress.ops.vectors import dtype_name
 
@@ -175,7 +175,7 @@ class ProcessGroupTransport:
     # -- failure --------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed; see ``engine/alarm.py``."""
+        """End the step on all ranks, one of which has failed; see ``engine/safety/alarm.py``."""
         if error is not None:
             self._store.set(f"alarm.{self.step}", "")
         text = "" if error is None else str(error) or type(error).__name__
@@ -244,6 +244,7 @@ def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGrou
     with watchdog.meeting("every rank's first backward pass", come):
         try:
             timeout = parent._get_backend(device).options._timeout
+            watchdog.patience = timeout.total_seconds()
             watchdog.meet(tell_all(store, keys, rank, watchdog.address(), timeout))
         except TimeoutError as error:
             raise PeerLost(f"not all ranks have come to their first backward pass; rank {rank}: {error}") from error

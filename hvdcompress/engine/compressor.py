@@ -18,10 +18,10 @@ from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.safety.watchdog import Place, Watchdog
 from hvdcompress.engine.state import describe
 from hvdcompress.engine.step import loss_scale_now
 from hvdcompress.engine.summary import summary
-from hvdcompress.engine.watchdog import Place, Watchdog
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -45,7 +45,10 @@ class Compressor(ABC):
         self.ledger = Ledger(world, rank)
         self.local = Rank(plan, rank, world, self.ledger)
         myself = weakref.ref(self)
-        self.watchdog = Watchdog(rank, world, plan.timeout, lambda: _place(myself()), lambda: _pulse(myself()))
+        self.watchdog = Watchdog(
+            rank, world, lambda: _place(myself()), lambda: _pulse(myself()),
+            plan.watchdog, plan.warn_after, plan.end_after, is_elastic(),
+        )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------
 

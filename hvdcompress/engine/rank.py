@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import handover, log, snapshot, verify
+from hvdcompress.engine import handover, log, snapshot
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot

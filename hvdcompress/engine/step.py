@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine import verify
 from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import State
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops

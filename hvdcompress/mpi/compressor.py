@@ -27,8 +27,8 @@ from mpi4py import MPI  # noqa: E402
 
 from hvdcompress.engine import compressor, log  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
-from hvdcompress.engine.alarm import everyones  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
+from hvdcompress.engine.safety.alarm import everyones  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402

@@ -1,8 +1,8 @@
 """MPI's non-blocking collectives, and the alarm by which a rank that fails frees the others.
 
-MPI's collectives have no names: order is all there is (``engine/alarm.py``). An alarm is a message to every other
-rank, on a communicator of its own. It carries the number of its step, as a rank may hear one of the next step while it
-waits for the last answer of this one.
+MPI's collectives have no names: order is all there is (``engine/safety/alarm.py``). An alarm is a message to every
+other rank, on a communicator of its own. It carries the number of its step, as a rank may hear one of the next step
+while it waits for the last answer of this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdcompress.engine.agreement import failure
-from hvdcompress.engine.alarm import Alarm, Call, missing
+from hvdcompress.engine.safety.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
 from hvdcompress.ops import fast
 
@@ -139,7 +139,7 @@ class MPITransport:
         self._listen()
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed; see ``engine/alarm.py``."""
+        """End the step on all ranks, one of which has failed; see ``engine/safety/alarm.py``."""
         alarms = []
         if error is not None:
             number = np.array([self.step], np.int64)

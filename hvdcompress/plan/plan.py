@@ -148,9 +148,9 @@ class Plan:
     min_elements: int = 1024  #: smaller tensors are sent uncompressed
     bucket_elements: int | None = None  #: smaller tensors are joined into buckets (0 means none)
     seed: int = 0  #: of the methods' random numbers
-    timeout: int = (
-        120  #: seconds after which a step that waits is ended, with a word on the ranks that are missing; 0: never
-    )
+    watchdog: bool = True  #: whether a step that waits too long is reported and ended
+    warn_after: int = 120  #: seconds after which a step that waits is reported, with the missing ranks; 0: never
+    end_after: int | None = None  #: seconds after which it ends; 0: never; None: 1800, or the process group's timeout
     verify_every: int = 0  #: steps from one comparison of the ranks' parameters and shared state to the next; 0: never
     clip_norm: float | None = None  #: norm that the reduced gradient of all tensors is clipped to; inf: measured only
     source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON

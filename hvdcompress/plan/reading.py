@@ -17,10 +17,13 @@ from hvdcompress.plan.plan import Match, Plan, Program, Rule
 from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
-    "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed", "timeout", "verify_every", "clip_norm"
+    "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
+    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm",
 )  # fmt: skip
 # integer keys and their defaults
-WHOLE = {"min_elements": 1024, "bucket_elements": None, "seed": 0, "timeout": 120, "verify_every": 0}
+WHOLE = {
+    "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
+}  # fmt: skip
 RULE_KEYS = ("method", "warmup", "schedule")
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
@@ -41,8 +44,10 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
                                     # that knows all tensors joins them where results stay the same
         seed: 0
-        timeout: 120                # seconds after which a step that waits ends, and names the missing ranks; 0: never;
-                                    # the first step has ten times as many
+        watchdog: true              # a step that waits too long says for whom, and ends; false: no socket, no thread
+        warn_after: 120             # seconds after which it logs a warning that names the missing ranks; 0: never
+        end_after: 1800             # seconds after which it ends the process; 0: never; without this key, under PyTorch
+                                    # DDP and FSDP2, the timeout of the process group
         verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
         clip_norm: 1.0              # norm that the averaged gradient of all tensors together is clipped to; null: none;
                                     # .inf only measures it, for Compressor.gradient_norm()
@@ -122,15 +127,18 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*WHOLE, "clip_norm"))
-    whole = _numbers(doc)
+    doc.known_keys((*WHOLE, "watchdog", "clip_norm"))
+    whole = _whole(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
 
 
-def _numbers(doc: Document) -> dict[str, Any]:
-    """Return the plan's keys that are numbers, with their defaults; ``clip_norm`` where it is given."""
-    found = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+def _whole(doc: Document) -> dict[str, Any]:
+    """Return the keys of the whole plan, with their defaults; ``clip_norm`` where it is given."""
+    found: dict[str, Any] = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+    found["watchdog"] = doc.value.get("watchdog", True)
+    if not isinstance(found["watchdog"], bool):
+        raise doc.error("watchdog", f"{found['watchdog']!r} must be true or false")
     limit = doc.value.get("clip_norm")
     if limit is not None:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -155,7 +163,7 @@ def _read(doc: Document) -> Plan:
         sizes = {key: match.whole(key, None, least=0) for key in MATCH_KEYS[1:]}
         own, inherited = body.without("match"), {} if "method" in body.value else default
         rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
-    whole = _numbers(doc)
+    whole = _whole(doc)
     try:
         source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:  # of a dict that was not read from a file

@@ -39,7 +39,7 @@ from hvdcompress.engine import checkpoint, compressor, log
 from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
-from hvdcompress.engine.watchdog import Watchdog
+from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of

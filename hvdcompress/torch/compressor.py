@@ -22,9 +22,9 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rank import ENOUGH, LITTLE
+from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor, named
-from hvdcompress.engine.watchdog import Watchdog
 from hvdcompress.method import Method
 from hvdcompress.ops import fast
 from hvdcompress.ops.torch.tensors import uploaded

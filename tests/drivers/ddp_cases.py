@@ -685,7 +685,7 @@ def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
     failed = []
     for breaks in (True, True, False):
         model = DistributedDataParallel(Two(), bucket_cap_mb=1e-5)
-        compressor = ddp.attach(model, "topk", density=0.05, timeout=2)
+        compressor = ddp.attach(model, "topk", density=0.05, end_after=4)
         model(torch.ones(3, 40)).backward()
         loss = model(torch.ones(3, 40), MemoryError("made by the test") if breaks else None)
         if breaks:
@@ -694,7 +694,7 @@ def a_smaller_batch_after_a_backward_pass_that_failed() -> None:
         else:
             loss.backward()
     began = time.monotonic()
-    while time.monotonic() - began < 3:  # longer than the timeout
+    while time.monotonic() - began < 5:  # longer than that
         model(torch.ones(3, 40)).backward()
         time.sleep(0.2)
     for one in failed:

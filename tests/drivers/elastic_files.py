@@ -9,7 +9,7 @@ import numpy as np
 
 SHAPES, COMMIT, LOST, MORE = {"w": (48, 64), "b": (64,)}, 3, 7, 6
 PAUSE = 0.1  #: seconds between steps
-TIMEOUT = 25  #: the plan's; more than Horovod needs to see that a peer is gone, by HOROVOD_GLOO_TIMEOUT_SECONDS
+TIMEOUT = 25  #: `end_after`; more than Horovod needs to see that a peer is gone, by HOROVOD_GLOO_TIMEOUT_SECONDS
 
 
 def write(file: Path, **tables: dict[str, Any]) -> None:

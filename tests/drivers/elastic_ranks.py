@@ -33,7 +33,7 @@ def train(state: Any) -> None:
     """Train from the last commit until a rank is lost or has come, or to the end."""
     torch.manual_seed(0)
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
-    settings = {"density": 0.05, "feedback": "plain", "min_elements": 0, "timeout": TIMEOUT}
+    settings = {"density": 0.05, "feedback": "plain", "min_elements": 0, "end_after": TIMEOUT}
     compressor = Compressor("topk", model.named_parameters(), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compressor)

@@ -39,7 +39,7 @@ class Killer(Observer):
 @hvd.elastic.run
 def train(state: Any) -> None:
     """Train from the last commit until a rank is lost or has come, or to the end."""
-    settings = {"density": 0.05, "feedback": "plain", "min_elements": 0, "timeout": TIMEOUT}
+    settings = {"density": 0.05, "feedback": "plain", "min_elements": 0, "end_after": TIMEOUT}
     compressor = Compressor("topk", names=list(SHAPES), **settings)
     variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
     first, began = state.step, time.monotonic()

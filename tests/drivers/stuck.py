@@ -1,8 +1,8 @@
 """Run by every rank: in its fourth step the last rank is stopped, or does not take part; the watchdog must say so.
 
 ``python stuck.py OUT HOW`` with ``DOOR`` in the environment. HOW: ``stopped`` and ``absent``, in the fourth step;
-``new``, it does not come to where ranks meet for the first time; ``number``, nor to where those of an elastic training
-make their Compressors; ``late``, it comes to its first step after two and a half timeouts.
+``ended``, it ends there as if all was done; ``new``, it does not come to where ranks meet for the first time;
+``number``, nor to where those of an elastic training make their Compressors; ``late``, it comes late to its first step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from run_door import door_of
 faulthandler.dump_traceback_later(100, exit=True)
 out, how = Path(sys.argv[1]), sys.argv[2]
 door = door_of(os.environ["DOOR"], out)
-timeout = 1 if how in ("new", "number") else 6
+warn_after, end_after = {"new": (1, 10), "number": (1, 10), "late": (3, 60), "ended": (120, 1800)}.get(how, (3, 12))
 
 
 def wait() -> None:
@@ -28,8 +28,10 @@ def wait() -> None:
         (out / "before").touch()
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "ended":
+            sys.exit(0)
         else:
-            time.sleep(2.5 * timeout if how == "late" else 100)
+            time.sleep(8 if how == "late" else 100)
 
 
 if how == "number":
@@ -37,7 +39,7 @@ if how == "number":
 makes_together = how == "number" or (how == "new" and door.name == "mpi")
 if makes_together:
     wait()
-handle = door.make("scalecom", {"density": 0.05, "timeout": timeout}, door.shapes)
+handle = door.make("scalecom", {"density": 0.05, "warn_after": warn_after, "end_after": end_after}, door.shapes)
 for step in range(4):
     if step == (0 if how in ("new", "late") else 3) and not makes_together:
         wait()

@@ -53,7 +53,7 @@ def test_a_killed_rank_is_an_error_on_all_others(world: int, tmp_path: Path) -> 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind,status", [("error", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
 def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: int) -> None:
-    """At once, with the rank's own traceback; and not after the plan's ``timeout`` or the process group's."""
+    """At once, with the rank's own traceback; and not after the plan's ``end_after`` or the process group's."""
     ranks = by_hand([str(HERE / "ddp_ends.py"), kind], 2)
     began = time.monotonic()
     try:
@@ -61,7 +61,7 @@ def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: in
     finally:
         for rank in ranks:
             rank.kill()
-    assert time.monotonic() - began < 35, "the timeout is 40 s, and all of this starts in seconds"
+    assert time.monotonic() - began < 35, "`end_after` is 40 s, and all of this starts in seconds"
     assert [rank.returncode for rank in ranks] == [1, status], texts
     assert "rank 1: a backward pass ended before all of its gradients" in texts[0]
     assert kind != "error" or "ValueError: made by the test" in texts[1]

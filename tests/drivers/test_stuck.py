@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,18 +34,34 @@ LAUNCHES = [
 def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, how: str, tmp_path: Path) -> None:
     needs(*MODULES[door])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=120, DOOR=door)
-    said = [line for line in done.stdout.splitlines() if "hvdcompress: " in line]
+    said = done.stdout.splitlines()
     assert done.returncode != 0 and (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not [*tmp_path.glob("survivor-*")], "it went on as if nothing had happened"
     last = world_of(kind) - 1
     first = "none" if door == "ddp" else "scalecom"  # there, tensors that are sent uncompressed are one exchange
     where = "does not answer" if how == "stopped" else "is outside of a step, after 3"
     for rank in range(last):
-        (mine,) = [line for line in said if f"hvdcompress: rank {rank} has waited" in line]
-        assert "in step 3 for tensor '" in mine and f"(method {first}, round " in mine, mine
-        assert f"missing: rank {last} {where}" in mine, mine
+        warned, *_, ended = [line for line in said if f"rank {rank} has waited" in line]
+        for line in (warned, ended):
+            assert "in step 3 for tensor '" in line and f"(method {first}, round " in line, line
+            assert f"missing: rank {last} {where}" in line, line
+        assert "This rank waits on, and ends after 12 s" in warned and "hvdcompress: rank" not in warned, warned
+        assert "This rank ends: " in ended and "hvdcompress: rank" in ended, ended
     if how == "absent":
         assert any(f"hvdcompress: rank {last} is outside of a step" in line for line in said), said
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_has_ended_ends_the_others_within_seconds(tmp_path: Path) -> None:
+    """In the middle of a training, with status 0, as a rank with fewer batches does. MPI alone would wait for ever."""
+    needs(*MODULES["mpi"])
+    began = time.monotonic()
+    done = launch("mpirun-3", HERE / "stuck.py", str(tmp_path), "ended", seconds=100, DOOR="mpi")
+    assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
+    assert time.monotonic() - began < 60, "`end_after` is 1800 s"
+    for rank in range(2):
+        (line,) = [line for line in done.stdout.splitlines() if f"hvdcompress: rank {rank} has waited" in line]
+        assert "missing: rank 2 has ended" in line and "This rank ends: " in line, line
 
 
 UNKNOWN = "which ranks are missing is not known"
@@ -75,10 +92,10 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
     done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=90, DOOR=door)
     assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
     for rank in range(world_of(kind) - 1):
-        lines = [line for line in done.stdout.splitlines() if f"hvdcompress: rank {rank} has waited" in line]
+        lines = [line for line in done.stdout.splitlines() if f"rank {rank} has waited" in line]
         assert len(lines) > 1, done.stdout[-3000:]  # where gradients come one by one it may have waited before
         assert all(f" s in step 0 for {what}" in line and missing in line for line in lines), lines
-        assert "waited 1 s" in lines[0] and "this one waits on, and ends after 10 s" in lines[0], lines
+        assert "waited 1 s" in lines[0] and "This rank waits on, and ends after 10 s" in lines[0], lines
         assert "waited 10 s" in lines[-1] and "This rank ends" in lines[-1], lines
 
 
@@ -89,8 +106,8 @@ def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(door: str, kind:
     needs(*MODULES[door])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), "late", seconds=120, DOOR=door)
     assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_of(kind), done.stdout[-3000:]
-    said = [line for line in done.stdout.splitlines() if "hvdcompress: rank" in line]
-    assert len(said) >= world_of(kind) - 1 and all("has waited 6 s in step 0" in line for line in said), said
+    said = [line for line in done.stdout.splitlines() if "has waited" in line]
+    assert len(said) >= world_of(kind) - 1 and all("s in step 0" in line for line in said), said
     if door == "mpi":  # its ranks have met where they made their Compressors
         assert "missing: rank 2 is outside of a step, after 0" in said[0], said
 
@@ -122,3 +139,37 @@ def test_ranks_of_a_launcher_that_is_killed_end(tmp_path: Path) -> None:
             for rank in ranks:
                 if rank.is_running():
                     os.kill(rank.pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_were_started_by_hand_outlive_their_shell(tmp_path: Path) -> None:
+    """As with ``nohup`` and ``&``: without a launcher, the parent's end means nothing."""
+    pytest.importorskip("torch")
+    program = (
+        "import faulthandler, os, sys, time, torch\n"
+        "from torch import distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "from hvdcompress import ddp\n"
+        "faulthandler.dump_traceback_later(80, exit=True)\n"
+        "dist.init_process_group('gloo')\n"
+        "model = DistributedDataParallel(torch.nn.Linear(40, 40))\n"
+        "ddp.attach(model, 'topk')\n"
+        "model(torch.ones(2, 40)).sum().backward()\n"
+        "shell = os.getppid()\n"
+        "open(f'{sys.argv[1]}/met-{dist.get_rank()}', 'w').close()\n"
+        "while os.getppid() == shell:\n"
+        "    time.sleep(0.1)\n"
+        "time.sleep(3)\n"
+        "model(torch.ones(2, 40)).sum().backward()\n"
+        "open(f'{sys.argv[1]}/done-{dist.get_rank()}', 'w').close()\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    rank = '"$1" -c "$2" "$3" > "$3/log-$RANK" 2>&1 &'
+    line = f"RANK=0 {rank} RANK=1 {rank} while ! [ -e $3/met-0 -a -e $3/met-1 ]; do sleep 0.1; done"
+    shell = ["sh", "-c", line, "sh", sys.executable, program, str(tmp_path)]
+    subprocess.run(shell, env=environment("alone", **shared), timeout=60, check=True)
+    deadline = time.monotonic() + 30
+    while len([*tmp_path.glob("done-*")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len([*tmp_path.glob("done-*")]) == 2, [file.read_text()[-2000:] for file in tmp_path.glob("log-*")]

@@ -9,7 +9,7 @@ import pytest
 
 from hvdcompress import load
 from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.verify import checksum, compare
+from hvdcompress.engine.safety.verify import checksum, compare
 from hvdcompress.loopback import Loopback
 from hvdcompress.plan import PlanError
 from hvdcompress.testing import numbers

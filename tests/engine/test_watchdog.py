@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import socket
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from hvdcompress.engine import watchdog
-from hvdcompress.engine.watchdog import FIRST, TICK, Place, Watchdog
+from hvdcompress.engine.safety import peers, watchdog
+from hvdcompress.engine.safety.watchdog import LOADING, PAUSE, REFUSALS, TICK, Place, Watchdog
+
+WHERE = "tensor 'w' (method topk, round 0)"
+ASKED = round(PAUSE / TICK)  #: looks from one question, whether all are alive, to the next
 
 
 class Exited(Exception):
@@ -18,6 +26,7 @@ class Exited(Exception):
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was said before the process's end."""
     found: list[str] = []
 
     def end(status: int) -> None:
@@ -25,29 +34,49 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(watchdog, "say", found.append)
     monkeypatch.setattr(watchdog.os, "_exit", end)
-    monkeypatch.setattr(watchdog, "ASKING", 0.5)
+    monkeypatch.setattr(watchdog, "FAREWELL", 0.0)
     return found
 
 
-def ranks(*places: Place | None, timeout: float = 3 * TICK) -> list[Watchdog]:
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What was logged as a warning."""
+
+    class Texts(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            return iter([record.getMessage() for record in caplog.records if record.levelno == logging.WARNING])
+
+        def __len__(self) -> int:
+            return len(list(iter(self)))
+
+    yield Texts()
+
+
+def one(place: Place | None, rank: int = 0, world: int = 2, **limits: Any) -> Watchdog:
+    """A watchdog of a rank that stays at a place."""
+    return Watchdog(rank, world, lambda: place, lambda: 0, **limits)
+
+
+def ranks(*places: Place | None, **limits: Any) -> list[Watchdog]:
     """Watchdogs that know each other, at these places; the thread does not look at them. One of None never answers."""
-    made = [Watchdog(r, len(places), timeout, lambda p=p: p or Place(0, None), lambda: 0) for r, p in enumerate(places)]
+    made = [one(place or Place(0, None), rank, len(places), **limits) for rank, place in enumerate(places)]
     service = watchdog._service()
     addresses = []
-    for number, one in enumerate(made):
-        key = 1_000_000 + id(one) + number
-        held[key] = one
-        addresses.append(json.dumps({**service.address, "number": key if places[number] else -1}))
-    for one in made:
-        one.meet(addresses)
+    for number, each in enumerate(made):
+        key = 1_000_000 + id(each) + number
+        held[key] = each
+        addresses.append(json.dumps({**service.answering.address, "number": key if places[number] else -1}))
+    for each in made:
+        each.meet(addresses)
     return made
 
 
 held: dict[int, Watchdog] = {}
+LOOK = Watchdog.look  #: what the thread does
 
 
 @pytest.fixture(autouse=True)
-def answered(monkeypatch: pytest.MonkeyPatch) -> Any:
+def answered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The service answers for these, and looks at none."""
     monkeypatch.setattr(watchdog._service(), "watched", held)
     monkeypatch.setattr(Watchdog, "look", lambda self: None)
@@ -55,107 +84,250 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> Any:
     held.clear()
 
 
-LOOK = Watchdog.look  #: what the thread does
+def text_of(texts: list[str]) -> str:
+    (text,) = texts
+    return text
 
 
-def test_it_names_the_tensor_and_the_ranks_that_are_missing(said: list[str]) -> None:
-    where = "tensor 'w' (method topk, round 0)"
-    one, *_ = ranks(Place(7, where), None, Place(6, "the ranks' status"), Place(7, None), Place(7, where))
-    LOOK(one)
-    LOOK(one)
-    LOOK(one)
-    assert not said
+def test_it_names_the_tensor_and_the_ranks_that_are_missing(said: list[str], warned: list[str]) -> None:
+    places = (Place(7, WHERE), None, Place(6, "the ranks' status"), Place(7, None), Place(7, WHERE))
+    first, *_ = ranks(*places, warn_after=TICK, end_after=4 * TICK)
+    LOOK(first)
+    assert not warned
+    for _ in range(3):
+        LOOK(first)
     with pytest.raises(Exited):
-        LOOK(one)
-    (text,) = said
-    assert "rank 0 has waited 2 s in step 7 for tensor 'w' (method topk, round 0)" in text
-    missing = text.split("missing: ")[1]
-    assert "rank 1 does not answer" in missing
-    assert "rank 2 is in step 6, and waits for the ranks' status" in missing
-    assert "rank 3 is outside of a step, after 7" in missing
-    assert "(rank 4 waits for tensor 'w'" in missing
+        LOOK(first)
+    texts = [*warned, text_of(said)]
+    assert len(texts) == 3, "once, once more when the seconds have doubled, and at the end"
+    for text in texts:
+        assert "step 7 for tensor 'w' (method topk, round 0)" in text
+        missing = text.split("missing: ")[1]
+        assert "rank 1 does not answer" in missing
+        assert "rank 2 is in step 6, and waits for the ranks' status" in missing
+        assert "rank 3 is outside of a step, after 7" in missing
+        assert "(rank 4 waits for tensor 'w'" in missing
+    assert "This rank waits on, and ends after 2 s" in texts[0]
+    assert "rank 0 has waited 2 s" in texts[-1] and "This rank ends: `end_after` in the plan is 2 s" in texts[-1]
 
 
 def test_a_rank_that_is_asked_reports_and_ends_too(said: list[str]) -> None:
-    one, other = ranks(Place(7, "tensor 'w'"), Place(5, None))
+    first, other = ranks(Place(7, "tensor 'w'"), Place(5, None))
+    first.everyones_place()
     LOOK(other)
-    one.everyones_place()
+    first.everyones_place(ends=True)
     assert other.asked_by == 0
     with pytest.raises(Exited):
         LOOK(other)
     assert "rank 1 is outside of a step, after 5, and rank 0 waits in vain" in said[0]
-    assert "missing: rank 1 is outside" in said[0]
+    assert "missing: rank 1 is outside" in said[0] and "rank 0 has asked all to end" in said[0]
 
 
-def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str]) -> None:
+def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str], warned: list[str]) -> None:
     pulse = iter(range(100))
-    moving = Watchdog(0, 2, 2 * TICK, lambda: Place(1, "tensor 'w'"), lambda: next(pulse))
-    resting = Watchdog(0, 2, 2 * TICK, lambda: Place(1, None), lambda: 0)
+    moving = Watchdog(0, 2, lambda: Place(1, "tensor 'w'"), lambda: next(pulse), warn_after=TICK, end_after=2 * TICK)
+    resting = one(Place(1, None), warn_after=TICK, end_after=2 * TICK)
     for _ in range(10):
         LOOK(moving)
         LOOK(resting)
+    assert not said and not warned
+
+
+def test_where_ranks_meet_it_says_who_has_not_come(said: list[str], warned: list[str]) -> None:
+    waiting = one(Place(0, None), world=3, warn_after=2 * TICK, end_after=9 * TICK)
+    LOOK(waiting)
+    with waiting.meeting("every rank's first backward pass", lambda: [0, 2]):
+        for _ in range(8):
+            LOOK(waiting)
+        assert "rank 0 has waited 1 s in step 0 for every rank's first backward pass" in list(warned)[0]
+        assert "missing: rank 1 has not come" in list(warned)[0] and not said
+        with pytest.raises(Exited):
+            LOOK(waiting)
+        assert "This rank ends" in text_of(said)
+    for _ in range(30):  # they have met
+        LOOK(waiting)
+    assert len(said) == 1
+
+
+def test_a_long_evaluation_ends_nobody_by_default(said: list[str], warned: list[str]) -> None:
+    """Rank 1 saves for ten minutes: those that wait say so, and wait."""
+    first, other = ranks(Place(7, "tensor 'w'"), Place(7, None))
+    for each in (first, other):
+        each._greeted = True
+        for _ in range(round(600 / TICK)):
+            each._asks_at = 1e9  # whether others are alive: another test's
+            LOOK(each)
+    assert not said and [text.split(" s in")[0] for text in warned] == [
+        f"rank 0 has waited {seconds}" for seconds in (120, 240, 480)
+    ]
+
+
+def gone(address: dict[str, Any]) -> dict[str, Any]:
+    """The address of a process that is no more."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return {**address, "host": "127.0.0.1", "port": closed.getsockname()[1]}
+
+
+def test_a_rank_that_has_ended_is_noticed_in_seconds(said: list[str]) -> None:
+    first, other, last = ranks(Place(7, "tensor 'w'"), Place(7, "tensor 'w'"), Place(7, None))
+    LOOK(first)  # asks who can be reached
+    first._peers[2] = gone(first._peers[2])
+    for _ in range(REFUSALS * ASKED - 1):
+        LOOK(first)
+    assert not said
+    with pytest.raises(Exited):
+        LOOK(first)
+    assert "missing: rank 2 has ended (rank 1 waits for tensor 'w')" in text_of(said) and other.asked_by == 0
+    assert "This rank ends: the step cannot be done without them" in text_of(said) and last.asked_by is None
+
+
+def test_one_that_never_answered_may_be_behind_a_firewall(said: list[str]) -> None:
+    first, _ = ranks(Place(7, "tensor 'w'"), Place(7, None))
+    first._peers[1] = gone(first._peers[1])
+    for _ in range(5 * ASKED):
+        LOOK(first)
     assert not said
 
 
-def test_where_ranks_meet_it_says_so_and_has_patience(said: list[str]) -> None:
-    one = Watchdog(0, 3, 2 * TICK, lambda: Place(0, None), lambda: 0)
-    LOOK(one)
-    with one.meeting("every rank's first backward pass", lambda: [0, 2]):
-        for _ in range(2 * FIRST - 1):
-            LOOK(one)
-        assert len(said) == 1 and "rank 0 has waited 1 s in step 0 for every rank's first backward pass" in said[0]
-        assert "missing: rank 1 has not come" in said[0] and "This rank ends" not in said[0], said
+@pytest.mark.parametrize("place,limits", [(Place(0, "tensor 'w'", first=True), {}), (Place(7, "w"), {"elastic": True})])
+def test_a_rank_that_has_ended_is_no_verdict(place: Place, limits: dict[str, Any], said: list[str]) -> None:
+    """In the first step it may be done, while this one compiles; an elastic launcher replaces it."""
+    first, _ = ranks(place, Place(1, None), **limits)
+    LOOK(first)
+    first._peers[1] = gone(first._peers[1])
+    for _ in range(REFUSALS * LOADING * ASKED - 1):
+        LOOK(first)
+    assert not said
+    if not limits:
         with pytest.raises(Exited):
-            LOOK(one)
-        assert len(said) == 2 and "This rank ends" in said[1]
-    for _ in range(3 * FIRST):  # they have met
-        LOOK(one)
-    assert len(said) == 2
-
-
-def test_in_the_first_step_it_asks_and_ends_nobody(said: list[str]) -> None:
-    """A rank may still load its data, though all have met."""
-    one, other = ranks(Place(0, "tensor 'w'", first=True), Place(0, None, first=True), timeout=2 * TICK)
-    for _ in range(2 * FIRST):
-        LOOK(one)
-        LOOK(other)
-    assert len(said) == 1 and "missing: rank 1 is outside of a step, after 0" in said[0], said
-    assert "waits on, and ends after" in said[0] and other.asked_by is None
-    with pytest.raises(Exited):
-        LOOK(one)
-    assert other.asked_by == 0
+            LOOK(first)
 
 
 def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:
     """Horovod's elastic mode has begun again: a step that was under way stays so, in a Compressor that nobody uses."""
     places = iter([Place(7, "tensor 'w'"), None, *[Place(7, "tensor 'w'")] * 9])
-    one = Watchdog(0, 2, 2 * TICK, lambda: next(places), lambda: 0)
+    over = Watchdog(0, 2, lambda: next(places), lambda: 0, end_after=2 * TICK)
     for _ in range(10):
-        LOOK(one)
+        LOOK(over)
     assert not said
     with pytest.raises(LookupError):
-        one.place()
+        over.place()
 
 
-def test_without_a_timeout_or_peers_there_is_none() -> None:
-    for world, timeout in ((1, 120.0), (2, 0.0)):
-        one = Watchdog(0, world, timeout, lambda: Place(0, None), lambda: 0)
-        assert not one.on and json.loads(one.address()) == {}
+def test_without_peers_or_a_wish_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_service", lambda: pytest.fail("it opens a socket"))
+    for world, on in ((1, True), (2, False)):
+        none = one(Place(0, None), world=world, on=on)
+        with none.meeting("every rank"):
+            assert not none.on and json.loads(none.address()) == {}
 
 
-def test_a_stranger_is_told_nothing(said: list[str]) -> None:
-    (one,) = ranks(Place(7, "tensor 'w'"))
-    address = json.loads(json.dumps(one._peers[0]))
-    with pytest.raises(OSError):
-        watchdog._ask({**address, "secret": "guessed"}, 1)
+def test_a_stranger_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+    (first,) = ranks(Place(7, "tensor 'w'"))
+    address = first._peers[0]
+    question = {"number": address["number"], "rank": 1, "ends": True}
+    with pytest.raises(peers.Unreachable):
+        peers.ask({**address, "secret": "guessed"}, question)
     for words in (b"\n", b"[]\n", b'{"proof": 3}\n', b"\xff" * 99999):
-        with socket.create_connection(("127.0.0.1", address["port"]), 2) as line, line.makefile("rb") as file:
+        with socket.create_connection((address["host"], address["port"]), 2) as line:
             line.settimeout(5)
-            file.readline()
             line.sendall(words)
-            try:
-                assert file.readline() == b""
-            except ConnectionResetError:
+            while said_back := line.recv(4096) if _is_open(line) else b"":
+                assert b"tensor" not in said_back
+    assert first.asked_by is None
+    assert Place(*peers.ask(address, question)) == Place(7, "tensor 'w'", 0.0) and first.asked_by == 1
+
+
+def _is_open(line: socket.socket) -> bool:
+    try:
+        return bool(line.recv(1, socket.MSG_PEEK))
+    except ConnectionResetError:
+        return False
+
+
+@pytest.mark.parametrize("question", [[], 3, {}, {"number": -1}, {"number": [], "rank": 0, "ends": True}])
+def test_a_question_that_makes_no_sense_is_not_answered(question: Any) -> None:
+    (first,) = ranks(Place(7, "tensor 'w'"))
+    with pytest.raises(peers.Unreachable):
+        peers.ask(first._peers[0], question)
+    assert first.asked_by is None
+
+
+def test_a_silent_stranger_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of them, too; and their connections are closed after a while."""
+    monkeypatch.setattr(peers, "PATIENCE", 1.0)
+    (first,) = ranks(Place(7, "tensor 'w'"))
+    there = first._peers[0]["host"], first._peers[0]["port"]
+    silent = [socket.create_connection(there, 2) for _ in range(20)]
+    try:
+        began = time.monotonic()
+        assert first.everyones_place() == [Place(7, "tensor 'w'", 0.0)]
+        question = {"number": first._peers[0]["number"], "rank": 0, "ends": False}
+        assert Place(*peers.ask(first._peers[0], question)) == Place(7, "tensor 'w'", 0.0)
+        assert time.monotonic() - began < 1
+        for line in silent:
+            line.settimeout(10)
+            while line.recv(4096):
                 pass
-    assert one.asked_by is None
-    assert watchdog._ask(address, 1) == Place(7, "tensor 'w'", 0.0) and one.asked_by == 1
+    finally:
+        for line in silent:
+            line.close()
+
+
+def test_one_that_is_stopped_is_asked_in_vain_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes the connection in its place."""
+    monkeypatch.setattr(peers, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = {"host": "127.0.0.1", "port": stopped.getsockname()[1], "secret": "s"}
+        with pytest.raises(peers.Unreachable) as error:
+            peers.ask(address, {})
+    assert not error.value.refused
+
+
+def test_who_has_closed_refuses_and_a_fork_keeps_no_socket() -> None:
+    answering = peers.Answering(lambda question: question)
+    assert peers.ask(answering.address, {"number": 3}) == {"number": 3}
+    kept = peers.Answering(lambda question: question)
+    if (child := os.fork()) == 0:
+        answering.leave()
+        time.sleep(20)
+        os._exit(0)
+    try:
+        answering.close()
+        for _ in range(100):  # the fork leaves it soon
+            with pytest.raises(peers.Unreachable) as error:
+                peers.ask(answering.address, {})
+            if error.value.refused:
+                break
+            time.sleep(0.1)
+        assert error.value.refused and peers.ask(kept.address, {}) == {}
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        kept.close()
+
+
+def test_the_own_address_is_that_of_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*peers.MASTERS, *(name for pair in peers.SIZES for name in pair)]:
+        monkeypatch.delenv(name, raising=False)
+    here = peers.own_address()
+    assert socket.getaddrinfo(here, 1)
+    monkeypatch.setenv("MASTER_ADDR", here)
+    assert peers.own_address() == here
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", f"1.0;tcp://127.0.0.1,{here}:4711;tcp6://[fd00::2]:4712")
+    assert peers.own_address() == here
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert peers.own_address() == here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert peers.own_address() == "127.0.0.1"
+
+
+def test_messages_are_not_pickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Connection.recv`` runs whatever it is sent."""
+    monkeypatch.setattr(Connection, "recv", lambda self: pytest.fail("it unpickles"))
+    (first,) = ranks(Place(7, "tensor 'w'"))
+    question = {"number": first._peers[0]["number"], "rank": 0, "ends": False}
+    assert Place(*peers.ask(first._peers[0], question)).steps == 7

@@ -105,7 +105,7 @@ class Case:
         """The Compressor's settings: a plain residual, and a watchdog that does not wait long."""
         kept = {} if self.method == "powersgd" else {"density": 0.05}
         joined = {"bucket_elements": 0} if self.apart else {}
-        return {**kept, **joined, "feedback": "plain", "min_elements": 0, "timeout": 8}
+        return {**kept, **joined, "feedback": "plain", "min_elements": 0, "end_after": 20}
 
     @property
     def can_recover(self) -> bool:

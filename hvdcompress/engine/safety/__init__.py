@@ -1,0 +1,1 @@
+"""What keeps ranks from waiting for ever and from drifting apart: the watchdog, alarms, and checksums."""
