@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -104,6 +105,8 @@ class Loopback:
         steps = [
             Step(rank, Collectives(_Transport(rank.rank, medium), rank.observers), terms, scale) for rank in self.ranks
         ]
+        for rank in self.ranks:
+            rank.begin_round()
         try:
             for bucket in buckets:
                 self._exchange(bucket, medium, steps, gradients, outs, op)
@@ -147,6 +150,27 @@ class Loopback:
     def trigger(self) -> None:
         """Restart every method's schedule after the next step."""
         self.ranks[0].asks_for_trigger = True
+
+    def discard(self) -> None:
+        """Take the last step back, as :meth:`hvdcompress.mpi.Compressor.discard`.
+
+        Raises:
+            RuntimeError: there is none to take back.
+        """
+        for rank in self.ranks:
+            rank.discard()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager: gradients are reduced uncompressed, as in :meth:`hvdcompress.mpi.Compressor.paused`."""
+        before = self.ranks[0].paused
+        for rank in self.ranks:
+            rank.paused = True
+        try:
+            yield
+        finally:
+            for rank in self.ranks:
+                rank.paused = before
 
     def observe(self, **metrics: float) -> None:
         """Show metrics to the methods, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""

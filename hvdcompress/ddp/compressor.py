@@ -234,6 +234,7 @@ class Compressor(TensorCompressor):
 
     def _exchange(self, transport: ProcessGroupTransport, arrivals: Iterator[Arrival]) -> None:
         transport.begin()
+        self.local.begin_round()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
         with step.errors_wait:

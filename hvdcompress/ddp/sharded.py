@@ -98,6 +98,13 @@ class ShardedCompressor(TensorCompressor):
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         return self._members
 
+    def notice(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to take a step; see :meth:`TensorCompressor.notice`. It ends one of ours."""
+        super().notice(optimizer)
+        ours = {id(parameter) for members in self._members.values() for parameter in members}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"][:1]):
+            self.local.end_round()
+
     def close(self) -> None:
         """Free its process group. Nothing may be under way."""
         if self._transport:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,42 @@ class Compressor(ABC):
     def trigger(self) -> None:
         """Restart every method's schedule on all ranks after the next step; one rank's call is enough."""
         self.local.asks_for_trigger = True
+
+    def discard(self) -> None:
+        """Take the last step back: all state is as before it, except that a restart of schedules stays agreed.
+
+        For gradients that are thrown away, as by ``zero_grad()`` after a backward pass for another network: error
+        feedback would send in later steps what it has kept of them. Call it on every rank, before the next gradient.
+        A step that had an Inf or a NaN has changed nothing, so nothing is to be taken back.
+
+        Raises:
+            RuntimeError: a step is under way, or there is none to take back.
+        """
+        self._refuse_in_step("discard() the step when it is over: after backward() under DDP, after synchronize()")
+        self.local.discard()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager: gradients are averaged uncompressed; residuals, step counts and schedules do not move.
+
+        For gradients whose exact average is needed, or which are not the training's. Enter and leave it on every rank,
+        between steps. The momentum of an optimizer that uses these gradients is not adapted.
+
+        Raises:
+            RuntimeError: a step is under way.
+        """
+        between = "enter and leave paused() between steps: with synchronize() inside of it, under Horovod"
+        self._refuse_in_step(between)
+        before, self.local.paused = self.local.paused, True
+        try:
+            yield
+            self._refuse_in_step(between)
+        finally:
+            self.local.paused = before
+
+    def _refuse_in_step(self, instead: str) -> None:
+        if self._waits_for() is not None:
+            raise RuntimeError(f"a step is under way: {instead}")
 
     def watch(self, observer: Observer) -> None:
         """Tell an observer of every event from now on: what is encoded, sent, waited for, decoded and kept."""

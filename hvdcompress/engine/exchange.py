@@ -55,6 +55,8 @@ class Exchange:
         pending: that collective under way.
         momentum: what the optimizer's momentum buffer contains after this step (:attr:`State.momentum`).
         updates: how many updates the members' optimizers had done before it.
+        paused: whether the state stays as it is.
+        begun_in: ``Rank.round`` when it began.
         over: of members by their number, what their float16 results could not hold, as this rank's residual keeps it.
         asked_at: when it was asked for, by ``time.perf_counter``.
     """
@@ -83,6 +85,8 @@ class Exchange:
     pending: Pending | None = None
     momentum: Pieces = ()
     updates: tuple[int | None, ...] = ()
+    paused: bool = False
+    begun_in: int = 0
     over: dict[int, Array] = field(default_factory=dict)
     asked_at: float = 0.0
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.state import Piece, Pieces
+from hvdcompress.engine.state import Before, Piece, Pieces
 from hvdcompress.method import Array, Sparse
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
@@ -122,8 +122,11 @@ def _dense(
 # -- when elements arrived ---------------------------------------------------------------------------------------
 
 
-def note_arrivals(exchange: Exchange, unused: Collection[str] = ()) -> None:
-    """Keep in ``State.arrived`` which elements this exchange brought; those of ``unused`` tensors reached nobody."""
+def note_arrivals(exchange: Exchange, undo: Before, unused: Collection[str] = ()) -> None:
+    """Keep in ``State.arrived`` which elements this exchange brought; those of ``unused`` tensors reached nobody.
+
+    What was there before is added to ``undo``.
+    """
     state, bucket, totals = exchange.state, exchange.bucket, _totals(exchange)
     ops = exchange.ops
     if state.arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
@@ -133,12 +136,16 @@ def note_arrivals(exchange: Exchange, unused: Collection[str] = ()) -> None:
     before = [_clone(state.arrived[slice(*span)]) for span in spans]
     now = _stamp(state.step + 1)
     for number, total in enumerate(totals):
-        arrived = state.arrived[slice(*_span_of(number, totals, bucket))]
+        where = slice(*_span_of(number, totals, bucket))
+        arrived = state.arrived[where]
         for part in _parts(total):
+            index = _clone(part.index)  # its memory is used again
+            undo.stamps.append((where, index, arrived[index]))
             ops.set_at(arrived, part.index, now)
     for span, content in zip(spans, before, strict=True):
         state.arrived[slice(*span)] = content
     if state.step % RENEWED == 0:
+        undo.stamps.append((slice(None), slice(None), _clone(state.arrived)))
         waits = now - state.arrived
         state.arrived[waits > MOST] = _stamp(state.step + 1 - MOST)
 
@@ -196,6 +203,18 @@ def _rounded(factor: float) -> float:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
+
+
+def scaled(pieces: Pieces, factor: float) -> Pieces:
+    """Return ``factor`` times what is kept, in memory of its own."""
+    number: Any = np.float32(factor).item()
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Outer):
+            found.append(piece._replace(left=piece.left * number))
+        else:
+            found.append(piece._replace(values=piece.values * number) if isinstance(piece, Sparse) else piece * number)
+    return tuple(found)
 
 
 def _copied(total: Outer, factor: float) -> Outer:

@@ -21,7 +21,7 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.state import Own, State, declared_by_members, declared_slots, itemsize
+from hvdcompress.engine.state import Own, Pieces, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot
 from hvdcompress.ops.scan import NOTHING, Found
@@ -30,7 +30,9 @@ from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves, both
 from hvdcompress.parts import feedback, momentum
 from hvdcompress.parts.momentum import Filter, Momentum
 from hvdcompress.plan import Bucket, Plan
+from hvdcompress.registry import get
 
+UNCOMPRESSED = get("none")
 LITTLE = 1 << 12  #: elements, on average: joined gradients of no more are looked at together, as calls cost more there
 ENOUGH = 1 << 20  #: elements of gradients that are taken in together: as many as the processor's cache still holds
 
@@ -42,6 +44,9 @@ class Rank:
         states: by bucket name, of every bucket that has gone through.
         observers: told of every event; the ledger is the first.
         asks_for_trigger: whether this rank asks all ranks to restart their methods' schedules.
+        asking: buckets whose method has asked for that in its last exchange.
+        paused: whether gradients are reduced uncompressed, and states stay as they are.
+        round: the number of the step, which may consist of several of :class:`Step`; see :meth:`begin_round`.
         gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if it was not measured.
         optimizer: returns the momentum that the optimizer applies to a tensor, by its name; None if that is not known.
     """
@@ -51,7 +56,8 @@ class Rank:
         self.ledger = ledger or Ledger(world, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: dict[str, State] = {}
-        self.asks_for_trigger = False
+        self.asks_for_trigger, self.asking = False, set[str]()
+        self.paused, self.round, self._can_discard = False, 0, False
         self.replaced = False  # a state was, since all ranks last forgot lengths
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
         self.gradient_norm = float("nan")
@@ -68,13 +74,15 @@ class Rank:
 
     def method_now(self, bucket: Bucket) -> Method:
         """The method of the bucket's next step."""
-        return bucket.program.at(self.step_of(bucket))
+        return UNCOMPRESSED if self.paused else bucket.program.at(self.step_of(bucket))
 
     def phase_now(self, bucket: Bucket) -> tuple[int, int]:
         """The phase of the bucket's next step, and the step of its schedule's last restart."""
         state = self.states.get(bucket.spec.name)
         step, triggers, (seen, restart) = (state.step, state.triggers, state.restart) if state else (0, 0, (0, 0))
         restart = step if seen < triggers else restart
+        if self.paused:
+            return 0, restart
         return bucket.program.at(step).phase_of(step - max(bucket.program.since(step), restart)), restart
 
     def work_dtype(self, bucket: Bucket) -> str:
@@ -114,7 +122,7 @@ class Rank:
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
         state = self.states.get(bucket.spec.name)
         cancelled = state is not None and bool(state.momentum)  # there is something to take back once more
-        return method.passes and method.feedback == "none" and alone and not cancelled
+        return method.passes and method.feedback == "none" and alone and (self.paused or not cancelled)
 
     def pass_on(self, bucket: Bucket, like: Any, ops: Ops) -> State:
         """Note that the driver's framework reduces a gradient; returns its state.
@@ -125,15 +133,18 @@ class Rank:
             ops: the array verbs of its library.
         """
         state = self._state(bucket, like, ops)
+        self._forget_undo(state)
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
         return state
 
     def passed(self, state: State) -> None:
         """A gradient that was passed on has been reduced, and the step is good."""
-        if state.restart[0] < state.triggers:
-            state.restart = state.triggers, state.step
-        state.step += 1
+        if not self.paused:
+            state.undo = state.remember(self.round)
+            if state.restart[0] < state.triggers:
+                state.restart = state.triggers, state.step
+            state.step += 1
         for observer in self.observers:
             observer.committed(self.rank, state.bucket.spec.name, {})
 
@@ -168,7 +179,8 @@ class Rank:
             ValueError: the bucket had another shape before.
         """
         state = self._state(bucket, like, ops)
-        spec, method, (phase, restart) = bucket.spec, bucket.program.at(state.step), self.phase_now(bucket)
+        self._forget_undo(state)
+        spec, method, (phase, restart) = bucket.spec, self.method_now(bucket), self.phase_now(bucket)
         for observer in self.observers:
             observer.begun(self.rank, spec.name, spec.size * itemsize(spec.dtype))
         # what is kept between steps is kept unscaled; a method that keeps nothing need not unscale
@@ -208,6 +220,7 @@ class Rank:
         dtype, acted = self.work_dtype(bucket), (state.triggers, restart)
         exchange = Exchange(self.worked, self.answered, state, method, ctx, contexts, ops, dtype, scale, spare, acted)
         exchange.outs, exchange.cleared = [None] * count, [False] * count
+        exchange.paused, exchange.begun_in = self.paused, self.round
         if contexts:
             buffer = functools.partial(ctx.buffer, ops=ops, like=like)
             names = [member.name for member in bucket.members]
@@ -382,7 +395,7 @@ class Rank:
         if limited:
             exchange.outs = [exchange.ops.zeros(len(out), "float32", like=out) for out in outs if out is not None]
             exchange.cleared = [True] * len(outs)
-        filters = self._filters(exchange) if adapt else []
+        filters = self._filters(exchange) if adapt and not exchange.paused else []
         exchange.momentum = state.momentum
         if filters:
             kept = handover.hand_over(exchange, factor, filters, state.momentum, state.before)
@@ -433,7 +446,7 @@ class Rank:
 
         ``factor`` is what :meth:`deliver` was called with, without ``adapt``.
         """
-        if momentum.adapts(exchange.method) or exchange.state.momentum:
+        if momentum.adapts(exchange.method) or (exchange.state.momentum and not exchange.paused):
             exchange.cleared = [False] * len(exchange.outs)
             self.deliver(exchange, factor * clipping)
         elif clipping < 1.0:
@@ -466,16 +479,27 @@ class Rank:
         if not any(each and each.factor for each in found):
             return []
         exchange.updates = tuple(each.updates if each else None for each in found)
-        self._reconcile(exchange, [each is not None and each.empty for each in found])
+        self._reconcile(exchange, found)
         if adapts:
             return [momentum.adapting(exchange.method, each) for each in found]
         return [momentum.releasing(each) for each in found] if state.momentum else []
 
-    def _reconcile(self, exchange: Exchange, empty: Sequence[bool]) -> None:
-        """Bring ``State.momentum`` to what is in the buffers of optimizers that are new or have skipped their step."""
+    def _reconcile(self, exchange: Exchange, found: Sequence[Momentum | None]) -> None:
+        """Bring ``State.momentum`` to what is in the buffers of optimizers.
+
+        Some are new, some have skipped their step, and some have taken more than one.
+        """
+        empty = [each is not None and each.empty for each in found]
         state = exchange.state
-        skipped = [now is not None and now == then for now, then in zip(exchange.updates, state.updates, strict=False)]
-        for tensors, content in ((skipped, state.before), (empty, ())):
+        pairs = [*zip(exchange.updates, state.updates, strict=False)]
+        skipped = [now is not None and now == then for now, then in pairs]
+        changes: list[tuple[Sequence[bool], Pieces]] = [(skipped, state.before), (empty, ())]
+        # updates without an exchange, or with one that was paused: each has multiplied the buffer by the momentum
+        more = [now - then - 1 if now is not None and then is not None else 0 for now, then in pairs]
+        for count in {each for each in more if each > 0} if state.momentum else ():
+            factor = max(each.factor for each in found if each)
+            changes.append(([each == count for each in more], handover.scaled(state.momentum, factor**count)))
+        for tensors, content in changes:
             if any(tensors):
                 given = state.momentum, content, tensors, exchange.bucket, exchange.ops, exchange.outs[0]
                 state.momentum, state.before = handover.with_parts_of(*given), state.momentum
@@ -486,6 +510,12 @@ class Rank:
         assert exchange.reduced is not None
         state, old, spare = exchange.state, exchange.state.slots, exchange.spare
         counters = exchange.ctx.counters
+        if exchange.paused:
+            state.spare = spare
+            for observer in self.observers:
+                observer.committed(self.rank, exchange.name, counters)
+            return
+        undo = state.remember(exchange.begun_in)
         if exchange.contexts:
             state.slots = {**old, **{slot: spare[slot] for slot in feedback.names(exchange.method)}}
             for own, reduced, ctx in zip(state.members, exchange.reduced, exchange.contexts, strict=True):
@@ -499,7 +529,7 @@ class Rank:
         for member, span in zip(exchange.bucket.members, exchange.bucket.spans, strict=True) if unused else ():
             for slot in feedback.names(exchange.method) if member.name in unused else ():
                 exchange.ops.write(state.slots[slot][slice(*span)], old[slot][slice(*span)], 1.0)
-        handover.note_arrivals(exchange, unused)
+        handover.note_arrivals(exchange, undo, unused)
         kept = exchange.momentum
         handed_over = kept is not state.momentum
         if unused and handed_over:
@@ -516,9 +546,42 @@ class Rank:
         state.lengths |= exchange.lengths
         if len(exchange.method.phases) > 1 and self.phase_now(exchange.bucket)[0] != exchange.ctx.phase:
             state.lengths.clear()  # a phase that comes again may have other lengths
-        self.asks_for_trigger |= any(reduced.trigger for reduced in exchange.reduced)
+        state.undo = undo
+        if any(reduced.trigger for reduced in exchange.reduced):
+            self.asking.add(exchange.name)
         for observer in self.observers:
             observer.committed(self.rank, exchange.name, counters)
+
+    def begin_round(self) -> None:
+        """A new step: from now on :meth:`discard` means this one.
+
+        It is also called by an exchange of a bucket that has had one in this step already, as drivers whose buckets
+        are exchanged by themselves know of no end of a step.
+        """
+        self.round, self._can_discard = self.round + 1, True
+
+    def end_round(self) -> None:
+        """The optimizer has used the results: nothing is to be taken back."""
+        self.round, self._can_discard = self.round + 1, False
+
+    def _forget_undo(self, state: State) -> None:
+        if state.undo and state.undo.round == self.round:
+            self.begin_round()
+        state.undo, self._can_discard = None, True
+
+    def discard(self) -> None:
+        """Bring every state to what it was before the last step; one that had an Inf or a NaN has changed nothing.
+
+        Raises:
+            RuntimeError: there was none, or it was discarded already, or a state was loaded since.
+        """
+        if not self._can_discard:
+            raise RuntimeError("there is no step to discard: none since the last discard(), or a state was loaded")
+        self._can_discard = False
+        for state in self.states.values():
+            if state.undo and state.undo.round == self.round:
+                state.go_back()
+                self.asking.discard(state.bucket.spec.name)
 
     def abandon(self, exchange: Exchange, fill: bool = True) -> None:
         """Leave the state as it was before the step; ``fill`` the results with NaN."""
@@ -579,7 +642,9 @@ class Rank:
 
     def take_request(self) -> bool:
         """Whether this rank asks for a trigger; the request is taken back."""
-        asked, self.asks_for_trigger = self.asks_for_trigger, False
+        asked = self.asks_for_trigger or bool(self.asking)
+        self.asks_for_trigger = False
+        self.asking.clear()
         return asked
 
     def trigger(self, names: Iterable[str] | None = None) -> None:
@@ -660,6 +725,7 @@ class Rank:
 
     def release(self) -> None:
         """Drop all states."""
+        self._can_discard = False
         self.states.clear()
         self.replaced = True
 
@@ -717,6 +783,7 @@ class Rank:
                 raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
         found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
         self.states, self.replaced = {state.bucket.spec.name: state for state in found if state}, True
+        self._can_discard = False
         self._loaded, self._copy = snapshot.without(saved, self.buckets()), copy
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
 

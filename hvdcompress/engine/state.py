@@ -31,6 +31,28 @@ class Own:
 
 
 @dataclass(eq=False)
+class Before:
+    """What a state was before its last exchange.
+
+    Attributes:
+        round: of :attr:`Rank.round`.
+        slots, members, momentum, updates, step, restart: as those of the state; of members, their slots.
+        arrived: the array; None where none was kept.
+        stamps: what was written over in it: where, and what was there before.
+    """
+
+    round: int
+    slots: dict[str, Array]
+    members: list[dict[str, Array]]
+    momentum: Pieces
+    updates: tuple[int | None, ...]
+    step: int
+    restart: tuple[int, int]
+    arrived: Array | None
+    stamps: list[tuple[slice, Array | slice, Array]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class State:
     """One bucket's state on one rank.
 
@@ -50,6 +72,7 @@ class State:
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
+        undo: what it was before its last exchange, until the next one begins.
     """
 
     bucket: Bucket
@@ -66,6 +89,26 @@ class State:
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
+    undo: Before | None = None
+
+    def remember(self, round: int) -> Before:
+        """Return what it is, before an exchange of a round changes it."""
+        members = [own.slots for own in self.members]
+        return Before(round, self.slots, members, self.momentum, self.updates, self.step, self.restart, self.arrived)
+
+    def go_back(self) -> None:
+        """Be what it was before its last exchange."""
+        before, self.undo = self.undo, None
+        assert before is not None
+        for slot, array in self.spare.items():
+            if before.slots.get(slot) is array:  # the buffers change places again
+                self.spare[slot] = self.slots[slot]
+        self.slots, self.momentum, self.before, self.updates = before.slots, before.momentum, (), before.updates
+        for own, slots in zip(self.members, before.members, strict=True):
+            own.slots = slots
+        self.step, self.restart, self.arrived = before.step, before.restart, before.arrived
+        for span, where, stamps in reversed(before.stamps):
+            self.arrived[span][where] = stamps  # type: ignore[index]
 
     def clear_scratch(self) -> None:
         """Drop the arrays that methods use in a step."""

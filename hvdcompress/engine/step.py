@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from math import isfinite
 from typing import Any, NamedTuple
@@ -115,7 +116,8 @@ class Step:
         written: Callable[[Exchange], None] = lambda exchange: None,
         checksums: Callable[[], dict[str, int]] | None = None,
     ):
-        self.rank, self.collectives, self.terms, self.agree = rank, collectives, terms, agree
+        self.rank, self.collectives, self.agree = rank, collectives, agree
+        self.terms = replace(terms, plan={**terms.plan, "paused": True}) if rank.paused else terms
         self.loss_scale, self.written = loss_scale, written
         self._make_checksums, self.checksums = checksums or rank.checksums, dict[str, int]()
         self.exchanges: dict[str, Exchange] = {}

@@ -161,6 +161,7 @@ class Compressor(compressor.Compressor):
 
     def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         self._transport.begin()
+        self.local.begin_round()
         error, scale, tensors = None, 1.0, _Tensors((), (), Terms({}, {}))
         try:
             given = {name: np.asarray(array) for name, array in arrays.items()}

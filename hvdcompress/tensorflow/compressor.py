@@ -393,6 +393,19 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         self.local.optimizer, self._optimizer = described(optimizer, self._rates), optimizer
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not in TensorFlow, whose graphs have the collectives of the plan's methods.
+
+        Raises:
+            NotImplementedError: always; it says what to do instead.
+        """
+        raise NotImplementedError(
+            "a graph has the collectives of the plan's methods, so it cannot pause: give these gradients to "
+            "hvd.DistributedGradientTape without compression"
+        )
+        yield
+
     def _learning_rate(self) -> tf.Tensor:
         """The rate of the step that is being traced; NaN if the optimizer has none.
 

@@ -73,6 +73,7 @@ class Segments:
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
         self.together: dict[str, list[str]] = {}  # the tensors that are exchanged in one step with a tensor
+        self._begun: list[str] | None = None  # those of the present step
         self._ended: Counter[str] = Counter()  # how often each tensor's exchange has ended, well or not
         self._since_failure: set[str] = set()
         self._asked = 0  # triggers that this rank asked for, and how many of them each tensor's probe has carried
@@ -102,6 +103,9 @@ class Segments:
                 if self.failure:
                     raise self.failure
                 scale = self.loss_scale()
+                if self.together.get(name) is not self._begun:  # another graph's
+                    self._begun = self.together.get(name)
+                    self.local.begin_round()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                     work = gradient.astype(self.local.work_dtype(bucket), copy=False)
                 self.exchanges[name] = exchange = self.local.start(bucket, [work], [None], fast, scale)

@@ -242,6 +242,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 raise RuntimeError(f"there were {self.local.world} ranks, now there are {self.process_set.size()}")
             self._drop()
             self._note_frozen()
+            self.local.begin_round()
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
             self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())

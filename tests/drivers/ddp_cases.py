@@ -749,3 +749,51 @@ def a_process_group_with_all_other_features() -> None:
     pair = dist.new_group([0, 2])
     if dist.get_rank() in (0, 2):
         all_features_at_once(Part(pair, "group"))
+
+
+@case
+def the_two_networks_of_a_gan() -> None:
+    """The generator's loss goes through the discriminator, whose gradients of it are thrown away."""
+    torch.manual_seed(0)
+    judge, twin, generator = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30), torch.nn.Linear(20, 40)
+    twin.load_state_dict(judge.state_dict())
+    models = [DistributedDataParallel(net) for net in (judge, twin, generator)]
+    compressors = [ddp.attach(model, "topk", density=0.05, min_elements=0) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(8):
+        real, z = torch.randn(16, 40, generator=noise), torch.randn(16, 20, generator=noise)
+        fake = models[2](z)
+        for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+            optimizer.zero_grad()
+            (model(fake.detach()).sigmoid().mean() - model(real).sigmoid().mean()).backward()
+            optimizer.step()
+        optimizers[2].zero_grad()
+        (-models[0](fake).sigmoid().mean()).backward()
+        optimizers[2].step()
+        compressors[0].discard()
+        assert error_of(compressors[0].discard) is not None
+        assert_close(
+            {n: p.detach().numpy() for n, p in judge.named_parameters()},
+            {n: p.detach().numpy() for n, p in twin.named_parameters()},
+            EXACT,
+            "the discriminator, and one that never saw the generator's loss",
+        )
+    for compressor in compressors:
+        compressor.close()
+
+
+@case
+def a_pause_needs_all_ranks_and_whole_steps() -> None:
+    model, compressor = compressed(Two(), by_hook=False)
+    model(torch.ones(3, 40)).backward()
+    if dist.get_rank() == 0:
+        with compressor.paused():
+            must_raise(RuntimeError, ["ranks disagree", "'paused'"], model(torch.ones(3, 40)).backward, gather)
+    else:
+        must_raise(RuntimeError, ["ranks disagree", "'paused'"], model(torch.ones(3, 40)).backward, gather)
+    kept = compressor.state_dict()["steps"]
+    with compressor.paused():
+        model(torch.ones(3, 40)).backward()
+    assert compressor.state_dict()["steps"] == kept
+    compressor.close()

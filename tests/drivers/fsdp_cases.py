@@ -222,3 +222,26 @@ def an_error_in_one_replica_is_the_others_within_seconds() -> None:
     loss, began = loss_of(model, 2), time.monotonic()
     must_raise(Exception, ["made by the test"], loss.backward, gather, False)
     assert time.monotonic() - began < 5
+
+
+@case
+def discarded_and_paused_steps_of_all_modules_leave_no_trace() -> None:
+    both, results = mesh(), []
+    for extra in (True, False):
+        model = sharded(both["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        compressor = ddp.fsdp(model, "topk", replicas=both["replicate"], density=0.05, min_elements=1)
+        for step in range(6):
+            if extra and step % 2:
+                loss_of(model, 100 + step).backward()
+                compressor.discard()
+                with compressor.paused():
+                    loss_of(model, 100 + step).backward()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            must_raise(RuntimeError, ["no step to discard"], compressor.discard, gather)
+        results.append((shards(model), compressor.state_dict()["steps"]))
+        compressor.close()
+    assert_close(results[0][0], results[1][0], EXACT, "with and without steps that are thrown away")
+    assert results[0][1] == results[1][1]

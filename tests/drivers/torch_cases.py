@@ -363,3 +363,51 @@ def names_in_horovods_timeline() -> None:
             reduce_once(opt, params, gradients(params, step, hvd.rank()))
 
     check_names(hvd, steps, {f"allreduce.{comp.prefix}.{name}" for name in shown})
+
+
+@case
+def the_two_networks_of_a_gan() -> None:
+    """The generator's loss goes through the discriminator, whose gradients of it are thrown away."""
+    torch.manual_seed(0)
+    nets = {"judge": torch.nn.Linear(40, 30), "twin": torch.nn.Linear(40, 30), "generator": torch.nn.Linear(20, 40)}
+    nets["twin"].load_state_dict(nets["judge"].state_dict())
+    optimizers, compressors = {}, {}
+    for name, net in nets.items():
+        named = [(f"gan.{name}.{key}", parameter) for key, parameter in net.named_parameters()]
+        compressors[name] = Compressor("topk", named, density=0.05, min_elements=0)
+        optimizers[name] = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), named, compression=compressors[name]
+        )
+    noise = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(8):
+        real, z = torch.randn(16, 40, generator=noise), torch.randn(16, 20, generator=noise)
+        fake = nets["generator"](z)
+        for name in ("judge", "twin"):
+            optimizers[name].zero_grad()
+            (nets[name](fake.detach()).sigmoid().mean() - nets[name](real).sigmoid().mean()).backward()
+            optimizers[name].step()
+        optimizers["generator"].zero_grad()
+        (-nets["judge"](fake).sigmoid().mean()).backward()
+        optimizers["generator"].step()
+        optimizers["judge"].synchronize()
+        compressors["judge"].discard()
+        optimizers["judge"].zero_grad()
+        for one, other in zip(nets["judge"].parameters(), nets["twin"].parameters(), strict=True):
+            assert_close({"p": one.detach().numpy()}, {"p": other.detach().numpy()}, summed(hvd.size()), "the twins")
+
+
+@case
+def a_pause_is_left_after_synchronize() -> None:
+    params = parameters("pause")
+    comp = Compressor("topk", params.items(), density=0.1)
+    opt = optimizer(params, comp)
+    reduce_once(opt, params, gradients(params, 0, hvd.rank()))
+    for leave in (comp.paused, comp.discard):
+        backward(params, gradients(params, 1, hvd.rank()))
+        try:
+            with leave():
+                raise AssertionError("it is entered in the middle of a step")
+        except RuntimeError as error:
+            assert "a step is under way" in str(error) and "synchronize()" in str(error)
+        opt.synchronize()
+    comp.discard()

@@ -102,6 +102,12 @@ class Handle(ABC):
     def trigger(self) -> None:
         self.compressor.trigger()
 
+    def discard(self) -> None:
+        self.compressor.discard()
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.compressor.paused()
+
     def observe(self, **metrics: float) -> None:
         self.compressor.observe(**metrics)
 

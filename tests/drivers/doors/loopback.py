@@ -70,6 +70,16 @@ class LoopbackHandle(Handle):
     def residual(self, name: str) -> np.ndarray:
         return self.compressor.residual(name, self.door.rank)
 
+    def discard(self) -> None:
+        self.compressor.ranks[self.door.rank].discard()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        rank = self.compressor.ranks[self.door.rank]
+        rank.paused = True
+        yield
+        rank.paused = False
+
     def use(self, optimizer: SGD) -> None:
         self.compressor.ranks[self.door.rank].optimizer = optimizer.read
 

@@ -169,3 +169,62 @@ def arrays_that_are_no_residuals_are_refused(door: Any) -> None:
         words = ["'residual' of 'a'"]
         door.must_raise(ValueError, words, lambda w=wrong: handle.load_state(w), same=False)
     assert_same_state(handle.state(), saved, "after refusals")
+
+
+@promise()
+def a_discarded_step_leaves_no_trace(door: Any) -> None:
+    """``discard()`` takes the last step back: training goes on, to the bit of two ranks, as if it had not been; also
+    the first one, and one that had a NaN."""
+    for method in FROM_A_DICT if door.expensive else KINDS:
+        settings = METHODS[method]
+        tolerance = door.again(method, settings)
+        if tolerance is None:
+            continue
+        handle, twin = (door.make(method, settings, door.shapes) for _ in range(2))
+        for step in range(4):
+            given = door.gradients(100 + step, door.shapes)
+            if step == 2 and door.rank == 0 and method not in door.passes_on and not door.by_tensor:
+                given["a"][3, 3] = np.nan
+            if step != 1:
+                handle.reduce(given)
+                handle.discard()
+            got, want = (one.reduce(door.gradients(step, door.shapes)) for one in (handle, twin))
+            assert_close(got, want, tolerance, f"{method}, step {step}")
+        if tolerance == (0.0, 0.0):
+            assert_same_state(handle.state(), twin.state(), method)
+        door.must_raise(
+            RuntimeError, ["no step to discard"], lambda one=handle: [one.discard() for _ in range(2)], same=False
+        )
+
+
+@promise()
+def what_was_discarded_on_one_rank_alone_is_said(door: Any) -> None:
+    """Ranks compare the steps that they have done."""
+    handle = door.make("topk", METHODS["topk"], door.shapes)
+    for step in range(2):
+        handle.reduce(door.gradients(step, door.shapes))
+    if door.rank == 0:
+        handle.discard()
+    door.must_raise(door.error, ["ranks disagree on the step"], lambda: handle.reduce(door.gradients(2, door.shapes)))
+
+
+@promise()
+def steps_in_a_pause_are_averages_and_leave_no_trace(door: Any) -> None:
+    """In ``with compressor.paused():`` gradients are averaged as they are, and nothing that is kept moves; a rank that
+    pauses alone is told."""
+    for method in KINDS:
+        settings = METHODS[method]
+        tolerance = door.again(method, settings)
+        if tolerance is None:
+            continue
+        handle, twin = (door.make(method, settings, door.shapes) for _ in range(2))
+        exact = door.make("none", {}, door.shapes)
+        for step in range(3):
+            if step != 1:
+                given = door.gradients(100 + step, door.shapes)
+                with handle.paused():
+                    assert_close(handle.reduce(given), exact.reduce(given), (1e-6, 1e-7), f"{method}, paused")
+            got, want = (one.reduce(door.gradients(step, door.shapes)) for one in (handle, twin))
+            assert_close(got, want, tolerance, f"{method}, step {step}")
+        if tolerance == (0.0, 0.0):
+            assert_same_state(handle.state(), twin.state(), method)
