@@ -6,7 +6,7 @@ optimizer in ``hvdcompress/keras.py``.
 Horovod calls ``compress`` and ``decompress`` while a graph is traced, for each gradient inside a graph of its own,
 and again in each retrace. So this driver
 
-* knows a tensor by its ordinal in the outermost graph (or by ``names=``);
+* knows a tensor by the variable whose gradient it is (``naming.py``);
 * lays out each exchange as a chain: a segment of Python, a Horovod collective, a segment, …, one chain for each
   sequence of collectives that the tensor's plan has (``engine/rehearsal.py``), joined by a ``tf.switch_case`` if
   there are several;
@@ -28,6 +28,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -43,7 +44,8 @@ from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of
-from hvdcompress.tensorflow.segments import PROBE, Segments, denormals_count
+from hvdcompress.tensorflow.naming import Names
+from hvdcompress.tensorflow.segments import PROBE, Segments, Traced, denormals_count
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 
@@ -65,41 +67,25 @@ def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
         tf.raw_ops.AssignAddVariableOp(resource=counter, value=tf.constant(1, tf.int64))
 
 
-class Traced:
-    """What was traced in one outermost graph.
-
-    Attributes:
-        exchanged: the names of those whose exchange is ours.
-        passing: the others, which TensorFlow hands to Horovod itself. The first gradient is never one of them: with
-            its exchange the engine is told of theirs.
-    """
-
-    def __init__(self) -> None:
-        self.exchanged: list[str] = []
-        self.passing: list[Bucket] = []
-
-
+@dataclass(frozen=True)
 class Ticket:
     """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange.
 
     Attributes:
+        traced: what was traced in the same outermost graph.
         passing: with the first gradient of a graph, the tensors that the engine is told of with it.
         done: what the last segment waits for.
         rate: the learning rate of the step.
         received: whether ``done`` is a collective's result, which the last segment is to take.
     """
 
-    def __init__(
-        self,
-        gradient: tf.Tensor,
-        bucket: Bucket,
-        passing: Sequence[Bucket],
-        done: tf.Tensor,
-        rate: tf.Tensor,
-        received: bool,
-    ):
-        self.gradient, self.bucket, self.passing = gradient, bucket, passing
-        self.done, self.rate, self.received = done, rate, received
+    gradient: tf.Tensor
+    bucket: Bucket
+    traced: Traced
+    passing: Sequence[Bucket]
+    done: tf.Tensor
+    rate: tf.Tensor
+    received: bool
 
 
 class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.experimental.PythonState):
@@ -110,8 +96,9 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     Args:
         method: a method id with hyper-parameters, a Method, a Plan, or a plan's dict.
-        names: the tensors' names in the order of their gradients, for rules and for :meth:`residual`; without
-            them a tensor's name is its ordinal, "0", "1", ….
+        names: the variables' names, for rules and for :meth:`residual`, in the order in which the tape or optimizer
+            is given them: of all variables, or of those that have gradients. Without them a variable's name is its
+            number, "0", "1", ….
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
         loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
         optimizer: the optimizer of Keras that gets the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
@@ -149,6 +136,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if names is not None and len(set(names)) < len(names):
             raise ValueError(f"two tensors have one name: {sorted({n for n in names if list(names).count(n) > 1})}")
         self.names = None if names is None else list(names)
+        self._names = Names(self.names)
+        self._ordinals: int | None = None  # how many gradients are known by their ordinal, in each graph that has any
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
         self._rates: dict[str, float] = {}  # the learning rate of the present step, by tensor
@@ -182,7 +171,6 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             return tensor, self._counter(bucket.spec.name)
         passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
-        self._segments.together[bucket.spec.name] = traced.exchanged
         flat = tf.reshape(tensor, [-1])
         work = _work(bucket)
         flat = flat if flat.dtype == work else tf.cast(flat, work)
@@ -193,7 +181,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         first = chains[0][:1] if len(chains) == 1 else ()  # one segment does what it can: each costs much
 
         def begin(gradient: Array, _: Array) -> list[Array]:
-            probe = segments.begin(bucket, gradient, piggyback)
+            probe = segments.begin(bucket, gradient, piggyback, traced, self._refuse_other_ordinals(traced))
             return [probe, *(segments.send(bucket, 0, first[0]) if first else ())]
 
         probe, *payload = _segment(begin, [flat, ended], [tf.float32, *(_dtypes(first[0]) if first else ())])
@@ -202,7 +190,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, Ticket(tensor, bucket, passing, done, self._learning_rate(), received=bool(first))
+        return probe, Ticket(tensor, bucket, traced, passing, done, self._learning_rate(), received=bool(first))
 
     @tf.autograph.experimental.do_not_convert
     def decompress(self, output: tf.Tensor, ctx: Ticket | tf.Tensor) -> tf.Tensor:
@@ -211,14 +199,15 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             # in a loop, the next iteration waits for what a variable waits for: one name is all-reduced once at a time
             _count(ctx, output)
             return output
-        bucket, gradient, passing, received = ctx.bucket, ctx.gradient, ctx.passing, ctx.received
+        bucket, gradient, traced = ctx.bucket, ctx.gradient, ctx.traced
+        passing, received = ctx.passing, ctx.received  # as a piece of Python holds no tensors
 
         def finish(probe: Array, done: Array, rate: Array) -> Array:
             if not np.isnan(rate):
                 self._rates[bucket.spec.name] = float(rate)
             if received:
                 self._segments.receive(bucket, done)
-            return self._segments.finish(bucket, probe, passing)
+            return self._segments.finish(bucket, probe, traced, passing)
 
         out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
         _count(self._ended[bucket.spec.name], out)
@@ -285,10 +274,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return len(bucket.program.stages) == 1 and self.local.passes(bucket)
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
-        """The bucket of the gradient that is being traced, by its ordinal in the outermost graph; and that graph's."""
+        """The bucket of the gradient that is being traced, and what was traced in the same outermost graph."""
         if tensor.shape.num_elements() is None:
             raise ValueError(f"a gradient of unknown shape {tensor.shape} cannot be compressed: give it a static shape")
-        name, traced = self._note_name()
+        name, traced = self._note_name(tensor)
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype.name, "hwio")
         known = self.buckets.get(name)
         if known is None:
@@ -302,11 +291,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
             raise ValueError(
                 f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
-                f"{spec.shape} and {spec.dtype} now: one Compressor serves one list of variables, always in one order"
+                f"{spec.shape} and {spec.dtype} now: gradients without a variable must come in one "
+                "order. Use hvd.DistributedGradientTape, which knows the variables, or `with compressor.naming(…):`"
             )
         return known, traced
 
-    def _note_name(self) -> tuple[str, Traced]:
+    def _note_name(self, tensor: tf.Tensor) -> tuple[str, Traced]:
         """The name of the gradient that is being traced, and what was traced in the same outermost graph."""
         graph, outermost, graphs = tf.compat.v1.get_default_graph(), None, []
         while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
@@ -322,14 +312,29 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
                 'would be kept: use hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` '
                 "around each hvd.allreduce"
             )
+        name = name or self._names.of_variable(tensor)
         if name is None:
-            ordinal = len(traced.exchanged) + len(traced.passing)
-            if self.names is not None and ordinal >= len(self.names):
-                raise ValueError(
-                    f"there are more gradients than the {len(self.names)} names that the Compressor was given"
-                )
-            name = str(ordinal) if self.names is None else self.names[ordinal]
+            name = self._names.of_ordinal(traced.ordinals)
+            traced.ordinals += 1
         return name, traced
+
+    def _refuse_other_ordinals(self, traced: Traced) -> Exception | None:
+        """Return an error for a graph with another number of ordinals: they may be of other variables there.
+
+        It is known only when the graph runs, as nothing tells the end of a trace.
+        """
+        if not traced.ordinals:
+            return None
+        if self._ordinals is None:
+            self._ordinals = traced.ordinals
+        if traced.ordinals == self._ordinals:
+            return None
+        return ValueError(
+            f"hvd.allreduce reduces {traced.ordinals} gradients without a name in this graph, and {self._ordinals} in "
+            "the one before: known by their order alone, they would take each other's residuals. Use "
+            "hvd.DistributedGradientTape, which knows the variables, or one tf.function, or `with "
+            'compressor.naming("layer1/kernel"):` around each hvd.allreduce'
+        )
 
     def _counter(self, name: str) -> tf.Tensor:
         """The variable that counts how often a tensor's exchange has ended."""

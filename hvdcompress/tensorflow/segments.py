@@ -59,6 +59,24 @@ def denormals_count() -> Iterator[None]:
         _maths.fesetenv(before)
 
 
+class Traced:
+    """What was traced in one outermost graph.
+
+    Attributes:
+        exchanged: the names of those whose exchange is ours.
+        passing: the others, which TensorFlow hands to Horovod itself. The first gradient is never one of them: with
+            its exchange the engine is told of theirs.
+        ordinals: how many gradients have neither a variable nor a name, and are known by their ordinal.
+        ended: how often each exchange has ended in this graph, well or not.
+    """
+
+    def __init__(self) -> None:
+        self.exchanged: list[str] = []
+        self.passing: list[Bucket] = []
+        self.ordinals = 0
+        self.ended: Counter[str] = Counter()
+
+
 class Segments:
     """The exchanges of one Compressor, by the names of their tensors.
 
@@ -72,9 +90,7 @@ class Segments:
         self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
-        self.together: dict[str, list[str]] = {}  # the tensors that are exchanged in one step with a tensor
-        self._begun: list[str] | None = None  # those of the present step
-        self._ended: Counter[str] = Counter()  # how often each tensor's exchange has ended, well or not
+        self._begun: Traced | None = None  # the graph of the present step
         self._since_failure: set[str] = set()
         self._asked = 0  # triggers that this rank asked for, and how many of them each tensor's probe has carried
         self._asking: dict[str, int] = {}
@@ -84,13 +100,22 @@ class Segments:
 
     # -- the segments ---------------------------------------------------------------------------------
 
-    def begin(self, bucket: Bucket, gradient: Array, piggyback: int | None) -> Array:
+    def begin(
+        self,
+        bucket: Bucket,
+        gradient: Array,
+        piggyback: int | None,
+        traced: Traced,
+        refusal: Exception | None = None,
+    ) -> Array:
         """Start the exchange of a gradient [n].
 
         Args:
             bucket: the tensor.
             gradient: its gradient, flat.
             piggyback: the payload's length, if the stock all-reduce carries it.
+            traced: the graph that it is of.
+            refusal: why the gradient must not be exchanged; None if it may be.
 
         Returns:
             What Horovod shall all-reduce: this rank's probe [PROBE] float32, after the payload if it goes along.
@@ -100,11 +125,11 @@ class Segments:
             self.errors.pop(name, None)
             finite, asks = True, False
             try:
-                if self.failure:
-                    raise self.failure
+                if problem := self.failure or refusal:
+                    raise problem
                 scale = self.loss_scale()
-                if self.together.get(name) is not self._begun:  # another graph's
-                    self._begun = self.together.get(name)
+                if traced is not self._begun:
+                    self._begun = traced
                     self.local.begin_round()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                     work = gradient.astype(self.local.work_dtype(bucket), copy=False)
@@ -167,12 +192,13 @@ class Segments:
             except Exception as error:
                 self.errors[name] = error
 
-    def finish(self, bucket: Bucket, probe: Array, passing: Sequence[Bucket] = ()) -> Array:
+    def finish(self, bucket: Bucket, probe: Array, traced: Traced, passing: Sequence[Bucket] = ()) -> Array:
         """Commit the step, if all ranks did well, and return the reduced gradient [n].
 
         Args:
             bucket: the tensor.
             probe: what Horovod has all-reduced.
+            traced: the graph that runs.
             passing: with the first tensor of a step, those whose gradients TensorFlow hands to Horovod itself: their
                 steps count if its does.
 
@@ -206,7 +232,7 @@ class Segments:
                     self.local.abandon(exchange)
                 else:
                     self._commit(exchange, factor, passed, triggered > 0.5)
-            self._raise_at_the_end_of_a_step(name)
+            self._raise_at_the_end_of_a_step(name, traced)
             return out
 
     def waits_for(self) -> str | None:
@@ -229,18 +255,18 @@ class Segments:
         self._sent(bucket.spec.name, "AllReduce", None, 4 * bucket.spec.size)
         return self.local.pass_on(bucket, _NOTHING, fast)
 
-    def _raise_at_the_end_of_a_step(self, name: str) -> None:
+    def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise what failed, once no rank waits for another any more.
 
-        That is when all tensors of the step that ``name`` is of have ended equally often, or when ``name`` is of the
-        next step already.
+        That is when all tensors of the graph have ended equally often in it, or when ``name`` is of the next step
+        already.
         """
-        self._ended[name] += 1
+        traced.ended[name] += 1
         if self.failure is None:
             return
         again = name in self._since_failure
         self._since_failure.add(name)
-        if again or len({self._ended[other] for other in self.together.get(name, ())}) < 2:
+        if again or len({traced.ended[other] for other in traced.exchanged}) < 2:
             raise self.failure
 
     # -- inside ---------------------------------------------------------------------------------------

@@ -320,6 +320,26 @@ def variables_with_one_path_have_residuals_of_their_own() -> None:
 
 
 @case
+def variables_that_are_frozen_at_first_keep_their_own_residuals() -> None:
+    shape, names = (64, 32), ["kernel", "kernel#2"]
+    variables = [keras.Variable(np.zeros(shape, np.float32), name="kernel") for _ in names]
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), "topk", density=0.05)
+    optimizer.build(variables)
+    net = reference("topk", density=0.05)
+    frozen = tf.function(lambda gradient: optimizer.apply([None, gradient], variables))
+    thawed = tf.function(lambda *gradients: optimizer.apply(list(gradients), variables))
+    for step in range(4):
+        trained, apply = (names, thawed) if step % 2 else (names[1:], frozen)
+        inputs = [heavy_tailed(dict.fromkeys(trained, shape), step, rank) for rank in range(hvd.size())]
+        before = [np.array(variable) for variable in variables]
+        apply(*(tf.constant(inputs[hvd.rank()][name]) for name in trained))
+        reduced = net.allreduce_many(inputs)[0]
+        for name, variable, start in zip(names, variables, before, strict=True):
+            want = start - reduced.get(name, np.float32(0))
+            assert_close({name: np.array(variable)}, {name: want}, REORDERED, f"step {step}")
+
+
+@case
 def misuse_is_refused() -> None:
     used = keras.optimizers.SGD(0.1)
     used.build([keras.Variable(np.zeros(3))])
