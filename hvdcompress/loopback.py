@@ -120,6 +120,7 @@ class Loopback:
             step.obey(together)
             step.close()
         self.ledger.steps += not together.non_finite
+        self.ranks[0].warn_of_idle_rules()
         return outs
 
     def _exchange(

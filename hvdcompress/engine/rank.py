@@ -23,7 +23,7 @@ from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import Own, Pieces, State, declared_by_members, declared_slots, itemsize
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Broadcast, Context, Method, Slot
+from hvdcompress.method import Array, Broadcast, Context, Method, Slot, TensorSpec
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves, both
@@ -33,6 +33,7 @@ from hvdcompress.plan import Bucket, Plan
 from hvdcompress.registry import get
 
 UNCOMPRESSED = get("none")
+SEEN = 10  #: steps, after which the tensors that have come are taken for all there are
 LITTLE = 1 << 12  #: elements, on average: joined gradients of no more are looked at together, as calls cost more there
 ENOUGH = 1 << 20  #: elements of gradients that are taken in together: as many as the processor's cache still holds
 
@@ -677,6 +678,19 @@ class Rank:
             if state.triggers:
                 restarts |= {member.name: (state.triggers, *state.restart) for member in state.bucket.members}
         return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in steps.keys() | restarts.keys()}
+
+    def warn_of_idle_rules(self, specs: Sequence[TensorSpec] = ()) -> None:
+        """Log, on rank 0, which of the plan's rules apply to no tensor.
+
+        Args:
+            specs: all tensors; without them, where a driver gets to know them as they come, those that have come after
+                some steps.
+        """
+        if not specs and self.plan.rules and self.ledger.steps == SEEN:
+            specs = [spec for bucket in self.buckets() for spec in bucket.members]
+        for rule in self.plan.idle_rules(specs) if specs and self.rank == 0 else ():
+            some = ", ".join([repr(spec.name) for spec in specs[:3]] + ["…"] * (len(specs) > 3))
+            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {some}")
 
     def regroup(self, buckets: Sequence[Bucket]) -> None:
         """Bring what is kept of tensors into these buckets. One that is in none of them is by itself from now on."""

@@ -124,20 +124,23 @@ class TensorCompressor(compressor.Compressor):
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
-        specs = [spec_of(name, parameter) for name, parameter in pairs]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
-        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
-        self._adapts = any(map(momentum.adapts, methods))
-        for rule in self.plan.idle_rules(specs) if rank == 0 else ():
-            some = ", ".join([repr(spec.name) for spec in specs[:3]] + ["…"] * (len(specs) > 3))
-            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {some}")
+        specs = self._arrange()
+        self.local.warn_of_idle_rules(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
-        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
         # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
+
+    def _arrange(self) -> list[TensorSpec]:
+        """Group the parameters into buckets; returns what the engine sees of them."""
+        specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
+        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
+        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
+        self._adapts = any(map(momentum.adapts, methods))
+        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
+        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        return specs
 
     def _refuse_two_drivers(self) -> None:
         mine = {id(parameter): name for name, parameter in self.parameters.items()}

@@ -184,6 +184,7 @@ class Compressor(compressor.Compressor):
         finally:
             self._step = None
         self.ledger.steps += step.finite
+        self.local.warn_of_idle_rules()
         return outs
 
     def _launch(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:

@@ -207,7 +207,9 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
                 self._rates[bucket.spec.name] = float(rate)
             if received:
                 self._segments.receive(bucket, done)
-            return self._segments.finish(bucket, probe, traced, passing)
+            reduced = self._segments.finish(bucket, probe, traced, passing)
+            self.local.warn_of_idle_rules()
+            return reduced
 
         out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
         _count(self._ended[bucket.spec.name], out)

@@ -8,6 +8,7 @@ Average from Sum. ``docs/drivers.md`` says more.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -112,8 +113,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name. What
-            requires no gradient now is not exchanged; what is frozen later keeps its residual.
+        named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name. What the
+            optimizer does not have, or requires no gradient now, is not exchanged; what is frozen later keeps its
+            residual.
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
@@ -179,6 +181,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             )
         if self._failure:
             raise self._failure
+        if self._arrivals is None and not self._agreed:
+            self._keep_to(sys._getframe(1).f_locals.get("self"))
         ticket, arrivals = Ticket(tensor), self._current()
         step = arrivals.step
         try:
@@ -247,6 +251,18 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             collectives = Collectives(transport, self.local.observers)
             self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())
         return self._arrivals
+
+    def _keep_to(self, optimizer: Any) -> None:
+        """Before the first step: of the parameters, keep those that the optimizer has, which calls :meth:`compress`.
+
+        A program with several optimizers may have given all names of the model to each Compressor.
+        """
+        theirs = {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
+        mine = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in theirs}
+        if 0 < len(mine) < len(self.parameters):
+            self.parameters = mine
+            self._arrange()
+            self.local.regroup(self._buckets())
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals

@@ -107,6 +107,34 @@ def frozen_parameters_are_not_exchanged() -> None:
 
 
 @case
+def optimizers_that_share_all_names() -> None:
+    """Two optimizers of one model, to whose Compressors all of its names are given: each exchanges its own alone."""
+    sent, finals = [], []
+    for number in range(2):
+        params = parameters(f"shared{number}")
+        halves = [dict(list(params.items())[part::2]) for part in range(2)]
+        comps = [Compressor("topk", (params if number else half).items(), density=0.1) for half in halves]
+        opts = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(half.values(), lr=0.1, momentum=0.9), params.items() if number else half.items(), comp
+            )
+            for half, comp in zip(halves, comps, strict=True)
+        ]
+        for step in range(4):
+            for opt in opts:
+                opt.zero_grad()
+            drawn = gradients(parameters("shared"), step, hvd.rank())
+            backward(params, dict(zip(params, drawn.values(), strict=True)))
+            for opt in opts:
+                opt.step()
+        sent.append(sum(comp.ledger.bytes_sent() for comp in comps))
+        finals.append({name.split(".")[-1]: p.detach().numpy() for name, p in params.items()})
+        assert [sorted(comp.state_dict()["steps"]) for comp in comps] == [sorted(half) for half in halves]
+    assert sent[0] == sent[1]
+    assert_close(finals[0], finals[1], summed(hvd.size()), "parameters")
+
+
+@case
 def a_bucket_with_members_that_get_no_gradient() -> None:
     shapes = {f"s{number}": (20, 7) for number in range(6)}
     params = parameters("bucketless", shapes=shapes)
