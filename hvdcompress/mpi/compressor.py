@@ -22,8 +22,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 # Without mpirun Open MPI would start a daemon of its own, which fails where there is no ssh; one rank needs none
-os.environ.setdefault("OMPI_MCA_ess_singleton_isolated", "1")
-from mpi4py import MPI  # noqa: E402
+_ISOLATED = "OMPI_MCA_ess_singleton_isolated"
+_is_set = _ISOLATED in os.environ
+os.environ.setdefault(_ISOLATED, "1")
+from mpi4py import MPI  # noqa: E402  (which starts MPI)
+
+if not _is_set:
+    del os.environ[_ISOLATED]
 
 from hvdcompress.engine import compressor, log  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402

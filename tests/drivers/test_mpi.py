@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import launch
+from launching import environment, launch
 
 pytest.importorskip("mpi4py")
 pytestmark = pytest.mark.parallel
@@ -44,3 +44,20 @@ def test_the_example_converges() -> None:
     said = re.search(r"^2 ranks, error ([\d.]+)%, ([\d.]+) times fewer bytes than dense$", done.stdout, re.MULTILINE)
     assert done.returncode == 0 and said, done.stdout
     assert float(said[1]) < 2 and float(said[2]) > 10
+
+
+def test_an_import_changes_nothing_of_the_process() -> None:
+    """But that MPI starts, as with mpi4py's own import; without a launcher, too."""
+    program = (
+        "import logging, os, signal, threading\n"
+        "import numpy as np\n"
+        "def settings():\n"
+        "    handlers = [signal.getsignal(number) for number in signal.valid_signals()]\n"
+        "    return dict(os.environ), np.geterr(), handlers, threading.enumerate(), logging.root.handlers\n"
+        "before = settings()\n"
+        "import hvdcompress.mpi\n"
+        "assert settings() == before and hvdcompress.mpi.Compressor('none').allreduce(np.ones(3), 'w').sum() == 3\n"
+    )
+    alone = environment("alone")
+    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
