@@ -7,12 +7,17 @@ import time
 import torch
 import torch.distributed as dist
 from harness import EXACT, OUT, Skip, assert_close, case, must_raise
+from promises.traces import Recorder, digest, record_or_compare
+from promises.variants import METHODS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import hvdcompress
 from hvdcompress import ddp
 from hvdcompress.ddp.sharded import ShardedCompressor
 from hvdcompress.loopback import Loopback
+from hvdcompress.optimizers import SGD
+from hvdcompress.testing import numbers
 
 REPLICAS = 2
 LAYERS = {"0": 40 * 60 + 60, "2": 60 * 31 + 31, "4": 31 * 10 + 10}
@@ -245,3 +250,28 @@ def discarded_and_paused_steps_of_all_modules_leave_no_trace() -> None:
         compressor.close()
     assert_close(results[0][0], results[1][0], EXACT, "with and without steps that are thrown away")
     assert results[0][1] == results[1][1]
+
+
+@case
+def traces_of_a_sharded_net() -> None:
+    """As promises/traces.py has them, of vectors that are made by no matrix product; two replicas of one shard."""
+    if dist.get_world_size() != 2:
+        raise Skip("recorded of two ranks")
+    both, found = mesh(), {}
+    for method, settings in METHODS.items():
+        model = sharded(both["shard"])
+        compressor = ddp.fsdp(model, method, replicas=both["replicate"], **{"min_elements": 1, **settings})
+        compressor.local.optimizer = SGD(momentum=0.9).read
+        recorder = Recorder(dist.get_rank(), LAYERS)
+        compressor.watch(recorder)
+        lines, exact = [], hvdcompress.get(method).exact
+        for step in range(5):
+            results = {}
+            for number, (name, size) in enumerate(LAYERS.items()):
+                results[name] = torch.as_tensor(numbers((size,), number, dist.get_rank(), step).copy())
+                compressor.reduce(name, results[name])
+            lines.append(f"{recorder.take()} {digest(results)}" if exact else "-")
+        lines.append(digest(compressor.state_dict()["state"] if exact else compressor.state_dict()["steps"]))
+        found[method] = lines
+        compressor.close()
+    record_or_compare("fsdp", dist.get_rank(), found)

@@ -1,0 +1,167 @@
+"""What a driver sends and returns is, to the byte, what was recorded: the engine may be rebuilt, and nothing changes.
+
+``tests/golden/traces.json`` has the traces of two ranks, made by ``python tests/make_traces.py``. Where a trace has to
+change, the commit says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import Skip
+
+import hvdcompress
+from hvdcompress.optimizers import SGD
+from promises.registry import promise
+from promises.variants import METHODS, Settings
+
+SUBJECT = "Traces"
+FILE = Path(__file__).resolve().parents[2] / "golden" / "traces.json"
+RECORD = "HVDCOMPRESS_TRACES"  #: a variable: the folder into which traces are written, instead of compared
+STEPS, TRIGGERED, BAD = 7, 1, 3
+SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+TF_SHAPES = {**SHAPES, "b": (3, 5, 7, 16)}  # a convolution lies as height, width, in, out
+
+Trace = list[str]
+
+
+def scenarios(door: Any) -> dict[str, tuple[str, Settings, str]]:
+    """By name: a method, settings and a dtype."""
+    found = {method: (method, settings, "float32") for method, settings in METHODS.items()}
+    for method in ("topk", "scalecom", "powersgd", "qsgd"):
+        found |= {
+            f"{method} in bfloat16": (method, METHODS[method], "bfloat16"),
+            f"{method} in float16": (method, METHODS[method], "float16"),
+            f"{method} by itself": (method, {**METHODS[method], "bucket_elements": 0}, "float32"),
+            f"{method} in buckets": (method, {**METHODS[method], "bucket_elements": 2000}, "float32"),
+        }
+    found |= {
+        f"topk, {momentum}": ("topk", {"density": 0.05, "optimizer_momentum": momentum}, "float32")
+        for momentum in ("keep", "cancel")
+    }
+    found["topk, clipped"] = ("topk", {"density": 0.05, "clip_norm": 0.1}, "float32")
+    leaves_out = [" in buckets", "clipped"] if door.by_tensor else []
+    leaves_out += [" in bfloat16"] if door.name in ("loopback", "mpi") else []
+    return {name: one for name, one in found.items() if not any(words in name for words in leaves_out)}
+
+
+class Recorder:
+    """An observer that hashes what one rank sends."""
+
+    def __init__(self, rank: int, tensors: Any):
+        self.rank, self.tensors = rank, tuple(tensors)
+        self.sends: dict[str, list[Any]] = defaultdict(list)
+        self._lock = threading.Lock()
+
+    def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
+        """Note it. Of the ranks' status and the like only the kind, as it has the plan's text."""
+        if rank != self.rank:
+            return
+        with self._lock:
+            if name.split("+")[0] not in self.tensors:
+                self.sends[name].append(verb)
+            else:
+                seen = None if payload is None else _host(payload)
+                content = () if seen is None else (str(seen.dtype), _hash(seen))
+                self.sends[name].append((verb, num_bytes, *content))
+
+    def __getattr__(self, event: str) -> Any:
+        if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
+            raise AttributeError(event)
+        return lambda *_, **__: None
+
+    def take(self) -> str:
+        """Return the number of sends since the last call, and a hash of them, whatever their order.
+
+        Under Horovod a result may come before the probe that goes with the same tensor.
+        """
+        with self._lock:
+            found = [(name, sorted(sends, key=repr)) for name, sends in sorted(self.sends.items())]
+            self.sends.clear()
+        return f"{sum(len(sends) for _, sends in found)}:{digest(found)}"
+
+
+def trace(door: Any, method: str, settings: Settings, dtype: str) -> Trace:
+    """Run some steps, with momentum to adapt, a trigger, a NaN, and a step that is taken back."""
+    shapes = TF_SHAPES if door.name == "tensorflow" else SHAPES
+    handle = door.make(method, settings, shapes, dtype=dtype)
+    handle.use(SGD(momentum=0.9))
+    recorder = Recorder(door.rank, shapes)
+    handle.watch(recorder)
+    door.meet()
+    steps = []
+    for step in range(STEPS):
+        given = door.gradients(step, shapes)
+        if step == TRIGGERED and door.rank == 0:
+            handle.trigger()
+        if step == BAD and door.rank == door.world - 1:
+            for array in given.values():
+                array.flat[-1] = np.nan
+        results = handle.reduce(given)
+        door.meet()
+        exact = hvdcompress.get(method).exact  # others have matrix products, which processors round differently
+        steps.append(f"{recorder.take() if exact else '-'} {digest(sorted(results.items())) if exact else '-'}")
+    state = handle.state()
+    kept = {name: sorted(slots.items()) for name, slots in sorted(state["state"].items())} if exact else sorted(shapes)
+    sent = {name: number for name, number in handle.sent().items() if name in shapes or "+" in name}
+    steps.append(f"{digest(kept, sorted(state['steps'].items()), state['restarts'])} {digest(sorted(sent.items()))}")
+    return steps
+
+
+@promise(ranks=2, seconds=200)
+def traces_are_those_that_were_recorded(door: Any) -> None:
+    """Of every method: each collective's tensor, kind, dtype, length and content, the results, what is kept, and the
+    ledger; with tensors together and by themselves, in other dtypes, with a trigger, a NaN and adapted momentum."""
+    if door.world != 2:
+        raise Skip("recorded of two ranks")
+    record_or_compare(door.name, door.rank, {name: trace(door, *one) for name, one in scenarios(door).items()})
+
+
+def record_or_compare(name: str, rank: int, found: dict[str, Trace]) -> None:
+    """Compare a rank's traces with those that were recorded, or record them.
+
+    Raises:
+        AssertionError: one differs; it says which, and where.
+    """
+    if folder := os.environ.get(RECORD):
+        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        return
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))[name][rank]
+    assert found.keys() == recorded.keys(), "make them with: python tests/make_traces.py"
+    for scenario, lines in found.items():
+        for step, (ours, theirs) in enumerate(zip(lines, recorded[scenario], strict=True)):
+            where = f"step {step}, sends and results" if step < len(lines) - 1 else "the end, what is kept"
+            assert ours == theirs, f"{name}, {scenario}, {where}: {ours}, recorded {theirs}"
+
+
+def _host(array: Any) -> np.ndarray[Any, Any]:
+    if hasattr(array, "cpu"):
+        array = array.detach().cpu()
+        array = array.view(array.new_empty(0).short().dtype) if str(array.dtype) == "torch.bfloat16" else array
+    return np.asarray(array)
+
+
+def _hash(array: np.ndarray[Any, Any]) -> str:
+    if array.dtype.kind == "f" and np.isnan(array).any():  # NaN has many bits
+        array = np.where(np.isnan(array), np.float32(12345.0), array)
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:12]
+
+
+def digest(*facts: Any) -> str:
+    """Return a hash of numbers, texts, arrays, and what consists of them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray) or hasattr(value, "detach"):
+            return _hash(_host(value))
+        if isinstance(value, dict):
+            return sorted((key, plain(one)) for key, one in value.items())
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+    return hashlib.sha256(repr(plain(facts)).encode()).hexdigest()[:12]
