@@ -1,4 +1,4 @@
-"""The torch driver when a rank is killed, or has joined; see ``test_promises_torch.py`` for all else."""
+"""The torch driver when a rank is killed, ends or has joined; see ``test_promises_torch.py`` for all else."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     assert (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"
     assert time.monotonic() - began < 110
+
+
+@pytest.mark.timeout(80)
+def test_all_reduces_that_start_while_a_peer_ends_raise(tmp_path: Path) -> None:
+    """Without the fix in launch/horovod-0.28.1.patch, Horovod waits for a lock of its own with the GIL held."""
+    done = launch("mpi-2", Path(__file__).parent / "peer_ends.py", str(tmp_path), seconds=60, DOOR="torch")
+    assert "raised on purpose" in done.stdout
+    assert (tmp_path / "error").exists(), done.stdout[-3000:]
+    assert "Horovod has been shut down" in (tmp_path / "error").read_text()
 
 
 @pytest.mark.timeout(100)
