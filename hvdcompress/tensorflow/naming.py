@@ -85,7 +85,7 @@ def _lists_of(gradient: tf.Tensor) -> tuple[Sequence[Any], Sequence[Any]] | None
 
 
 def _keys(variables: Sequence[Any]) -> Iterator[Hashable]:
-    """By what each source of a tape is known: a variable by itself, a tensor, which each trace has anew, by its place.
+    """By what each source of a tape is known: a variable by itself, a tensor, another one in each trace, by its place.
 
     A variable that is in the list twice has two gradients, with a residual each.
     """
