@@ -27,14 +27,16 @@ FILE = Path(__file__).resolve().parents[2] / "golden" / "traces.json"
 RECORD = "HVDCOMPRESS_TRACES"  #: a variable: the folder into which traces are written, instead of compared
 STEPS, TRIGGERED, BAD = 7, 1, 3
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+LARGE = {"a": (1100, 1000), "c": (8, 131), "e": (5,)}  #: more than are taken in at once
 TF_SHAPES = {**SHAPES, "b": (3, 5, 7, 16)}  # a convolution lies as height, width, in, out
 
 Trace = list[str]
+Scenario = tuple[str, Settings, str]
 
 
-def scenarios(door: Any) -> dict[str, tuple[str, Settings, str]]:
+def scenarios(door: Any) -> dict[str, Scenario]:
     """By name: a method, settings and a dtype."""
-    found = {method: (method, settings, "float32") for method, settings in METHODS.items()}
+    found: dict[str, Scenario] = {method: (method, settings, "float32") for method, settings in METHODS.items()}
     for method in ("topk", "scalecom", "powersgd", "qsgd"):
         found |= {
             f"{method} in bfloat16": (method, METHODS[method], "bfloat16"),
@@ -46,6 +48,7 @@ def scenarios(door: Any) -> dict[str, tuple[str, Settings, str]]:
         f"topk, {momentum}": ("topk", {"density": 0.05, "optimizer_momentum": momentum}, "float32")
         for momentum in ("keep", "cancel")
     }
+    found |= {f"{method}, large": (method, METHODS[method], "float32") for method in ("topk", "scalecom", "powersgd")}
     found["topk, clipped"] = ("topk", {"density": 0.05, "clip_norm": 0.1}, "float32")
     leaves_out = [" in buckets", "clipped"] if door.by_tensor else []
     leaves_out += [" in bfloat16"] if door.name in ("loopback", "mpi") else []
@@ -88,9 +91,8 @@ class Recorder:
         return f"{sum(len(sends) for _, sends in found)}:{digest(found)}"
 
 
-def trace(door: Any, method: str, settings: Settings, dtype: str) -> Trace:
+def trace(door: Any, method: str, settings: Settings, dtype: str, shapes: Any) -> Trace:
     """Run some steps, with momentum to adapt, a trigger, a NaN, and a step that is taken back."""
-    shapes = TF_SHAPES if door.name == "tensorflow" else SHAPES
     handle = door.make(method, settings, shapes, dtype=dtype)
     handle.use(SGD(momentum=0.9))
     recorder = Recorder(door.rank, shapes)
@@ -121,7 +123,9 @@ def traces_are_those_that_were_recorded(door: Any) -> None:
     ledger; with tensors together and by themselves, in other dtypes, with a trigger, a NaN and adapted momentum."""
     if door.world != 2:
         raise Skip("recorded of two ranks")
-    record_or_compare(door.name, door.rank, {name: trace(door, *one) for name, one in scenarios(door).items()})
+    shapes = TF_SHAPES if door.name == "tensorflow" else SHAPES
+    found = {name: trace(door, *one, LARGE if "large" in name else shapes) for name, one in scenarios(door).items()}
+    record_or_compare(door.name, door.rank, found)
 
 
 def record_or_compare(name: str, rank: int, found: dict[str, Trace]) -> None:
