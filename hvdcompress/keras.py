@@ -22,7 +22,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdcompress.engine import log
+from hvdcompress.engine.telemetry import log
 from hvdcompress.method import Method
 from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
 from hvdcompress.plan import Plan

@@ -17,14 +17,14 @@ import numpy as np
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.figures import Figures, figures
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.metrics import Writer, openmetrics, scalars
-from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.step import Step, loss_scale_now
-from hvdcompress.engine.summary import summary
+from hvdcompress.engine.telemetry.figures import Figures, figures
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
+from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops import fast

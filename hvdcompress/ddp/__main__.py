@@ -27,7 +27,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress.ddp.attach import attach
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.plan import Plan, load, plan_of, settings_of
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.transport import Handle, Request, Transport
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast

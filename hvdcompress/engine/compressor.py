@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.figures import Figures, figures
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.metrics import Writer, openmetrics, scalars
-from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.safety.watchdog import Place, Watchdog
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import describe
 from hvdcompress.engine.step import loss_scale_now
-from hvdcompress.engine.summary import summary
+from hvdcompress.engine.telemetry.figures import Figures, figures
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
+from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -171,7 +171,7 @@ class Compressor(ABC):
         """What was done so far on this rank: a table within 80 columns, a line for each program of methods.
 
         It has tensors, elements, bytes, the compression ratio, the norm of the residuals and seconds, as
-        :func:`hvdcompress.engine.summary.summary` says.
+        :func:`hvdcompress.engine.telemetry.summary.summary` says.
         """
         return summary(self.figures(), self.ledger, self.local.rank)
 

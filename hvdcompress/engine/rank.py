@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import handover, log, snapshot
+from hvdcompress.engine import handover
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.observer import Observer
 from hvdcompress.engine.safety import verify
+from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.state import Own, Pieces, State, declared_by_members, declared_slots, itemsize
+from hvdcompress.engine.telemetry import log
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Broadcast, Context, Method, Slot, TensorSpec
 from hvdcompress.ops.scan import NOTHING, Found

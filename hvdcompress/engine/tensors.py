@@ -12,12 +12,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hvdcompress.ops
 import hvdcompress.ops.torch as torch_ops
-from hvdcompress.engine import compressor, log
+from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.torch_optimizers import Optimizers, TorchReader
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast

@@ -30,12 +30,13 @@ from mpi4py import MPI  # noqa: E402  (which starts MPI)
 if not _is_set:
     del os.environ[_ISOLATED]
 
-from hvdcompress.engine import compressor, log  # noqa: E402
+from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.safety.alarm import everyones  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
+from hvdcompress.engine.telemetry import log  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
 from hvdcompress.ops import fast  # noqa: E402

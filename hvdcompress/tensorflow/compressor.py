@@ -36,11 +36,13 @@ import numpy as np
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from hvdcompress.engine import checkpoint, compressor, log
+from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.safety.watchdog import Watchdog
+from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.telemetry import log
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of

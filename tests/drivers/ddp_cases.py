@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
-from hvdcompress.engine import log
 from hvdcompress.engine.handover import by_tensor
+from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import Loopback
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}

@@ -20,7 +20,7 @@ import tensorflow as tf
 from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 from horovod.common.elastic import ObjectState
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.tensorflow import Compressor
 
 faulthandler.dump_traceback_later(200, exit=True)

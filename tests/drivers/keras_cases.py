@@ -15,7 +15,7 @@ import tensorflow as tf
 from harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, summed
 from tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.keras import (
     BroadcastCallback,
     DistributedOptimizer,

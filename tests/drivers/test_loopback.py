@@ -9,7 +9,7 @@ import pytest
 
 import hvdcompress
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.snapshot import reshard
+from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.plan import Plan

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.loopback import Loopback
 
 
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_not_summed() -> None:
-    from hvdcompress.engine.snapshot import reshard
+    from hvdcompress.engine.saving.snapshot import reshard
 
     head = {"world": 2, "steps": {"w": 3}, "merge": {"w": {"basis": "keep", "residual": "sum"}}}
     slots = {"basis": np.ones(3, np.float32), "residual": np.ones(3, np.float32)}
@@ -264,7 +264,7 @@ def test_an_array_that_is_not_what_it_should_be_is_refused(bad: str) -> None:
 KILLED = """
 import os, signal, sys, time
 import numpy as np
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.loopback import Loopback
 net = Loopback("topk", world=1, density=0.01)
 net.allreduce_many([{"w": np.ones(4_000_000, np.float32)}])

@@ -9,7 +9,7 @@ import pytest
 from threads import ThreadTransport, run
 
 from hvdcompress.engine.collectives import Collectives, cut, gathered_lengths, lower
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire

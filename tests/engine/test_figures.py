@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from openmetrics_grammar import parse
 
-from hvdcompress.engine import log
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry import log
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 

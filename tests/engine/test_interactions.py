@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hvdcompress import registry
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.snapshot import reshard
+from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.method import Array, Context, Sparse, TensorSpec
 from hvdcompress.methods.topk import TopK
 from hvdcompress.ops.scan import Scan

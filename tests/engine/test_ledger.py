@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 

@@ -19,11 +19,11 @@ import numpy as np
 
 import hvdcompress
 from hvdcompress import registry
-from hvdcompress.engine import checkpoint
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.lockstep import carry_out
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.training.experiment import Experiment

@@ -27,7 +27,7 @@ FILES = {
         "parts/rangefloat.py",
     ),
     "payloads: methods": ("methods/[a-z]*.py",),
-    "saved states": ("engine/checkpoint.py", "engine/snapshot.py"),
+    "saved states": ("engine/saving/checkpoint.py", "engine/saving/snapshot.py"),
     "plans": ("plan/document.py", "plan/reading.py", "plan/schedule.py"),
     "experiments, profiles, metrics": ("lab/training/experiment.py", "lab/advise/profile.py", "lab/output/jsonl.py"),
 }

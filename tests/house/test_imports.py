@@ -204,7 +204,7 @@ def test_importing_the_package_imports_no_framework() -> None:
     code = f"""
 import importlib, sys
 sys.path[:0] = {[str(PACKAGE.parent), *filter(None, sys.path)]!r}
-for name in ("hvdcompress", "hvdcompress.engine.ledger", "hvdcompress.loopback", "hvdcompress.testing"):
+for name in ("hvdcompress", "hvdcompress.engine.telemetry.ledger", "hvdcompress.loopback", "hvdcompress.testing"):
     importlib.import_module(name)
     sys.modules["hvdcompress"].get("topk")
     print(name, sorted(set(sys.modules) & {FRAMEWORKS!r}))

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 import nav
 from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, unusual, walls, words, wrong_names
 
-from hvdcompress.engine.ledger import Ledger
-from hvdcompress.engine.summary import summary
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.summary import summary
 
 HEADING = summary((), Ledger(2, 0), 0).splitlines()[0]  # of the table that summary() returns
 PUBLIC = (

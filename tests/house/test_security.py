@@ -17,7 +17,7 @@ import pytest
 
 import hvdcompress
 from hvdcompress import load
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.plan import PlanError, settings_of
 
 PACKAGE = Path(hvdcompress.__file__).parent

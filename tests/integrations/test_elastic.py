@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcompress import get
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.method import TensorSpec
 from hvdcompress.testing import Trial, numbers
 

@@ -26,8 +26,8 @@ import test_wire
 
 import hvdcompress
 from hvdcompress import testing
-from hvdcompress.engine.ledger import Ledger
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Broadcast, Method
 from hvdcompress.ops import fast

@@ -27,8 +27,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdcompress.engine.log import LOGGER
 from hvdcompress.engine.safety.peers import PATIENCE, Answering, Message, Unreachable, ask
+from hvdcompress.engine.telemetry.log import LOGGER
 
 TICK = 0.5  #: seconds between two looks
 PATIENT = 1800  #: seconds; PyTorch's process groups wait as long

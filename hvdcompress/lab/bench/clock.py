@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 
 __all__ = ["Clock"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.lab.bench.clock import Clock
 from hvdcompress.lab.bench.gradients import Gradients, Shapes, loss, make_gradients
 from hvdcompress.loopback import Loopback

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.lab.momentum.contenders import METHODS
 from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.loopback import Loopback

@@ -29,7 +29,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from hvdcompress.engine.agreement import Status
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.lab.scale import imagined
 from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec

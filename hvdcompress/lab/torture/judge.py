@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.lab.cluster import launcher
 from hvdcompress.lab.torture.faults import FAULTS, STEPS, Case
 from hvdcompress.lab.torture.launch import PATIENCE, Launched

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes
-from hvdcompress.engine import checkpoint
+from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import describe
 from hvdcompress.ops import numpy as reference
 from hvdcompress.optimizers import SGD

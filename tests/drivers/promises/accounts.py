@@ -6,8 +6,8 @@ import logging
 from collections import defaultdict
 from typing import Any
 
-from hvdcompress.engine import log
 from hvdcompress.engine.rank import ENOUGH, SEEN
+from hvdcompress.engine.telemetry import log
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries

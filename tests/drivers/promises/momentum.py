@@ -8,8 +8,8 @@ import numpy as np
 from harness import assert_close
 
 from hvdcompress import get
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.snapshot import reshard
+from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.saving.snapshot import reshard
 from hvdcompress.optimizers import SGD
 from hvdcompress.parts.momentum import adapts
 from promises.registry import promise

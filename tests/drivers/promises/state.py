@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from harness import assert_close
 
-from hvdcompress.engine import checkpoint
-from hvdcompress.engine.snapshot import reshard
+from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.saving.snapshot import reshard
 from promises.numbers import assert_same_state
 from promises.registry import promise
 from promises.variants import METHODS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hvdcompress.engine.figures import Figures
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.figures import Figures
+from hvdcompress.engine.telemetry.ledger import Ledger
 
 WIDTH = 80
 COLUMNS = ("tensors", "gradients", "sent", "ratio", "residual", "codec")

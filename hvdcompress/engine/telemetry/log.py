@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer
 
 VARIABLE = "HVDCOMPRESS_LOG"
 LOGGER = logging.getLogger("hvdcompress")

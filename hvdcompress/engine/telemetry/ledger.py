@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hvdcompress.engine import compiling
-from hvdcompress.engine.observer import Observer
+from hvdcompress.engine.telemetry import compiling
+from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.method import Array
 
 

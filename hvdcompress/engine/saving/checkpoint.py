@@ -26,7 +26,7 @@ from safetensors.numpy import load as deserialize
 from safetensors.numpy import save as serialize
 from safetensors.numpy import save_file
 
-from hvdcompress.engine import snapshot
+from hvdcompress.engine.saving import snapshot
 
 METADATA = "hvdcompress"  #: the key of what is no array: plan, steps, world, …
 KEPT = 2  #: files that a rank keeps: while one set is being written, the one before it is whole

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from hvdcompress.engine.figures import Figures
-from hvdcompress.engine.ledger import Ledger
+from hvdcompress.engine.telemetry.figures import Figures
+from hvdcompress.engine.telemetry.ledger import Ledger
 
 PREFIX = "hvdcompress"
 

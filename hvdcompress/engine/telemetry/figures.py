@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.ledger import Entry, Ledger
 from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.telemetry.ledger import Entry, Ledger
 from hvdcompress.method import Array
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket

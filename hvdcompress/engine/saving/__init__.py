@@ -1,0 +1,1 @@
+"""State as plain data, by tensor: on disk, and re-sharded for another number of ranks."""
