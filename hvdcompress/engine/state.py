@@ -121,7 +121,9 @@ class State:
         joined = [array for array in (self.joined, self.arrived) if array is not None]
         own = [array for one in self.members for array in (*one.slots.values(), *one.scratch.values())]
         momentum = [array for piece in (*self.momentum, *self.before) for array in slots_of(piece).values()]
-        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *own, *joined, *momentum]
+        undo = [each for one in (self.undo.stamps if self.undo else ()) for each in one if not isinstance(each, slice)]
+        kept = [*undo, *own, *joined, *momentum]
+        return [*self.slots.values(), *self.spare.values(), *self.scratch.values(), *kept]
 
 
 def slots_of(piece: Piece) -> dict[str, Array]:
