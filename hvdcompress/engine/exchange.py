@@ -54,7 +54,7 @@ class Exchange:
         lengths: what this step adds to the state's ``lengths``, by :attr:`call`.
         pending: that collective under way.
         momentum: what the optimizer's momentum buffer contains after this step (:attr:`State.momentum`).
-        updates: how many updates the members' optimizers had done before it.
+        updates: ``Momentum.updates`` of the members, before it.
         paused: whether the state stays as it is.
         begun_in: ``Rank.round`` when it began.
         over: of members by their number, what their float16 results could not hold, as this rank's residual keeps it.

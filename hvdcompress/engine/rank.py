@@ -125,7 +125,7 @@ class Rank:
         alone = len(bucket.members) == 1 and bucket.spec.dtype == "float32"
         state = self.states.get(bucket.spec.name)
         cancelled = state is not None and bool(state.momentum)  # there is something to take back once more
-        return method.passes and method.feedback == "none" and alone and (self.paused or not cancelled)
+        return method.passes and method.feedback == "none" and alone and not cancelled
 
     def pass_on(self, bucket: Bucket, like: Any, ops: Ops) -> State:
         """Note that the driver's framework reduces a gradient; returns its state.
@@ -398,7 +398,7 @@ class Rank:
         if limited:
             exchange.outs = [exchange.ops.zeros(len(out), "float32", like=out) for out in outs if out is not None]
             exchange.cleared = [True] * len(outs)
-        filters = self._filters(exchange) if adapt and not exchange.paused else []
+        filters = self._filters(exchange) if adapt else []
         exchange.momentum = state.momentum
         if filters:
             kept = handover.hand_over(exchange, factor, filters, state.momentum, state.before)
@@ -449,7 +449,7 @@ class Rank:
 
         ``factor`` is what :meth:`deliver` was called with, without ``adapt``.
         """
-        if momentum.adapts(exchange.method) or (exchange.state.momentum and not exchange.paused):
+        if momentum.adapts(exchange.method) or exchange.state.momentum:
             exchange.cleared = [False] * len(exchange.outs)
             self.deliver(exchange, factor * clipping)
         elif clipping < 1.0:
@@ -483,6 +483,8 @@ class Rank:
             return []
         exchange.updates = tuple(each.updates if each else None for each in found)
         self._reconcile(exchange, found)
+        if exchange.paused:
+            return []
         if adapts:
             return [momentum.adapting(exchange.method, each) for each in found]
         return [momentum.releasing(each) for each in found] if state.momentum else []
@@ -490,18 +492,21 @@ class Rank:
     def _reconcile(self, exchange: Exchange, found: Sequence[Momentum | None]) -> None:
         """Bring ``State.momentum`` to what is in the buffers of optimizers.
 
-        Some are new, some have skipped their step, and some have taken more than one.
+        Some are new; some have skipped their step; some have taken a step with a gradient that is not in it.
         """
-        empty = [each is not None and each.empty for each in found]
-        state = exchange.state
-        pairs = [*zip(exchange.updates, state.updates, strict=False)]
-        skipped = [now is not None and now == then for now, then in pairs]
+        state, members = exchange.state, range(len(found))
+        then = state.updates or (None,) * len(found)
+        foreign = state.foreign or (False,) * len(found)
+        known = [None not in (exchange.updates[each], then[each]) for each in members]
+        same = [exchange.updates[each] == then[each] for each in members]
+        skipped = [known[each] and same[each] and not foreign[each] for each in members]
+        empty = [one is not None and one.empty for one in found]
+        # the buffer was multiplied by the momentum, and nothing of ours was added
+        decayed = [one.factor if one and known[each] and foreign[each] and not same[each] else None
+                   for each, one in enumerate(found)]  # fmt: skip
         changes: list[tuple[Sequence[bool], Pieces]] = [(skipped, state.before), (empty, ())]
-        # updates without an exchange, or with one that was paused: each has multiplied the buffer by the momentum
-        more = [now - then - 1 if now is not None and then is not None else 0 for now, then in pairs]
-        for count in {each for each in more if each > 0} if state.momentum else ():
-            factor = max(each.factor for each in found if each)
-            changes.append(([each == count for each in more], handover.scaled(state.momentum, factor**count)))
+        for factor in {each for each in decayed if each is not None}:
+            changes.append(([each == factor for each in decayed], handover.scaled(state.momentum, factor)))
         for tensors, content in changes:
             if any(tensors):
                 given = state.momentum, content, tensors, exchange.bucket, exchange.ops, exchange.outs[0]
@@ -514,7 +519,8 @@ class Rank:
         state, old, spare = exchange.state, exchange.state.slots, exchange.spare
         counters = exchange.ctx.counters
         if exchange.paused:
-            state.spare = spare
+            state.spare, state.updates = spare, exchange.updates
+            state.foreign = (True,) * len(exchange.bucket.members)
             for observer in self.observers:
                 observer.committed(self.rank, exchange.name, counters)
             return
@@ -542,6 +548,7 @@ class Rank:
         if handed_over:
             state.before, state.momentum = state.momentum, kept
         state.updates = exchange.updates
+        state.foreign = tuple(member.name in unused for member in exchange.bucket.members) if unused else ()
         # a slot that now lives in its second buffer leaves the old array behind as the next one
         state.spare = {slot: old[slot] if state.slots.get(slot) is spare[slot] else spare[slot] for slot in spare}
         state.step += 1

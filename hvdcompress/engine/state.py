@@ -36,7 +36,7 @@ class Before:
 
     Attributes:
         round: of :attr:`Rank.round`.
-        slots, members, momentum, updates, step, restart: as those of the state; of members, their slots.
+        slots, members, momentum, updates, foreign, step, restart: as those of the state; of members, their slots.
         arrived: the array; None where none was kept.
         stamps: what was written over in it: where, and what was there before.
     """
@@ -46,6 +46,7 @@ class Before:
     members: list[dict[str, Array]]
     momentum: Pieces
     updates: tuple[int | None, ...]
+    foreign: tuple[bool, ...]
     step: int
     restart: tuple[int, int]
     arrived: Array | None
@@ -68,7 +69,9 @@ class State:
             ``engine/handover.py``. Empty for nothing.
         before: the same before the last exchange, in case that the optimizer does not take the step.
         arrived: the step in which each element last arrived, modulo 2^8, [size] int8; None where none is kept.
-        updates: how many updates each member's optimizer had done at the last exchange, as far as it is known.
+        updates: ``Momentum.updates`` of each member at the last exchange.
+        foreign: of each member, whether what the last exchange gave the optimizer is not in ``momentum``: its gradient
+            was averaged in a pause, or its result is used by no rank. Empty for none.
         step: exchanges done.
         triggers: how often all ranks agreed to restart the method's schedule.
         restart: (triggers acted upon, the step of the last of them).
@@ -86,6 +89,7 @@ class State:
     before: Pieces = ()
     arrived: Array | None = None
     updates: tuple[int | None, ...] = ()
+    foreign: tuple[bool, ...] = ()
     step: int = 0
     triggers: int = 0
     restart: tuple[int, int] = (0, 0)
@@ -94,7 +98,8 @@ class State:
     def remember(self, round: int) -> Before:
         """Return what it is, before an exchange of a round changes it."""
         members = [own.slots for own in self.members]
-        return Before(round, self.slots, members, self.momentum, self.updates, self.step, self.restart, self.arrived)
+        buffer = self.momentum, self.updates, self.foreign
+        return Before(round, self.slots, members, *buffer, self.step, self.restart, self.arrived)
 
     def go_back(self) -> None:
         """Be what it was before its last exchange."""
@@ -103,7 +108,9 @@ class State:
         for slot, array in self.spare.items():
             if before.slots.get(slot) is array:  # the buffers change places again
                 self.spare[slot] = self.slots[slot]
-        self.slots, self.momentum, self.before, self.updates = before.slots, before.momentum, (), before.updates
+        self.slots = before.slots
+        self.momentum, self.before = before.momentum, ()
+        self.updates, self.foreign = before.updates, before.foreign
         for own, slots in zip(self.members, before.members, strict=True):
             own.slots = slots
         self.step, self.restart, self.arrived = before.step, before.restart, before.arrived

@@ -1,12 +1,13 @@
 """Read the momentum that PyTorch optimizers apply to parameters.
 
-Optimizers are read again at every step, since schedules change their parameter groups. That an optimizer has taken its
-step is seen by a hook: a step that is skipped leaves the momentum buffer as it was.
+Optimizers are read again at every step, since schedules change their parameter groups. That a parameter was updated is
+seen by a hook: a step that is skipped, or a parameter without a gradient, leaves the momentum buffer as it was.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -47,7 +48,7 @@ class TorchReader:
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Sequence[torch.nn.Parameter]]):
         self.parameters = parameters
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._updates: list[int] = []
+        self._updates: Counter[int] = Counter()  # by a parameter's id; a step that calls its base class's counts twice
         self._places: dict[int, tuple[int, int]] = {}  # parameter's id -> numbers of its optimizer and group
         given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
         for one in given if isinstance(given, Iterable) else [given]:
@@ -55,10 +56,8 @@ class TorchReader:
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Read this optimizer, too. For parameters that several have, the last one counts."""
-        myself, number = weakref.ref(self), len(self._optimizers)
         self._optimizers.append(weakref.ref(optimizer))
-        self._updates.append(0)
-        optimizer.register_step_post_hook(_counting(myself, number))
+        optimizer.register_step_post_hook(_counting(weakref.ref(self)))
         self._find_places()
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -76,9 +75,10 @@ class TorchReader:
             for group, settings in enumerate(optimizer.param_groups if optimizer else ()):
                 self._places |= {id(parameter): (number, group) for parameter in settings["params"]}
 
-    def count(self, number: int) -> None:
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has taken a step."""
-        self._updates[number] += 1
+        for group in optimizer.param_groups:
+            self._updates.update(id(parameter) for parameter in group["params"] if parameter.grad is not None)
 
     def __call__(self, name: str) -> Momentum | None:
         """Return the momentum of a tensor; None if its optimizer has none that can be adapted.
@@ -86,13 +86,15 @@ class TorchReader:
         Raises:
             ValueError: the parameters that it consists of have different momentum.
         """
-        found = {self._read(parameter) for parameter in self.parameters[name]}
+        parameters = self.parameters[name]
+        found = {self._read(parameter) for parameter in parameters}
         if len(found) > 1:
             raise ValueError(
                 f"{name}: its parameters have different momentum ({sorted(map(str, found))}), and are exchanged "
                 'together; give them one, or say optimizer_momentum="keep"'
             )
-        return next(iter(found), None)
+        one = next(iter(found), None)
+        return one and one._replace(updates=sum(self._updates[id(parameter)] for parameter in parameters))
 
     def _read(self, parameter: torch.nn.Parameter) -> Momentum | None:
         if id(parameter) not in self._places:
@@ -107,7 +109,7 @@ class TorchReader:
         rate = 1.0 - settings["dampening"]
         empty = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         entry = 1.0 if empty else rate  # a new buffer is set to the gradient
-        return Momentum(settings["momentum"], rate, entry, settings["nesterov"], self._updates[number], empty)
+        return Momentum(settings["momentum"], rate, entry, settings["nesterov"], empty=empty)
 
     def kinds(self) -> list[str]:
         """Return a line for each optimizer: its class and its momentum, or beta1."""
@@ -130,10 +132,10 @@ def in_words(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} with {what} = {_first_factor(optimizer):g}"
 
 
-def _counting(reader: weakref.ref[TorchReader], number: int) -> Any:
-    def note(*_: Any) -> None:
+def _counting(reader: weakref.ref[TorchReader]) -> Any:
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         there = reader()
         if there is not None:
-            there.count(number)
+            there.count(optimizer)
 
     return note

@@ -797,3 +797,40 @@ def a_pause_needs_all_ranks_and_whole_steps() -> None:
         model(torch.ones(3, 40)).backward()
     assert compressor.state_dict()["steps"] == kept
     compressor.close()
+
+
+@case
+def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
+    """Everything is sent and all momentum cancelled, so the buffer is the last gradient, ten times: with an optimizer
+    of the user's own, steps without a gradient, steps that are left out, and pauses."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    for optimizer_class in (torch.optim.SGD, Own):
+        net = torch.nn.Linear(64, 64, bias=False)
+        model = DistributedDataParallel(net)
+        optimizer = optimizer_class(model.parameters(), lr=0.1, momentum=0.9)
+        settings = {"density": 1.0, "min_elements": 1, "optimizer_momentum": "cancel", "optimizer": optimizer}
+        compressor = ddp.attach(model, "topk", **settings)
+
+        def train(gradient: float, model=model, optimizer=optimizer) -> None:
+            optimizer.zero_grad()
+            (model(torch.ones(1, 64)) * gradient).sum().backward()
+            optimizer.step()
+
+        for step in range(12):
+            if step in (2, 5):
+                optimizer.zero_grad()
+                optimizer.step()
+            if step in (3, 8):
+                model(torch.ones(1, 64)).sum().backward()  # as a GradScaler that skips a step
+            if step in (4, 5, 9):
+                with compressor.paused():
+                    train(0.0)
+            train(step + 1.0)
+            buffer = optimizer.state[net.weight]["momentum_buffer"]
+            want = torch.full_like(buffer, 10.0 * (step + 1))
+            assert torch.allclose(buffer, want, rtol=1e-4), (optimizer_class, step, float(buffer[0, 0]))
+        compressor.close()

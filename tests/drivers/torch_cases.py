@@ -439,3 +439,35 @@ def a_pause_is_left_after_synchronize() -> None:
             assert "a step is under way" in str(error) and "synchronize()" in str(error)
         opt.synchronize()
     comp.discard()
+
+
+@case
+def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
+    """Everything is sent and all momentum cancelled, so the buffer is the last gradient, ten times. A parameter that is
+    frozen gets zeros; gradients of a pause are added as they are; a step without gradients changes nothing."""
+    params = {f"buffer.{name}": torch.nn.Parameter(torch.zeros(40, 40)) for name in "ab"}
+    settings = {"density": 1.0, "min_elements": 1, "optimizer_momentum": "cancel"}
+    comp = Compressor("topk", params.items(), **settings)
+    opt = hvd.DistributedOptimizer(
+        torch.optim.SGD(params.values(), lr=0.1, momentum=0.9), params.items(), compression=comp
+    )
+    frozen = params["buffer.b"]
+
+    def train(gradient: float) -> None:
+        opt.zero_grad()
+        (sum(params.values()) * gradient).sum().backward()
+        opt.step()
+
+    for step in range(12):
+        frozen.requires_grad_(step not in (3, 4))
+        if step in (6, 7):
+            with comp.paused():
+                train(0.0)
+        if step == 9:
+            opt.zero_grad()
+            torch.optim.SGD.step(opt)
+        train(step + 1.0)
+        for name, parameter in params.items():
+            want = 10.0 * (step + 1) if parameter.requires_grad else 30.0 * 0.9 ** (step - 2)
+            got = opt.state[parameter]["momentum_buffer"]
+            assert torch.allclose(got, torch.full_like(got, want), rtol=1e-4), (step, name, float(got[0, 0]), want)
