@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import weakref
 from collections import Counter
@@ -76,7 +77,7 @@ class ProcessGroupTransport:
         ranks = dist.get_process_group_ranks(parent)
         some = len(ranks) < dist.get_world_size()  # then the others do not take part in making it
         self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
-        self._freed = weakref.finalize(self, _free, self.group)  # with the model, if nobody calls close()
+        self._freed = weakref.finalize(self, _free, self.group, os.getpid())  # with the model, if nobody calls close()
         self._freed.atexit = False
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.step = 0  # the number of this step, the same on all ranks
@@ -216,8 +217,14 @@ class _Gone:
     abort = shutdown
 
 
-def _free(group: Any) -> None:
+_of_parents: list[Any] = []  #: in a fork, groups that are kept, as they cannot be freed there
+
+
+def _free(group: Any, process: int) -> None:
     """Free a group's sockets and threads, if the program has not done that to all groups."""
+    if os.getpid() != process:  # a fork, as a DataLoader's worker: it has no threads, which the group would wait for
+        _of_parents.append(group)
+        return
     names = dist.distributed_c10d._world.pg_names
     with contextlib.suppress(ValueError, AssertionError, RuntimeError):
         name = names.get(group)

@@ -123,7 +123,7 @@ def _dense(
 
 
 def note_arrivals(exchange: Exchange, undo: Before, unused: Collection[str] = ()) -> None:
-    """Keep in ``State.arrived`` which elements this exchange brought; those of ``unused`` tensors reached nobody.
+    """Keep in ``State.arrived`` which elements this exchange brought; ``unused`` tensors had no gradient on any rank.
 
     What was there before is added to ``undo``.
     """
@@ -143,7 +143,8 @@ def note_arrivals(exchange: Exchange, undo: Before, unused: Collection[str] = ()
             undo.stamps.append((where, index, arrived[index]))
             ops.set_at(arrived, part.index, now)
     for span, content in zip(spans, before, strict=True):
-        state.arrived[slice(*span)] = content
+        undo.stamps.append((slice(*span), slice(None), content))
+        state.arrived[slice(*span)] = content + 1  # nothing waits where there is no gradient
     if state.step % RENEWED == 0:
         undo.stamps.append((slice(None), slice(None), _clone(state.arrived)))
         waits = now - state.arrived

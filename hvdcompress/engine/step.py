@@ -118,6 +118,7 @@ class Step:
     ):
         self.rank, self.collectives, self.agree = rank, collectives, agree
         self.terms = replace(terms, plan={**terms.plan, "paused": True}) if rank.paused else terms
+        self.clip_norm = None if rank.paused else rank.plan.clip_norm
         self.loss_scale, self.written = loss_scale, written
         self._make_checksums, self.checksums = checksums or rank.checksums, dict[str, int]()
         self.exchanges: dict[str, Exchange] = {}
@@ -360,8 +361,8 @@ class Step:
     @UNRAISED
     def close(self) -> None:
         """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
-        if self.finite and self.rank.plan.clip_norm is not None:
-            self._clip(self.rank.plan.clip_norm)
+        if self.finite and self.clip_norm is not None:
+            self._clip(self.clip_norm)
         for exchange in self.exchanges.values():
             if self.finite:
                 self.rank.commit(exchange, self.unused)
@@ -446,7 +447,7 @@ class Step:
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write an exchange's results; its state waits for :meth:`close`."""
         self._factors[exchange.name] = factor
-        self.rank.deliver(exchange, factor, adapt=self.rank.plan.clip_norm is None)
+        self.rank.deliver(exchange, factor, adapt=self.clip_norm is None)
 
     def _clip(self, limit: float) -> None:
         """Scale the averaged gradients of all tensors to the norm ``limit``, if theirs is larger.

@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -834,3 +835,52 @@ def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
             want = torch.full_like(buffer, 10.0 * (step + 1))
             assert torch.allclose(buffer, want, rtol=1e-4), (optimizer_class, step, float(buffer[0, 0]))
         compressor.close()
+
+
+@case
+def a_parameter_without_a_gradient_does_not_wait() -> None:
+    """Everything is sent, so momentum is as the optimizer has it, also when a parameter was frozen for some steps."""
+
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.zeros(40, 40)) for _ in range(2))
+
+        def forward(self) -> torch.Tensor:
+            return (self.a + self.b).sum()
+
+    finals = []
+    for attached in (False, True):
+        net = Sum()
+        model = DistributedDataParallel(net, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        if attached:
+            compressor = ddp.attach(model, "topk", density=1.0, min_elements=1, optimizer=optimizer)
+        for step in range(16):
+            net.b.requires_grad_(step < 2 or step >= 12)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        finals.append({name: parameter.detach().numpy().copy() for name, parameter in net.named_parameters()})
+    compressor.close()
+    assert_close(finals[1], finals[0], (1e-4, 1e-4), "as without compression")
+
+
+@case
+def a_fork_may_collect_what_was_dropped() -> None:
+    """As a DataLoader's worker does, at any moment: the process group of a model that is no more is the parent's."""
+    gc.disable()
+    try:
+        for _ in range(2):
+            model = DistributedDataParallel(Two())
+            ddp.attach(model, "topk", density=0.05)
+            model(torch.ones(3, 40)).backward()
+            del model
+        child = multiprocessing.get_context("fork").Process(target=gc.collect)
+        child.start()
+        child.join(20)
+        if child.exitcode is None:
+            child.kill()
+        assert child.exitcode == 0, child.exitcode
+    finally:
+        gc.enable()

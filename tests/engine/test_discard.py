@@ -137,6 +137,15 @@ def test_a_discarded_gradient_does_not_come_back() -> None:
     assert not network.residual("w", 0).any()
 
 
+def test_gradients_in_a_pause_are_not_clipped() -> None:
+    network = Loopback("topk", 2, density=0.5, min_elements=1, clip_norm=1.0)
+    network.allreduce([np.ones(100, np.float32)] * 2, "w")
+    norm = network.gradient_norm()
+    with network.paused():
+        assert np.array_equal(network.allreduce([np.ones(100, np.float32)] * 2, "w")[0], np.ones(100))
+    assert network.gradient_norm() == norm
+
+
 def test_momentum_of_updates_in_a_pause_decays() -> None:
     """An optimizer that uses gradients of a pause multiplies its buffer: what is taken back afterwards is less."""
     torch = pytest.importorskip("torch")
