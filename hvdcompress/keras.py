@@ -82,6 +82,7 @@ def DistributedOptimizer(
     mixin, cls = _ReducesScaled if scaled else _Reduces, type(optimizer)
     object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
     optimizer.compressor, optimizer.reduction, optimizer.sparse_as_dense = compressor, op, sparse_as_dense
+    compressor.all_names = lambda: list(optimizer._names(()).values())
     _adapt_momentum(optimizer.inner_optimizer if scaled else optimizer, compressor)
     if scaled:
         compressor.loss_scale = lambda: float(

@@ -120,7 +120,7 @@ class Loopback:
             step.obey(together)
             step.close()
         self.ledger.steps += not together.non_finite
-        self.ranks[0].warn_of_idle_rules()
+        self.ranks[0].warn_of_what_is_idle()
         return outs
 
     def _exchange(

@@ -66,6 +66,7 @@ class Rank:
         self.gradient_norm = float("nan")
         self.optimizer: Callable[[str], Momentum | None] = lambda name: None
         self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
+        self._claimed_by = 0  # the round by which they should have come
         self._copy: snapshot.Copy = np.concatenate
 
     # -- where a bucket is in its program -------------------------------------------------------------------
@@ -688,8 +689,8 @@ class Rank:
                 restarts |= {member.name: (state.triggers, *state.restart) for member in state.bucket.members}
         return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in steps.keys() | restarts.keys()}
 
-    def warn_of_idle_rules(self, specs: Sequence[TensorSpec] = ()) -> None:
-        """Log, on rank 0, which of the plan's rules apply to no tensor.
+    def warn_of_what_is_idle(self, specs: Sequence[TensorSpec] = ()) -> None:
+        """Log, on rank 0, which of the plan's rules apply to no tensor, and what was loaded of tensors that never came.
 
         Args:
             specs: all tensors; without them, where a driver gets to know them as they come, those that have come after
@@ -700,6 +701,12 @@ class Rank:
         for rule in self.plan.idle_rules(specs) if specs and self.rank == 0 else ():
             some = ", ".join([repr(spec.name) for spec in specs[:3]] + ["…"] * (len(specs) > 3))
             log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {some}")
+        if self._loaded and self.round == self._claimed_by and self.rank == 0:
+            names = [*map(repr, list(self._loaded["steps"])[:3])] + ["…"] * (len(self._loaded["steps"]) > 3)
+            log.warn_once(
+                f"the state that was loaded of {', '.join(names)} is used by no tensor so far: there are "
+                f"{', '.join(map(repr, self.names()[:3]))}; if tensors have other names now, their residuals are lost"
+            )
 
     def regroup(self, buckets: Sequence[Bucket]) -> None:
         """Bring what is kept of tensors into these buckets. One that is in none of them is by itself from now on."""
@@ -808,6 +815,7 @@ class Rank:
         self.states, self.replaced = {state.bucket.spec.name: state for state in found if state}, True
         self._can_discard = False
         self._loaded, self._copy = snapshot.without(saved, self.buckets()), copy
+        self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
 
     def _claim(self, bucket: Bucket) -> State | None:

@@ -126,7 +126,7 @@ class TensorCompressor(compressor.Compressor):
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
         specs = self._arrange()
-        self.local.warn_of_idle_rules(specs)
+        self.local.warn_of_what_is_idle(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more

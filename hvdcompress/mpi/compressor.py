@@ -190,7 +190,7 @@ class Compressor(compressor.Compressor):
         finally:
             self._step = None
         self.ledger.steps += step.finite
-        self.local.warn_of_idle_rules()
+        self.local.warn_of_what_is_idle()
         return outs
 
     def _launch(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:

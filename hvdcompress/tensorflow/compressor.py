@@ -41,7 +41,7 @@ from hvdcompress.engine.agreement import compare_terms
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.safety.watchdog import Watchdog
-from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
@@ -139,6 +139,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             raise ValueError(f"two tensors have one name: {sorted({n for n in names if list(names).count(n) > 1})}")
         self.names = None if names is None else list(names)
         self._names = Names(self.names)
+        self.all_names: Callable[[], Sequence[str]] = list  # those of all variables, as far as they are known
         self._ordinals: int | None = None  # how many gradients are known by their ordinal, in each graph that has any
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
@@ -210,7 +211,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             if received:
                 self._segments.receive(bucket, done)
             reduced = self._segments.finish(bucket, probe, traced, passing)
-            self.local.warn_of_idle_rules()
+            self.local.warn_of_what_is_idle()
             return reduced
 
         out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
@@ -460,6 +461,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ValueError: it is of another rank or world, or, as soon as the tensors are known, of other tensors;
                 nothing is changed then.
         """
+        snapshot.check(saved)
+        saved = snapshot.renamed(saved, self.all_names())
         self.local.load_state_dict(saved, np.concatenate, self._buckets() or None)
         self.ledger.steps = min(self.ledger.steps, self.local.steps_done())
 

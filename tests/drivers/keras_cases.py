@@ -381,3 +381,31 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         again.fit(x, x[:, :1], verbose=0, batch_size=16)
         assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {4}
         assert_same_on_all_ranks({v.path: np.array(v) for v in again.trainable_variables}, path)
+
+
+@case
+def a_training_goes_on_with_a_loaded_model_and_state() -> None:
+    """Keras leaves the model's name out of the paths of a Sequential's variables when it is loaded."""
+    x, loss = np.random.default_rng(hvd.rank()).normal(size=(64, 32)).astype(np.float32), "mse"
+    settings = {"density": 0.1, "min_elements": 0}
+    keras.utils.set_random_seed(2)
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(64), keras.layers.Dense(1)], name="outer")
+    plain = keras.optimizers.SGD(0.01, momentum=0.9)
+    model.compile(DistributedOptimizer(plain, "topk", **settings), loss, jit_compile=False)
+
+    def train(one: keras.Model) -> None:
+        one.fit(x, x[:, :1], verbose=0, batch_size=16, shuffle=False)
+
+    train(model)
+    path = str(OUT / f"goes-on-{hvd.rank()}.keras")
+    model.save(path)
+    model.optimizer.compressor.save(OUT / "goes-on")
+    hvd.allreduce(tf.zeros(1), name="both.saved")
+    train(model)
+    again = load_model(path, "topk", **settings)
+    again.jit_compile = False
+    again.optimizer.compressor.load(OUT / "goes-on")
+    train(again)
+    assert set(again.optimizer.compressor.state_dict()["steps"].values()) == {8}
+    for mine, its in zip(model.trainable_variables, again.trainable_variables, strict=True):
+        np.testing.assert_array_equal(np.array(mine), np.array(its), err_msg=its.path)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.loopback import Loopback
 
 
@@ -314,3 +314,14 @@ def test_an_error_in_the_last_moment_leaves_the_old_state(tmp_path: Path, monkey
     with pytest.raises(OSError, match="No space left"):
         save_all(trained(world=1, steps=4), tmp_path)
     assert names(tmp_path) == ["step-2-rank-0-of-1.safetensors"]
+
+
+def test_names_may_differ_by_what_is_before_a_slash() -> None:
+    """As Keras' paths do, of a model before and after it was saved; never where two could be meant."""
+    saved = {table: {"net/a/w": 1, "net/b/w": 2, "c": 3} for table in snapshot.TABLES}
+    renamed = snapshot.renamed(saved, ["a/w", "b/w", "c"])
+    assert all(renamed[table] == {"a/w": 1, "b/w": 2, "c": 3} for table in snapshot.TABLES)
+    back = snapshot.renamed(renamed, ["net/a/w", "net/b/w", "c"])
+    assert all(back[table] == saved[table] for table in snapshot.TABLES)
+    for names in (["w", "c"], ["x/net/a/w", "y/net/a/w", "net/b/w", "c"], [], ["aw", "bw"], list(saved["steps"])):
+        assert snapshot.renamed(saved, names) == saved

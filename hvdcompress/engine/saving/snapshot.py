@@ -257,6 +257,22 @@ def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
     return {**saved, **left} if left["steps"] else None
 
 
+def renamed(saved: Saved, names: Sequence[str]) -> Saved:
+    """Return a saved state under these tensors' names, where they differ by what is before a slash.
+
+    Keras puts the model's name in front of a variable's path, or leaves it out.
+    """
+    mine = saved["steps"].keys()
+    new: dict[str, str] = {}
+    for old in mine - set(names):
+        found = [name for name in set(names) - mine if name.endswith(f"/{old}") or old.endswith(f"/{name}")]
+        if len(found) == 1:
+            new[old] = found[0]
+    if len(set(new.values())) < len(new):  # one tensor for two
+        return saved
+    return {**saved, **{table: {new.get(name, name): one for name, one in saved[table].items()} for table in TABLES}}
+
+
 def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
     """The saved states of all ranks, made into states for ``world`` ranks.
 
