@@ -495,19 +495,19 @@ class Rank:
 
         Some are new; some have skipped their step; some have taken a step with a gradient that is not in it.
         """
-        state, members = exchange.state, range(len(found))
+        state, numbers = exchange.state, range(len(found))
         then = state.updates or (None,) * len(found)
         foreign = state.foreign or (False,) * len(found)
-        known = [None not in (exchange.updates[each], then[each]) for each in members]
-        same = [exchange.updates[each] == then[each] for each in members]
-        skipped = [known[each] and same[each] and not foreign[each] for each in members]
+        # updates since the last exchange in which nothing of ours was added to the buffer; −1: not even that was
+        more: list[int] = []
+        for number in numbers:
+            before, now = then[number], exchange.updates[number]
+            more.append(0 if before is None or now is None else now - before - (not foreign[number]))
         empty = [one is not None and one.empty for one in found]
-        # the buffer was multiplied by the momentum, and nothing of ours was added
-        decayed = [one.factor if one and known[each] and foreign[each] and not same[each] else None
-                   for each, one in enumerate(found)]  # fmt: skip
-        changes: list[tuple[Sequence[bool], Pieces]] = [(skipped, state.before), (empty, ())]
-        for factor in {each for each in decayed if each is not None}:
-            changes.append(([each == factor for each in decayed], handover.scaled(state.momentum, factor)))
+        changes: list[tuple[Sequence[bool], Pieces]] = [([each < 0 for each in more], state.before), (empty, ())]
+        factors = [one.factor ** more[number] if one and more[number] > 0 else 1.0 for number, one in enumerate(found)]
+        for factor in set(factors) - {1.0}:
+            changes.append(([each == factor for each in factors], handover.scaled(state.momentum, factor)))
         for tensors, content in changes:
             if any(tensors):
                 given = state.momentum, content, tensors, exchange.bucket, exchange.ops, exchange.outs[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +48,8 @@ class TorchReader:
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Sequence[torch.nn.Parameter]]):
         self.parameters = parameters
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._updates: Counter[int] = Counter()  # by a parameter's id; a step that calls its base class's counts twice
+        self._updates: Counter[int] = Counter()  # by a parameter's id
+        self._begun: set[int] = set()  # optimizers, by their id, whose step has begun and not been counted
         self._places: dict[int, tuple[int, int]] = {}  # parameter's id -> numbers of its optimizer and group
         given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
         for one in given if isinstance(given, Iterable) else [given]:
@@ -57,7 +58,10 @@ class TorchReader:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Read this optimizer, too. For parameters that several have, the last one counts."""
         self._optimizers.append(weakref.ref(optimizer))
-        optimizer.register_step_post_hook(_counting(weakref.ref(self)))
+        self._begun.add(id(optimizer))  # it may be in its first step
+        myself = weakref.ref(self)
+        optimizer.register_step_pre_hook(_calling(myself, TorchReader.begin))
+        optimizer.register_step_post_hook(_calling(myself, TorchReader.count))
         self._find_places()
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -75,8 +79,15 @@ class TorchReader:
             for group, settings in enumerate(optimizer.param_groups if optimizer else ()):
                 self._places |= {id(parameter): (number, group) for parameter in settings["params"]}
 
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer begins its step."""
+        self._begun.add(id(optimizer))
+
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has taken a step."""
+        """Note that an optimizer has taken a step; once, where a step calls that of its base class, as Horovod's."""
+        if id(optimizer) not in self._begun:
+            return
+        self._begun.discard(id(optimizer))
         for group in optimizer.param_groups:
             self._updates.update(id(parameter) for parameter in group["params"] if parameter.grad is not None)
 
@@ -94,7 +105,7 @@ class TorchReader:
                 'together; give them one, or say optimizer_momentum="keep"'
             )
         one = next(iter(found), None)
-        return one and one._replace(updates=sum(self._updates[id(parameter)] for parameter in parameters))
+        return one and one._replace(updates=max(self._updates[id(parameter)] for parameter in parameters))
 
     def _read(self, parameter: torch.nn.Parameter) -> Momentum | None:
         if id(parameter) not in self._places:
@@ -132,10 +143,10 @@ def in_words(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} with {what} = {_first_factor(optimizer):g}"
 
 
-def _counting(reader: weakref.ref[TorchReader]) -> Any:
+def _calling(reader: weakref.ref[TorchReader], method: Callable[[TorchReader, torch.optim.Optimizer], None]) -> Any:
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         there = reader()
         if there is not None:
-            there.count(optimizer)
+            method(there, optimizer)
 
     return note

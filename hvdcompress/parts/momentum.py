@@ -60,7 +60,7 @@ class Momentum(NamedTuple):
         rate: κ in the steady state.
         entry: κ in this step, which differs from ``rate`` in the first step of a dampened PyTorch optimizer.
         nesterov: Whether it is Nesterov's momentum.
-        updates: A number that changes with each update of the tensor; None if that is not known.
+        updates: Number of updates of the tensor; None if that is not known.
         empty: Whether the buffer is known to contain nothing, as in a new optimizer.
     """
 

@@ -158,7 +158,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._arrivals: Arrivals | None = None
         number = _number(process_set, self.watchdog)  # ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
-        self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2])
+        self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2], dtype=torch.float32, device="cpu")
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._agreed = False  # the ranks' plans have been compared
         self._address = ""  # the watchdog's
@@ -426,7 +426,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 payload = torch.as_tensor(ticket.piggyback.verb.x)  # type: ignore[union-attr]
             elif failed:  # the others' payloads may go along: match their length
                 length = self.local.piggyback(self._place[ticket.name][0])
-                payload = None if length is None else torch.zeros(length, device=ticket.gradient.device)
+                where = ticket.gradient.device
+                payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
             observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)

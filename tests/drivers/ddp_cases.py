@@ -803,7 +803,7 @@ def a_pause_needs_all_ranks_and_whole_steps() -> None:
 @case
 def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
     """Everything is sent and all momentum cancelled, so the buffer is the last gradient, ten times: with an optimizer
-    of the user's own, steps without a gradient, steps that are left out, and pauses."""
+    of the user's own, steps without a gradient or with zeros, steps that are left out, and pauses."""
 
     class Own(torch.optim.SGD):
         def step(self, closure=None):
@@ -824,6 +824,9 @@ def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
         for step in range(12):
             if step in (2, 5):
                 optimizer.zero_grad()
+                optimizer.step()
+            if step == 7:
+                net.weight.grad.zero_()
                 optimizer.step()
             if step in (3, 8):
                 model(torch.ones(1, 64)).sum().backward()  # as a GradScaler that skips a step

@@ -466,8 +466,33 @@ def the_momentum_buffer_is_known_whatever_the_optimizer_does() -> None:
         if step == 9:
             opt.zero_grad()
             torch.optim.SGD.step(opt)
+        if step == 10:
+            for parameter in params.values():
+                parameter.grad.zero_()
+            torch.optim.SGD.step(opt)
         train(step + 1.0)
         for name, parameter in params.items():
             want = 10.0 * (step + 1) if parameter.requires_grad else 30.0 * 0.9 ** (step - 2)
             got = opt.state[parameter]["momentum_buffer"]
             assert torch.allclose(got, torch.full_like(got, want), rtol=1e-4), (step, name, float(got[0, 0]), want)
+
+
+@case
+def defaults_of_the_program_are_not_ours() -> None:
+    """Parameters are float32 on the CPU, whatever new tensors are."""
+    results = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        for method in ("none", "topk"):
+            params = parameters(f"default{number}.{method}")
+            drawn = gradients(parameters("default"), 0, hvd.rank())
+            torch.set_default_dtype(dtype)
+            try:
+                comp = Compressor(method, params.items(), **({"density": 0.1} if method == "topk" else {}))
+                opt = optimizer(params, comp)
+                got = reduce_once(opt, params, dict(zip(params, drawn.values(), strict=True)))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            results.append([*got.values()])
+    for one in range(2, len(results)):
+        for mine, its in zip(results[one], results[one % 2], strict=True):
+            np.testing.assert_array_equal(mine, its)
