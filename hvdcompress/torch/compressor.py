@@ -161,6 +161,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2], dtype=torch.float32, device="cpu")
         self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
         self._agreed = False  # the ranks' plans have been compared
+        self._theirs: set[int] = set()  # parameters, by their id, of the optimizers that have this Compressor
         self._address = ""  # the watchdog's
         self._failure: PeerError | None = None
         if not _hooked:
@@ -181,8 +182,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             )
         if self._failure:
             raise self._failure
-        if self._arrivals is None and not self._agreed:
-            self._keep_to(sys._getframe(1).f_locals.get("self"))
+        if not self._agreed:
+            optimizer = sys._getframe(1).f_locals.get("self")  # Horovod's, which calls this
+            self._theirs |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
         ticket, arrivals = Ticket(tensor), self._current()
         step = arrivals.step
         try:
@@ -233,6 +235,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._drop()
             raise
         if not arrivals.left:
+            if not self._agreed:
+                self._keep_theirs()
             self._last_order, self._arrivals, self._agreed = arrivals.order, None, True
             self.ledger.steps += arrivals.step.finite
         return ctx.gradient
@@ -252,17 +256,18 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())
         return self._arrivals
 
-    def _keep_to(self, optimizer: Any) -> None:
-        """Before the first step: of the parameters, keep those that the optimizer has, which calls :meth:`compress`.
+    def _keep_theirs(self) -> None:
+        """After the first step: of the parameters, keep those that the optimizers have which called :meth:`compress`.
 
         A program with several optimizers may have given all names of the model to each Compressor.
         """
-        theirs = {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
-        mine = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in theirs}
+        mine = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in self._theirs}
         if 0 < len(mine) < len(self.parameters):
+            others = self.parameters.keys() - mine.keys()
             self.parameters = mine
             self._arrange()
             self.local.regroup(self._buckets())
+            self.local.forget(others)  # they had no gradient
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals

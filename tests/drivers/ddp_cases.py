@@ -872,6 +872,7 @@ def a_parameter_without_a_gradient_does_not_wait() -> None:
 @case
 def a_fork_may_collect_what_was_dropped() -> None:
     """As a DataLoader's worker does, at any moment: the process group of a model that is no more is the parent's."""
+    gc.collect()
     gc.disable()
     try:
         for _ in range(2):

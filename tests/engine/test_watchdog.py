@@ -162,10 +162,10 @@ def test_a_long_evaluation_ends_nobody_by_default(said: list[str], warned: list[
     ]
 
 
-def gone(address: dict[str, Any]) -> dict[str, Any]:
+def gone(address: dict[str, Any], host: str = "127.0.0.2") -> dict[str, Any]:
     """The address of a process that is no more."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        return {**address, "host": "127.0.0.1", "port": closed.getsockname()[1]}
+    with socket.create_server((host, 0)) as closed:
+        return {**address, "host": host, "port": closed.getsockname()[1]}
 
 
 def test_a_rank_that_has_ended_is_noticed_in_seconds(said: list[str]) -> None:
@@ -179,6 +179,16 @@ def test_a_rank_that_has_ended_is_noticed_in_seconds(said: list[str]) -> None:
         LOOK(first)
     assert "missing: rank 2 has ended (rank 1 waits for tensor 'w')" in text_of(said) and other.asked_by == 0
     assert "This rank ends: the step cannot be done without them" in text_of(said) and last.asked_by is None
+
+
+def test_on_this_host_nobody_else_refuses(said: list[str]) -> None:
+    """A rank that has ended before it was asked for the first time."""
+    first, _ = ranks(Place(7, "tensor 'w'"), Place(7, None))
+    first._peers[1] = gone(first._peers[1], peers.HERE)
+    with pytest.raises(Exited):
+        for _ in range(REFUSALS * ASKED + 1):
+            LOOK(first)
+    assert "missing: rank 1 has ended" in text_of(said)
 
 
 def test_one_that_never_answered_may_be_behind_a_firewall(said: list[str]) -> None:

@@ -376,10 +376,10 @@ def test_a_falling_learning_rate_trains_again() -> None:
 def test_a_growing_loss_on_one_rank_trains_again(threshold: float, expected: list[bool]) -> None:
     net = trained(2, retrain_error=threshold, slice_elements=8, dense_steps=8)
     net.allreduce([gradient(rank, 50) for rank in range(2)], "w")  # like the dense steps: a small error
-    assert not net.ranks[0].asks_for_trigger
+    assert not net.ranks[0].asking
     given = [gradient(0, 51), numbers(SHAPE, 5)]
     net.allreduce(given, "w")  # noise on rank 1
-    assert [worker.asks_for_trigger for worker in net.ranks] == [False, threshold < 1]
+    assert [bool(worker.asking) for worker in net.ranks] == [False, threshold < 1]
     assert [is_dense(net, key=step) for step in range(1, 4)] == expected[1:]
 
 

@@ -20,6 +20,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+HERE = "127.0.0.1"  #: the address where all ranks are on one host
 CONNECTING = 1.0  #: seconds that a connection may take
 PATIENCE = 3.0  #: seconds that a peer may take for a message
 LARGEST = 1 << 16  #: bytes of a message, at most
@@ -126,10 +127,10 @@ def _connection(peer: socket.socket) -> Iterator[Connection]:
 def own_address() -> str:
     """Return the address by which other ranks reach this host: that of the way to the master.
 
-    It is 127.0.0.1 where the launcher says that all ranks are on this host.
+    It is :data:`HERE` where the launcher says that all ranks are on this host.
     """
     if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZES):
-        return "127.0.0.1"
+        return HERE
     known = [os.environ[name] for name in MASTERS if os.environ.get(name)]
     masters = [host for text in known for host in re.findall(r"tcp://([\d.,]+)", text) or [text]]
     for host in [one for text in masters for one in text.split(",")] + [ELSEWHERE]:
@@ -141,4 +142,4 @@ def own_address() -> str:
                     return str(mine)
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    return "127.0.0.1"
+    return HERE

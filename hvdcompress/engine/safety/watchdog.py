@@ -6,8 +6,8 @@ own (``peers.py``), where each of its Compressors is. One whose step has not mov
 ranks, and logs a warning with what it waits for and which ranks are missing. After ``end_after`` it ends the process,
 and so does every rank that it asks.
 
-A rank whose process is no more never comes. Who waits asks now and then, and ends when a rank that has answered before
-refuses the connection twice. A rank that is stopped, or cut off, does not refuse: it may come back.
+A rank whose process is no more never comes. Who waits asks now and then, and ends when a rank that has answered before,
+or is on this host, refuses the connection twice. A rank that is stopped, or cut off, does not refuse: it may come back.
 
 Before that, ranks must meet once, to tell each other where to ask. Time is counted in ticks: a process that was itself
 stopped has not waited.
@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdcompress.engine.safety.peers import PATIENCE, Answering, Message, Unreachable, ask
+from hvdcompress.engine.safety.peers import HERE, PATIENCE, Answering, Message, Unreachable, ask
 from hvdcompress.engine.telemetry.log import LOGGER
 
 TICK = 0.5  #: seconds between two looks
@@ -125,6 +125,8 @@ class Watchdog:
     def meet(self, addresses: Sequence[str]) -> None:
         """From now on the ranks can ask each other; ``addresses``: every rank's, in rank order."""
         self._peers, self._greeted = [json.loads(address) for address in addresses], False
+        if self.on:
+            _service().wake.set()
 
     # -- in the thread --------------------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class Watchdog:
             try:
                 found[rank] = Place(*ask(address, question))
             except Unreachable as error:
-                if rank in self._answered:
+                if rank in self._answered or address["host"] == HERE:
                     self._refusals[rank] = self._refusals.get(rank, 0) + 1 if error.refused else 0
             except (TypeError, LookupError):  # an address of another sort, or no place
                 pass
@@ -267,6 +269,7 @@ class _Service:
         self.parent = os.getppid()
         self.watched: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
+        self.wake = threading.Event()  # to look before the next tick
         self.answering = Answering(self.answer)
         threading.Thread(target=self._look, name="hvdcompress-watchdog", daemon=True).start()
 
@@ -294,7 +297,8 @@ class _Service:
     def _look(self) -> None:
         launched = any(name in os.environ for name in LAUNCHED)
         while True:
-            threading.Event().wait(TICK)
+            self.wake.wait(TICK)
+            self.wake.clear()
             for watchdog in list(self.watched.values()):
                 with contextlib.suppress(RuntimeError, LookupError):  # the step moves while it is looked at
                     watchdog.look()
