@@ -17,6 +17,7 @@ from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.safety import verify
+from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.torch_optimizers import Optimizers, TorchReader
@@ -134,14 +135,19 @@ class TensorCompressor(compressor.Compressor):
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
     def _arrange(self) -> list[TensorSpec]:
-        """Group the parameters into buckets; returns what the engine sees of them."""
+        """Take the parameters; returns what the engine sees of them."""
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
-        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping)}
+        self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
-        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         return specs
+
+    def _group(self, ages: Mapping[str, object]) -> None:
+        """Group the parameters into buckets; ``ages``: where they are in their programs, of those that are not at 0."""
+        specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
+        self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping, ages)}
+        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
 
     def _refuse_two_drivers(self) -> None:
         mine = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -187,16 +193,30 @@ class TensorCompressor(compressor.Compressor):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' device.
 
+        Parameters of which nothing was saved, as they were frozen then, begin at zero.
+
         Raises:
-            ValueError: it is of another rank, world, or set of parameters; nothing is changed then.
+            ValueError: it is of another rank or world, or of other parameters; nothing is changed then.
         """
+        snapshot.check(saved)
+        ages = {name: (step, *saved["restarts"].get(name, ())) for name, step in saved["steps"].items()}
         anywhere = next(iter(self.parameters.values()), torch.zeros(0))
 
         def copy(parts: list[Any]) -> Any:
             joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
             return joined.numpy() if self._ops(anywhere) is fast else joined
 
-        self.local.load_state_dict(saved, copy, self._buckets())
+        before = self.buckets, self._place
+        self._group(ages)
+        try:
+            self.local.load_state_dict(saved, copy, self._buckets())
+        except ValueError:
+            self.buckets, self._place = before
+            raise
+        new = sorted(self.parameters.keys() - ages.keys())
+        if ages and new and self.local.rank == 0:
+            some = ", ".join([*map(repr, new[:3]), *["…"] * (len(new) > 3)])
+            log.warn_once(f"the saved state has nothing of {some}: their residuals begin at zero")
 
     def _to_host(self, array: Any) -> Any:
         return torch.as_tensor(array).cpu().numpy()

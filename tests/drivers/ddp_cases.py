@@ -888,3 +888,36 @@ def a_fork_may_collect_what_was_dropped() -> None:
         assert child.exitcode == 0, child.exitcode
     finally:
         gc.enable()
+
+
+@case
+def a_state_goes_on_when_more_parameters_are_trained() -> None:
+    """As with gradual unfreezing: what was saved is there, and what is new begins at zero, in groups of their own."""
+
+    def attached(frozen: bool) -> tuple[torch.nn.Module, DistributedDataParallel, ddp.Compressor]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
+        net[0].requires_grad_(not frozen)
+        model = DistributedDataParallel(net)
+        return net, model, ddp.attach(model, "topk", density=0.05, min_elements=1)
+
+    _, model, first = attached(frozen=True)
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(3):
+        model(x).square().mean().backward()
+    saved = first.state_dict()
+    net, model, second = attached(frozen=False)
+    with logged() as lines:
+        second.load_state_dict(saved)
+    assert len([line for line in lines if "'0.bias', '0.weight'" in line]) == (dist.get_rank() == 0), lines
+    for name in ("1.weight", "1.bias"):
+        assert torch.equal(second.residual(name), first.residual(name)) and second.residual(name).any(), name
+    for _ in range(2):
+        model(x).square().mean().backward()
+    assert second.state_dict()["steps"] == {"0.weight": 2, "0.bias": 2, "1.weight": 5, "1.bias": 5}
+    again = attached(frozen=False)[2]
+    again.load_state_dict(second.state_dict())
+    assert torch.equal(again.residual("0.weight"), second.residual("0.weight"))
+    assert_same_on_all_ranks({n: p.grad.numpy() for n, p in net.named_parameters()}, gather, "gradients")
+    for one in (first, second, again):
+        one.close()
