@@ -29,7 +29,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.safety.alarm import everyones
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.tensors import TensorCompressor
-from hvdcompress.engine.torch_optimizers import Optimizers
+from hvdcompress.engine.torch_optimizers import Optimizers, trains
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
@@ -92,6 +92,7 @@ class ShardedCompressor(TensorCompressor):
         self._step: Step | None = None  # under way
         self._waiting: dict[str, torch.Tensor] = {}  # sums of vectors that are not to be reduced yet, by module
         self._members = parameters or {}
+        self._trained = {id(parameter) for members in self._members.values() for parameter in members}
         if optimizer is not None:
             self.use_optimizer(optimizer)
 
@@ -101,8 +102,7 @@ class ShardedCompressor(TensorCompressor):
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step; see :meth:`TensorCompressor.notice`. It ends one of ours."""
         super().notice(optimizer)
-        ours = {id(parameter) for members in self._members.values() for parameter in members}
-        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"][:1]):
+        if trains(optimizer, self._trained):
             self.local.end_round()
 
     def close(self) -> None:

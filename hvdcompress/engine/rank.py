@@ -699,13 +699,12 @@ class Rank:
         if not specs and self.plan.rules and self.ledger.steps == SEEN:
             specs = [spec for bucket in self.buckets() for spec in bucket.members]
         for rule in self.plan.idle_rules(specs) if specs and self.rank == 0 else ():
-            some = ", ".join([repr(spec.name) for spec in specs[:3]] + ["…"] * (len(specs) > 3))
-            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {some}")
+            there = log.some([spec.name for spec in specs])
+            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {there}")
         if self._loaded and self.round == self._claimed_by and self.rank == 0:
-            names = [*map(repr, list(self._loaded["steps"])[:3])] + ["…"] * (len(self._loaded["steps"]) > 3)
             log.warn_once(
-                f"the state that was loaded of {', '.join(names)} is used by no tensor so far: there are "
-                f"{', '.join(map(repr, self.names()[:3]))}; if tensors have other names now, their residuals are lost"
+                f"the state that was loaded of {log.some([*self._loaded['steps']])} is used by no tensor so far: there "
+                f"are {log.some(self.names())}; if tensors have other names now, their residuals are lost"
             )
 
     def regroup(self, buckets: Sequence[Bucket]) -> None:

@@ -126,7 +126,10 @@ class TensorCompressor(compressor.Compressor):
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
         self.force_torch = ops == "torch"
-        specs = self._arrange()
+        specs = self._group({})
+        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
+        self._adapts = any(map(momentum.adapts, methods))
+        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
         self.local.warn_of_what_is_idle(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -134,20 +137,16 @@ class TensorCompressor(compressor.Compressor):
         # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
-    def _arrange(self) -> list[TensorSpec]:
-        """Take the parameters; returns what the engine sees of them."""
-        specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
-        self._group({})
-        methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
-        self._adapts = any(map(momentum.adapts, methods))
-        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
-        return specs
+    def _group(self, ages: Mapping[str, object]) -> list[TensorSpec]:
+        """Group the parameters into buckets; returns what the engine sees of them.
 
-    def _group(self, ages: Mapping[str, object]) -> None:
-        """Group the parameters into buckets; ``ages``: where they are in their programs, of those that are not at 0."""
+        Args:
+            ages: where they are in their programs, of those that are not at the start; see :meth:`Rank.ages`.
+        """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping, ages)}
         self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
+        return specs
 
     def _refuse_two_drivers(self) -> None:
         mine = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -215,8 +214,7 @@ class TensorCompressor(compressor.Compressor):
             raise
         new = sorted(self.parameters.keys() - ages.keys())
         if ages and new and self.local.rank == 0:
-            some = ", ".join([*map(repr, new[:3]), *["…"] * (len(new) > 3)])
-            log.warn_once(f"the saved state has nothing of {some}: their residuals begin at zero")
+            log.warn_once(f"the saved state has nothing of {log.some(new)}: their residuals begin at zero")
 
     def _to_host(self, array: Any) -> Any:
         return torch.as_tensor(array).cpu().numpy()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -70,8 +70,7 @@ class TorchReader:
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has one of the parameters."""
-        ours = {id(parameter) for several in self.parameters.values() for parameter in several}
-        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
+        return trains(optimizer, {id(parameter) for several in self.parameters.values() for parameter in several})
 
     def _find_places(self) -> None:
         for number, known in enumerate(self._optimizers):
@@ -130,6 +129,11 @@ class TorchReader:
         """Return the lines of those whose momentum cannot be adapted, and is not 0."""
         there = [optimizer for known in self._optimizers if (optimizer := known())]
         return [in_words(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
+
+
+def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
+    """Return whether an optimizer has one of these parameters, which are given by their ids."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _first_factor(optimizer: torch.optim.Optimizer) -> float:

@@ -18,7 +18,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvdcompress.engine.agreement import PeerError, factor_of
+from hvdcompress.engine.agreement import PeerError, Terms, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
@@ -265,7 +265,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if 0 < len(mine) < len(self.parameters):
             others = self.parameters.keys() - mine.keys()
             self.parameters = mine
-            self._arrange()
+            self._terms = Terms(self._terms.plan, {name: self._terms.tensors[name] for name in mine})
+            self._group(self.local.ages())
             self.local.regroup(self._buckets())
             self.local.forget(others)  # they had no gradient
 

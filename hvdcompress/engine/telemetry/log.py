@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Sequence
 
 from hvdcompress.engine.telemetry.observer import Observer
 
@@ -23,6 +24,11 @@ class RoundLog(Observer):
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
             rank, name, method, number, verb, num_bytes, 1e3 * seconds,
         )  # fmt: skip
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first of these names, in quotation marks, for a message."""
+    return ", ".join([*map(repr, names[:3]), *["…"] * (len(names) > 3)])
 
 
 @functools.cache
