@@ -6,6 +6,7 @@ python tests/make_traces.py              # or some drivers: mpi ddp
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -25,8 +26,6 @@ LAUNCHES = {"torch": "mpi-2", "ddp": "torchrun-2", "tensorflow": "mpi-2", "mpi":
 def record(door: str, folder: Path) -> None:
     """Run a door's two ranks, which write into a folder."""
     if door == "loopback":
-        import os
-
         os.environ[RECORD] = str(folder)
         in_threads(2, folder, lambda one: keep(PROMISES[NAME], one))
         return

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import io
-import logging
 import multiprocessing
 import os
 import threading
@@ -17,14 +16,24 @@ import torch
 import torch.distributed as dist
 from breaking import Two
 from doors.ddp import DdpDoor, DdpHandle, Net, reduced
-from harness import EXACT, OUT, Skip, assert_close, assert_same_on_all_ranks, case, heavy_tailed, must_raise, summed
+from harness import (
+    EXACT,
+    OUT,
+    Skip,
+    assert_close,
+    assert_same_on_all_ranks,
+    case,
+    heavy_tailed,
+    logged,
+    must_raise,
+    summed,
+)
 from promises.interactions import all_features_at_once
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcompress
 from hvdcompress import ddp
 from hvdcompress.engine.handover import by_tensor
-from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import Loopback
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
@@ -38,20 +47,6 @@ def gather(value):
 
 def everyone(step: int, shapes: dict = SHAPES) -> list[dict]:
     return [heavy_tailed(shapes, step, rank) for rank in range(dist.get_world_size())]
-
-
-@contextlib.contextmanager
-def logged():
-    """Context manager for the lines that this rank logs; warnings that were given before are given again."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    log.warn_once.cache_clear()
-    log.LOGGER.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.LOGGER.removeHandler(handler)
 
 
 def compressed(net: torch.nn.Module, by_hook: bool) -> tuple[DistributedDataParallel, ddp.Compressor]:

@@ -7,16 +7,20 @@ seconds.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hvdcompress.engine.telemetry import log
 
 SECONDS_A_CASE = 150
 CASES: dict[str, Callable[[], None]] = {}
@@ -32,6 +36,20 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 class Skip(Exception):
     """This check needs other ranks, another controller, or another driver."""
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Context manager for the lines that this rank logs; warnings that were given before are given again."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.warn_once.cache_clear()
+    log.LOGGER.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.LOGGER.removeHandler(handler)
 
 
 def heavy_tailed(shapes: Mapping[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from collections.abc import Callable
@@ -11,12 +10,11 @@ from typing import Any
 import harness
 import numpy as np
 from doors.mpi import MPI, MpiDoor
-from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
+from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, logged, summed
 from promises.interactions import all_features_at_once
 from promises.numbers import assert_same_state
 
 from hvdcompress.engine.rank import SEEN
-from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError
@@ -328,18 +326,11 @@ def an_alarm_of_the_next_step_is_not_of_this_one() -> None:
 
 @case
 def a_loaded_state_that_no_tensor_claims_is_said() -> None:
-    log.warn_once.cache_clear()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     first, second = (Compressor("topk", COMM, density=0.1, min_elements=1) for _ in range(2))
     first.allreduce(np.ones(1000, np.float32), "layer.w")
     second.load_state_dict(first.state_dict())
-    log.LOGGER.addHandler(handler)
-    try:
+    with logged() as said:
         for _ in range(SEEN + 2):
             second.allreduce(np.ones(1000, np.float32), "model.layer.w")
-    finally:
-        log.LOGGER.removeHandler(handler)
     found = [line for line in said if "'layer.w' is used by no tensor so far" in line]
     assert len(found) == (COMM.rank == 0), said

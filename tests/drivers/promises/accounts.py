@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from typing import Any
 
+from harness import logged
+
 from hvdcompress.engine.rank import ENOUGH, SEEN
-from hvdcompress.engine.telemetry import log
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries
@@ -112,19 +112,13 @@ class Logged(dict):
 @promise()
 def a_rule_that_applies_to_no_tensor_is_said(door: Any) -> None:
     """Once, on rank 0, at the latest after ten steps, with names that there are; a rule that applies is not."""
-    shapes, said = {"a": (37, 41), "e": (5,)}, list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    shapes = {"a": (37, 41), "e": (5,)}
     rules = [{"match": {"name": f"a*{door.name}"}, "method": "none"}, {"match": {"name": "a"}, "method": "fp16"}]
-    log.warn_once.cache_clear()
-    log.LOGGER.addHandler(handler)
-    try:
+    with logged() as said:
         handle = door.make("topk", {"rules": rules}, shapes)
         for step in range(SEEN + 1):
             handle.reduce(door.gradients(step, shapes))
         door.meet()
-    finally:
-        log.LOGGER.removeHandler(handler)
     found = [line for line in said if "applies to no tensor" in line]
     assert len(found) == (door.rank == 0 or door.shared), said
     for line in found:
