@@ -17,9 +17,10 @@ import numpy as np
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.exchange import Stage
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.step import Step, loss_scale_now
+from hvdcompress.engine.state import RankState
+from hvdcompress.engine.step import Framework, Step, loss_scale_now
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
@@ -66,10 +67,13 @@ class Loopback:
         if world < 1:
             raise ValueError(f"world = {world} must be 1 or more")
         self.plan = plan_of(method, **settings)
-        self.world, self.ops, self.loss_scale = world, ops, loss_scale
+        self.world = world
+        self.ops = ops
+        self.loss_scale = loss_scale
+        self._framework = _Framework(ops)
         self.ledger = Ledger(world)
         self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
-        self.ranks = [Rank(self.plan, rank, world, self.ledger) for rank in range(world)]
+        self.ranks = [RankState(self.plan, rank, world, self.ledger) for rank in range(world)]
         for rank in self.ranks:
             rank.optimizer = described(optimizer)
 
@@ -101,17 +105,20 @@ class Loopback:
         buckets = self._buckets(self._specs(gradients, op))
         scale = loss_scale_now(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        medium, terms = _Medium(self.world, self._carry_out), Terms({}, {})
-        steps = [
-            Step(rank, Collectives(_Transport(rank.rank, medium), rank.observers), terms, scale) for rank in self.ranks
-        ]
+        medium = _Medium(self.world, self._carry_out)
+        steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
+            collectives = Collectives(_Transport(rank.rank, medium), rank.observers)
+            step = Step(rank, collectives, Terms({}, {}), framework=self._framework)
+            step.loss_scale = scale
+            step.factor = 1.0 / self.world if op == "average" else 1.0
+            steps.append(step)
         try:
             for bucket in buckets:
-                self._exchange(bucket, medium, steps, gradients, outs, op)
+                self._exchange(bucket, medium, steps, gradients, outs)
             together = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
-            verify.compare([step.checksums for step in steps], steps[0].rank.steps_done())
+            verify.compare([step.checksums for step in steps], self.ranks[0].steps_done())
         except BaseException:
             for step in steps:
                 step.abandon()
@@ -130,17 +137,16 @@ class Loopback:
         steps: Sequence[Step],
         gradients: Sequence[Mapping[str, np.ndarray]],
         outs: Sequence[Mapping[str, np.ndarray]],
-        op: Op,
     ) -> None:
         """One bucket's exchange on all ranks, to its end."""
+        indices = range(len(bucket.members))
         for step, given, out in zip(steps, gradients, outs, strict=True):
-            work = step.rank.work_dtype(bucket)
+            work = step.local.turn(bucket).dtype
             with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
-            step.factor = 1.0 / self.world if op == "average" else 1.0
-            step.launch(bucket, members, [out[m.name].reshape(-1) for m in bucket.members], self.ops)
+            step.add(bucket, indices, members, [out[m.name].reshape(-1) for m in bucket.members])
         name = bucket.spec.name
-        while waiting := [step for step in steps if step.exchanges[name].verb is not None]:
+        while waiting := [step for step in steps if step.exchanges[name].stage is Stage.RUNNING]:
             if not medium.results:
                 raise RuntimeError(f"{name!r}: not all ranks ask for a collective in one round")
             for step in waiting:
@@ -218,8 +224,9 @@ class Loopback:
         Raises:
             KeyError: no tensor of that name has gone through.
         """
-        state, place = self.ranks[rank].find(name)
-        shape, residual = state.bucket.members[place].shape, self.ranks[rank].residual(name)
+        state, index = self.ranks[rank].find(name)
+        shape = state.bucket.members[index].shape
+        residual = self.ranks[rank].residual(name)
         return np.zeros(shape, np.float32) if residual is None else np.asarray(residual).reshape(shape)
 
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
@@ -248,7 +255,7 @@ class Loopback:
             buckets = self.plan.buckets(given, ages=self.ranks[0].ages())
             for rank in self.ranks:
                 rank.regroup(buckets)
-            self._last = given, buckets
+            self._last = (given, buckets)
         return self._last[1]
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
@@ -259,11 +266,23 @@ class Loopback:
             raise RuntimeError(f"{name!r}: {error}") from None
 
 
+class _Framework(Framework):
+    """The array ops that the network was given."""
+
+    def __init__(self, ops: Ops):
+        self._ops = ops
+
+    def ops(self, like: Array) -> Ops:
+        """Return them."""
+        return self._ops
+
+
 class _Medium:
     """What connects the ranks: a collective is carried out once all of them have started it."""
 
     def __init__(self, world: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
-        self.world, self.carry_out = world, carry_out
+        self.world = world
+        self.carry_out = carry_out
         self.asked: dict[str, dict[int, Request]] = {}
         self.results: dict[tuple[str, int], Array] = {}
 
@@ -283,7 +302,9 @@ class _Transport:
     ordered, broadcasts, unequal = False, True, True
 
     def __init__(self, rank: int, medium: _Medium):
-        self.rank, self.world, self.medium = rank, medium.world, medium
+        self.rank = rank
+        self.world = medium.world
+        self.medium = medium
 
     def start(self, name: str, request: Request) -> str:
         """Hand a request to the medium."""

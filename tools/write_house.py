@@ -29,7 +29,7 @@ SAYS = {
     "plan": "which method each tensor gets",
     "__init__": "the package's face",
     "engine": "one rank's side, without I/O",
-    "engine/tensors": "what both PyTorch drivers share",
+    "_torch": "what the PyTorch drivers share",
     "loopback": "N ranks in one process",
     "torch": "Horovod, PyTorch",
     "ddp": "DistributedDataParallel",

@@ -25,7 +25,7 @@ from printed import figure, tables
 from pydantic.fields import FieldInfo
 
 import hvdcompress
-from hvdcompress.engine.state import describe
+from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.lab.output import numbers
 from hvdcompress.method import Method, Values
 from hvdcompress.plan import plan_of

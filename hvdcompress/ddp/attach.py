@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcompress._torch.compressor import plain_name
 from hvdcompress.ddp.compressor import Compressor
-from hvdcompress.engine.tensors import plain_name
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 

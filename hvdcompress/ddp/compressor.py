@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdcompress._torch.compressor import TensorCompressor
+from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.safety.alarm import everyones
 from hvdcompress.engine.step import Agree, Step
-from hvdcompress.engine.tensors import TensorCompressor
-from hvdcompress.engine.torch_optimizers import Optimizers
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of
+from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
 
 @dataclass(eq=False)
@@ -100,7 +99,8 @@ class Compressor(TensorCompressor):
                 f"a Compressor under {method.driver} cannot be attached: give the method and its settings, or the plan"
             )
         self._parent = process_group or dist.group.WORLD
-        rank, world = dist.get_rank(self._parent), dist.get_world_size(self._parent)
+        rank = dist.get_rank(self._parent)
+        world = dist.get_world_size(self._parent)
         super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
         if optimizer is not None:
             self.use_optimizer(optimizer)
@@ -179,7 +179,8 @@ class Compressor(TensorCompressor):
 
     def _raise(self) -> None:
         """After the backward pass: raise the step's error, if there is one."""
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if failure is not None:
             raise failure
 
@@ -239,45 +240,25 @@ class Compressor(TensorCompressor):
         step.factor = 1.0 / self.local.world
         with step.errors_wait:
             step.loss_scale = self.current_loss_scale()
-        mine = step.error  # goes with the status; one that comes later sounds the alarm
-        try:
-            step.say()
-            used = frozenset() if mine else self._receive_all(step, arrivals)
-            step.finish(None if self.used is None else [name in used for name in self.parameters])
-        except Exception as caught:
-            step.abandon()
-            raise everyones(transport, caught, mine) from None
+        step.run(lambda: self._add_all(step, arrivals))
         self.ledger.steps += step.finite
 
-    def _receive_all(self, step: Step, arrivals: Iterator[Arrival]) -> frozenset[str]:
-        """Take all buckets in, and start exchanges as they become whole; returns the parameters that were used.
-
-        If ranks disagree, that is what is wrong, and not what follows from it.
-        """
-        came: dict[str, int] = {}
-        try:
-            for arrival in arrivals:
-                if arrival.error:
-                    raise arrival.error
-                if arrival.there:
-                    self._stream.wait_event(arrival.there)
-                before = step.num_under_way
-                groups: dict[str, tuple[Bucket, list[int], list[torch.Tensor]]] = {}
-                for name, gradient in arrival.gradients.items():
-                    bucket, place = self._place[name]
-                    _, places, gradients = groups.setdefault(bucket.spec.name, (bucket, [], []))
-                    places.append(place)
-                    gradients.append(gradient)
-                for name, (bucket, places, gradients) in groups.items():
-                    exchange = self._take(step, bucket, places, gradients)
-                    came[name] = came.get(name, 0) + len(places)
-                    if came[name] == len(bucket.members):
-                        step.begin(exchange)
-                step.advance(before)  # those of earlier buckets: second rounds overlap with the backward pass, too
-        except Exception:
-            step.hear()
-            raise
-        return arrival.used
+    def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
+        """Give all gradients to the engine as they come."""
+        for arrival in arrivals:
+            if arrival.error:
+                raise arrival.error
+            if arrival.there:
+                self._stream.wait_event(arrival.there)
+            groups: dict[str, dict[int, Any]] = {}
+            for name, gradient in arrival.gradients.items():
+                bucket, index = self._place[name]
+                groups.setdefault(bucket.spec.name, {})[index] = self._vector(step, bucket, gradient)
+            with step.batch():
+                for name, vectors in groups.items():
+                    step.add(self.buckets[name], list(vectors), list(vectors.values()))
+            if self.used is not None:
+                step.used = [name in arrival.used for name in self.parameters]
 
 
 class _End:

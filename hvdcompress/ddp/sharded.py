@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdcompress._torch.compressor import TensorCompressor
+from hvdcompress._torch.optimizers import Optimizers, trains
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.safety.alarm import everyones
 from hvdcompress.engine.step import Agree, Step
-from hvdcompress.engine.tensors import TensorCompressor
-from hvdcompress.engine.torch_optimizers import Optimizers, trains
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
@@ -85,9 +84,11 @@ class ShardedCompressor(TensorCompressor):
             raise ValueError(
                 "clip_norm must be null: under FSDP each module's gradients are exchanged in a step of their own"
             )
-        rank, world = dist.get_rank(replicas), dist.get_world_size(replicas)
+        rank = dist.get_rank(replicas)
+        world = dist.get_world_size(replicas)
         super().__init__(plan, rank, world, vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
-        self.shard, self._parent = shard, replicas
+        self.shard = shard
+        self._parent = replicas
         self._transport: ProcessGroupTransport | None = None
         self._step: Step | None = None  # under way
         self._waiting: dict[str, torch.Tensor] = {}  # sums of vectors that are not to be reduced yet, by module
@@ -168,16 +169,9 @@ class ShardedCompressor(TensorCompressor):
                     f"{name}: {len(gradient)} of {len(self.parameters[name])} elements have a gradient; a parameter "
                     "that a step does not use does not go with compression under FSDP"
                 )
-        mine = step.error  # goes with the status; one that comes later sounds the alarm
+        bucket, index = self._place[name]
         try:
-            step.say()
-            if mine is None:
-                bucket, place = self._place[name]
-                step.begin(self._take(step, bucket, [place], [gradient]))
-            step.finish()
-        except Exception as caught:
-            step.abandon()
-            raise everyones(transport, caught, mine) from None
+            step.run(lambda: step.add(bucket, [index], [self._vector(step, bucket, gradient)]))
         finally:
             self._step = None
         self.ledger.steps += step.finite

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.engine.transport import Handle, Request, Transport
+from hvdcompress.engine.transport import Group, Handle, Request, Transport
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
@@ -141,8 +141,11 @@ class Collectives:
     """
 
     def __init__(self, transport: Transport, observers: Sequence[Observer]):
-        self.transport, self.observers = transport, observers
-        self.rank, self.world, self.ordered = transport.rank, transport.world, transport.ordered
+        self.transport = transport
+        self.observers = observers
+        self.group = Group(transport.rank, transport.world)
+        self.rank, self.world = self.group
+        self.ordered = transport.ordered
 
     # -- one verb -----------------------------------------------------------------------------------------
 

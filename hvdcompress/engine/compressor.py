@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.safety.watchdog import Place, Watchdog
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.state import describe
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import loss_scale_now
+from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
@@ -42,9 +42,10 @@ class Compressor(ABC):
     """
 
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
-        self.plan, self.loss_scale = plan, loss_scale
+        self.plan = plan
+        self.loss_scale = loss_scale
         self.ledger = Ledger(world, rank)
-        self.local = Rank(plan, rank, world, self.ledger)
+        self.local = RankState(plan, rank, world, self.ledger)
         myself = weakref.ref(self)
         self.watchdog = Watchdog(
             rank, world, lambda: _place(myself()), lambda: _pulse(myself()),
@@ -148,7 +149,8 @@ class Compressor(ABC):
         """
         between = "enter and leave paused() between steps: with synchronize() inside of it, under Horovod"
         self._refuse_in_step(between)
-        before, self.local.paused = self.local.paused, True
+        before = self.local.paused
+        self.local.paused = True
         try:
             yield
             self._refuse_in_step(between)

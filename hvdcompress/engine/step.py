@@ -1,17 +1,18 @@
 """One rank's part in one step, from the first gradient to the state that is kept or dropped.
 
-A driver makes a :class:`Step`, calls :meth:`Step.launch` for each bucket whose gradients are there, then
-:meth:`Step.finish`. What differs between networks is a value: whether collectives go by order or by name
-(``transport.ordered``), and when the ranks agree (:class:`Agree`).
+A driver makes a :class:`Step`, gives it gradients with :meth:`Step.add`, and calls :meth:`Step.finish`; or it has all
+of them at once and calls :meth:`Step.run`. What differs between networks is a value: whether collectives go by order or
+by name (``transport.ordered``), and when the ranks agree (:class:`Agree`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from math import isfinite
@@ -21,11 +22,14 @@ import numpy as np
 
 from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.state import State
+from hvdcompress.engine.safety.alarm import everyones
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState, Turn
 from hvdcompress.method import AllReduce, Array
+from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.plan import Bucket
@@ -55,19 +59,34 @@ class Agree(Enum):
     """Where collectives go by name: what was started under a name that not every rank uses is left alone."""
 
 
+class Framework:
+    """What the engine asks of a driver's framework; by default, numpy."""
+
+    def ops(self, like: Array) -> Ops:
+        """Return the array ops for gradients like this one."""
+        return fast
+
+    def store(self, exchange: Exchange) -> None:
+        """Bring the results of an exchange from its ``outs`` to where the framework reads them."""
+
+    def checksums(self, local: RankState) -> dict[str, int]:
+        """Return the checksums that all ranks must have alike, in a step where the plan's ``verify_every`` says so."""
+        return local.checksums()
+
+
 class Passing(NamedTuple):
     """A gradient that the driver's framework reduces itself, in place."""
 
-    state: State
+    turn: Turn
     gradient: Any
 
 
-#: a decorator: what a program told numpy to do about overflow is not for our arithmetic, which looks itself
+#: A decorator: numpy's settings for overflow, which belong to the program, do not apply to the engine
 UNRAISED = np.errstate(all="ignore")
 
 
 class ErrorsWait:
-    """A context in which an error becomes the step's, until its ranks agree; one object, as it is entered often."""
+    """A context manager in which an error becomes the step's; one object, because it is entered often."""
 
     def __init__(self, step: Step):
         self.step = weakref.ref(step)
@@ -79,7 +98,7 @@ class ErrorsWait:
         step = self.step()
         if not isinstance(error, Exception) or step is None:
             return False
-        step.error = step.error or error
+        step.fail(error)
         return True
 
 
@@ -87,48 +106,50 @@ class Step:
     """The exchanges of one step on one rank.
 
     Args:
-        rank: this rank's state.
+        local: this rank's state.
         collectives: its network.
         terms: what all ranks must have alike.
-        loss_scale: what the loss was multiplied by.
         agree: when the ranks agree; None where the driver compares them itself.
-        written: called at the end of the step when an exchange's results are in its ``outs``.
-        checksums: returns those of what ranks must have alike, called where the plan's ``verify_every`` says so; by
-            default those of the rank's shared state.
+        framework: what the driver does for the engine.
 
     Attributes:
         exchanges: by bucket name.
+        loss_scale: what the loss was multiplied by; to be set before the first gradient.
         error: the first error of this rank that waits to be everyone's.
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
+        used: of each tensor in ``terms.tensors``, whether this rank had a gradient; None if all have. What no rank had
+            keeps its state, since no rank uses the result. With ``Agree.FIRST_AND_LAST`` only.
         checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
         errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
-        unused: tensors whose results nobody takes, on no rank: they keep their state.
+        unused: tensors whose results no rank uses: they keep their state.
         finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
     """
 
     def __init__(
         self,
-        rank: Rank,
+        local: RankState,
         collectives: Collectives,
         terms: Terms,
-        loss_scale: float = 1.0,
         agree: Agree | None = None,
-        written: Callable[[Exchange], None] = lambda exchange: None,
-        checksums: Callable[[], dict[str, int]] | None = None,
+        framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
-        self.rank, self.collectives, self.agree = rank, collectives, agree
-        self.terms = replace(terms, plan={**terms.plan, "paused": True}) if rank.paused else terms
-        self.clip_norm = None if rank.paused else rank.plan.clip_norm
-        self.loss_scale, self.written = loss_scale, written
-        self._make_checksums, self.checksums = checksums or rank.checksums, dict[str, int]()
+        self.local = local
+        self.collectives = collectives
+        self.agree = agree
+        self.framework = framework
+        self.terms = replace(terms, plan={**terms.plan, "paused": True}) if local.paused else terms
+        self.clip_norm = None if local.paused else local.plan.clip_norm
+        self.loss_scale = 1.0
         self.exchanges: dict[str, Exchange] = {}
         self.error: Exception | None = None
         self.factor: float | None = None
+        self.used: Sequence[bool] | None = None
+        self.checksums: dict[str, int] = {}
         self.finite = True
         self.unused: set[str] = set()
         self.triggered = False  # the ranks agreed to restart their schedules
-        self._under_way: deque[Exchange] = deque()  # those with a collective under way, oldest first
-        self._done: list[Exchange] = []  # those at their end, whose results have not been written
+        self._under_way: deque[Exchange] = deque()  # with a collective under way, oldest first
+        self._done: list[Exchange] = []  # in stage REDUCED
         self._factors: dict[str, float] = {}  # what totals were multiplied by, by bucket
         self._passing: list[Passing] = []  # gradients that the framework reduces
         self._first: Pending | None = None  # the first status, until it is heard
@@ -140,92 +161,96 @@ class Step:
 
     # -- gradients come in ----------------------------------------------------------------------------------
 
-    def launch(
-        self, bucket: Bucket, members: Sequence[Array], outs: Sequence[Array], ops: Ops, piggyback: bool = False
-    ) -> Exchange:
-        """Start a bucket's exchange and its first collective; see :meth:`Rank.start` for the arguments.
+    @UNRAISED
+    def add(
+        self,
+        bucket: Bucket,
+        indices: Sequence[int],
+        gradients: Sequence[Array],
+        outs: Sequence[Any] | None = None,
+        may_carry: bool = False,
+    ) -> Exchange | None:
+        """Take gradients of a bucket; the last one starts the exchange.
 
-        With ``piggyback`` the first collective is not started: the driver's own all-reduce carries the payload, and
-        :meth:`receive_piggyback` gets the result.
+        Args:
+            bucket: the tensors that are exchanged in one go.
+            indices: which of them.
+            gradients: see :meth:`Exchange.add`.
+            outs: see there, too.
+            may_carry: a stock float32 all-reduce can carry the payload, if that is all there is to the exchange.
+
+        Returns:
+            The exchange if its payload is to be carried: the caller all-reduces ``exchange.verb.x`` and calls
+            :meth:`receive_carried` with the result. Otherwise None.
 
         Raises:
             ExchangeError: the method failed on this rank.
-            ValueError: the bucket had another shape before.
+            ValueError: the bucket had another shape before, or a gradient has another size than its tensor.
             PeerError: the ranks disagree, or another one failed before.
-        """
-        exchange = self.open(bucket, members[0], ops)
-        self.receive(exchange, range(len(members)), members, outs)
-        return self.begin(exchange, piggyback)
-
-    def open(self, bucket: Bucket, like: Array, ops: Ops) -> Exchange:
-        """Return the bucket's exchange, which waits for gradients; see :meth:`Rank.open`.
-
-        Raises:
-            ValueError: the bucket had another shape before.
         """
         exchange = self.exchanges.get(bucket.spec.name)
         if exchange is None:
-            exchange = self.exchanges[bucket.spec.name] = self.rank.open(bucket, like, ops, self.loss_scale)
-        return exchange
+            like = gradients[0]
+            ops = self.framework.ops(like)
+            setup = Setup(self.local, self.collectives.group, bucket, like, ops, self.loss_scale)
+            exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
+        exchange.add(indices, gradients, outs)
+        return self._start(exchange, may_carry) if exchange.is_full else None
 
-    @UNRAISED
-    def receive(
-        self,
-        exchange: Exchange,
-        places: Sequence[int],
-        gradients: Sequence[Array],
-        outs: Sequence[Array],
-        clear: bool = False,
-    ) -> None:
-        """Take gradients soon after they are there, while they are in the cache; see :meth:`Rank.receive`."""
-        self.rank.receive(exchange, places, gradients, outs, clear)
-        if isinstance(exchange.finite, bool):  # else once for the bucket
-            self.finite &= exchange.finite
-
-    def pass_on(self, bucket: Bucket, gradient: Any, ops: Ops) -> None:
-        """Note that the driver's framework reduces a gradient itself; see :meth:`Rank.pass_on`.
-
-        Args:
-            bucket: one that passes.
-            gradient: a tensor of PyTorch, which the framework reduces in place. It is filled with NaN if another tensor
-                of the step is not finite.
-            ops: the array verbs of its library.
-        """
-        self._passing.append(Passing(self.rank.pass_on(bucket, gradient, ops), gradient.detach()))
-
-    @UNRAISED
-    def look(self, gradient: Array, ops: Ops) -> None:
-        """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
-
-        What comes of one is one, too, so it may be reduced meanwhile.
-        """
-        self._note(ops.all_finite(gradient))
-
-    @UNRAISED
-    def begin(self, exchange: Exchange, piggyback: bool = False) -> Exchange:
-        """Start the first collective of a bucket whose gradients are all there; see :meth:`launch`."""
-        self.rank.begin(exchange)
+    def _start(self, exchange: Exchange, may_carry: bool) -> Exchange | None:
+        """Start the first collective of an exchange whose gradients are all there."""
+        exchange.start()
         self._note(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
-            self.hear()  # it was on its way while the first bucket was encoded
-        if exchange.verb is None:
+            self.hear()  # the status was under way while the first bucket was encoded
+        carried = may_carry and exchange.setup.turn.carried_elements() is not None
+        if exchange.stage is Stage.REDUCED:
             self._done.append(exchange)
-        elif not piggyback:
+        elif not carried:
             self._submit(exchange)
         if self.collectives.ordered:
             self.collectives.progress(self._under_way)
-        return exchange
+        return exchange if carried else None
 
     @UNRAISED
-    def receive_piggyback(self, exchange: Exchange, result: Array, factor: float) -> None:
-        """Go on with what the driver's own all-reduce brought: ``factor`` times the sum of the payloads."""
-        self._deliver(exchange, self.rank.receive_piggyback(exchange, result, factor))
+    def fill_missing(self) -> None:
+        """Start the exchanges that have some of their gradients; tensors without one count as zeros."""
+        for _, exchange in sorted(self.exchanges.items()):
+            if exchange.stage is Stage.FILLING:
+                exchange.fill_missing()
+                self._start(exchange, may_carry=False)
+
+    def pass_on(self, bucket: Bucket, gradient: Any, like: Array) -> None:
+        """Note that the driver's framework reduces a gradient itself.
+
+        Args:
+            bucket: a bucket whose turn ``passes``.
+            gradient: a tensor of PyTorch, which the framework reduces in place. It is filled with NaN if another tensor
+                of the step is not finite.
+            like: an array on its device.
+        """
+        turn = self.local.pass_on(bucket, like, self.framework.ops(like))
+        self._passing.append(Passing(turn, gradient.detach()))
+
+    @UNRAISED
+    def look(self, gradient: Array) -> None:
+        """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
+
+        A sum that contains NaN or Inf stays non-finite, so the gradient may already be in flight.
+        """
+        self._note(self.framework.ops(gradient).all_finite(gradient))
+
+    @UNRAISED
+    def receive_carried(self, exchange: Exchange, result: Array) -> None:
+        """Go on with the payloads' sum, times :attr:`factor`, which the driver's own all-reduce has brought."""
+        assert self.factor is not None
+        self._deliver(exchange, exchange.resume_carried(result, self.factor))
 
     @UNRAISED
     def poll(self) -> None:
-        """Go on with what has come, oldest first and no further than the first that has not; waits for nothing.
+        """Resume exchanges whose results have come, oldest first, up to the first one that has not; do not wait.
 
-        Second rounds so overlap with gradients that are still to come. Not for transports that go by order. A call
+        So second rounds overlap with gradients that are still to come. Not for transports that go by order. A call
         shortly after another one does nothing, as it would find nothing new.
         """
         now = time.perf_counter()
@@ -236,35 +261,46 @@ class Step:
             self._advance(self._under_way.popleft())
         self._deliver_done()
 
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Context manager in which gradients are added; at its end, exchanges of earlier batches are advanced.
+
+        So second rounds overlap with the backward pass, too. For transports that go by order: every rank has the same
+        batches.
+        """
+        before = len(self._under_way)
+        yield
+        self._advance_oldest(before)
+
+    def fail(self, error: Exception) -> None:
+        """Note an error of this rank, of which the others are told by the status. The first one counts."""
+        self.error = self.error or error
+
     def waits_for(self) -> str:
-        """What this rank waits for, in words; another thread may ask."""
-        waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.verb is not None]
+        """Return what this rank waits for, in words; another thread may ask."""
+        waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
         if waiting:
             return waiting[0].where(len(waiting))
         if self._passing:
-            state, more = self._passing[0].state, len(self._passing) - 1
-            return f"tensor {state.bucket.spec.name!r} (method none, round 0{f', and {more} more' if more else ''})"
+            name = self._passing[0].turn.bucket.spec.name
+            more = len(self._passing) - 1
+            return f"tensor {name!r} (method none, round 0{f', and {more} more' if more else ''})"
         return "the ranks' status"
-
-    @property
-    def num_under_way(self) -> int:
-        """Exchanges with a collective under way."""
-        return len(self._under_way)
 
     # -- the ranks agree ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """How the step stands on this rank. A request for a trigger goes out with it."""
-        self._asked |= self.rank.take_request()
-        steps = sorted(self.rank.steps().items())
+        """Return how the step stands on this rank. A request for a trigger goes out with it."""
+        self._asked |= self.local.take_request()
+        steps = sorted(self.local.steps().items())
         self._ask_devices()
         scale = self.loss_scale if self.error is None else 1.0
-        self.checksums = self._make_checksums() if self.rank.verifies() else {}
+        self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
         state = self.terms.fingerprint(steps, self.checksums)
-        return Status(self.error is not None, not self.finite, self._asked, self.rank.replaced, state, scale)
+        return Status(self.error is not None, not self.finite, self._asked, self.local.replaced, state, scale)
 
     def say(self) -> None:
-        """Tell all ranks how the step stands on this one; returns at once."""
+        """Tell all ranks how the step stands on this one, without waiting for them."""
         self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
         self._first = self._tell(0, self.status().numbers())
 
@@ -278,7 +314,8 @@ class Step:
         Raises:
             PeerError: a rank failed, or ranks disagree; the same message on every rank.
         """
-        pending, self._first = self._first, None
+        pending = self._first
+        self._first = None
         if pending is None:
             return
         self.collectives.advance(pending)
@@ -286,11 +323,11 @@ class Step:
         if status.joined:
             raise PeerError(JOIN)
         if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
-            mine = json.dumps([self.terms.plan, self.terms.tensors, self.rank.steps(), self.checksums])
+            mine = json.dumps([self.terms.plan, self.terms.tensors, self.local.steps(), self.checksums])
             everyone = [json.loads(text) for text in self.collectives.gather_text("terms", mine)]
             compare_terms([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
-                verify.compare([sums for *_, sums in everyone], self.rank.steps_done())
+                verify.compare([sums for *_, sums in everyone], self.local.steps_done())
         if status.failed:
             raise failure(self.collectives.gather_text("error", self._told)) from self.error
         if not status.agreed:
@@ -304,17 +341,40 @@ class Step:
         self.finite &= not status.non_finite
         self.triggered |= status.triggered
         if status.replaced:
-            self.rank.forget_lengths()
+            self.local.forget_lengths()
 
     # -- the end --------------------------------------------------------------------------------------------
 
-    @UNRAISED
-    def finish(self, used: Sequence[bool] | None = None) -> None:
-        """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
+    def run(self, add: Callable[[], object]) -> None:
+        """Make the whole step, over a transport that goes by order and can sound an alarm.
+
+        If it fails on any rank, it has no effect on any, and the next step can begin.
 
         Args:
-            used: of each tensor in ``terms.tensors``, whether this rank had a gradient. What no rank had keeps its
-                state, since its result is not used. None: all have. With ``Agree.FIRST_AND_LAST`` only.
+            add: adds all gradients. It is not called if this rank has an :attr:`error`.
+
+        Raises:
+            PeerError: another rank failed, or ranks disagree.
+            Exception: this rank failed.
+        """
+        mine = self.error  # the others are told by the status; an error that comes later sounds the alarm
+        try:
+            self.say()
+            if mine is None:
+                try:
+                    add()
+                except Exception:
+                    self.hear()  # if ranks disagree, that is the cause, and comes first
+                    raise
+            self.finish()
+        except Exception as caught:
+            self.abandon()
+            raised = everyones(self.collectives.transport, caught, mine)
+            raise raised from raised.__cause__
+
+    @UNRAISED
+    def finish(self) -> None:
+        """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
 
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank.
@@ -323,79 +383,55 @@ class Step:
             with self.errors_wait:
                 self._go_on()
         self.hear()
-        self.drain()
+        self._drain()
         if self.agree is Agree.FIRST_AND_LAST:
             self._ask_devices()
-            last = self._tell(1, [float(not self.finite), *map(float, used or ())])
+            last = self._tell(1, [float(not self.finite), *map(float, self.used or ())])
             self.collectives.advance(last)
-            non_finite, *everyones = self.collectives.result(last)
+            non_finite, *everyones_use = self.collectives.result(last)
             self.finite = not non_finite
-            if used is not None:
-                self.unused = {name for name, use in zip(self.terms.tensors, everyones, strict=True) if not use}
+            if self.used is not None:
+                self.unused = {name for name, use in zip(self.terms.tensors, everyones_use, strict=True) if not use}
         self.close()
 
-    @UNRAISED
-    def drain(self) -> None:
+    def _drain(self) -> None:
         """Wait for all exchanges: of transports that go by order round by round, of others whichever has come.
 
-        To wait for one tensor in particular would be a deadlock there: other ranks may wait for another one.
+        Waiting for one tensor in particular would be a deadlock there: other ranks may wait for another one.
         """
         while self._under_way:
             if self.collectives.ordered:
-                self.advance(len(self._under_way))
+                self._advance_oldest(len(self._under_way))
             else:
                 self._go_on()
         self._deliver_done()
 
     @UNRAISED
-    def advance(self, count: int) -> None:
-        """Wait for the collectives of the ``count`` oldest exchanges under way, in their order, and start what follows.
-
-        What has come to its end is written, while that is under way. For transports that go by order: every rank calls
-        it at the same places.
-        """
-        for _ in range(count):
-            self._advance(self._under_way.popleft())
-        self._deliver_done()
-
-    @UNRAISED
     def close(self) -> None:
-        """Keep every exchange's new state; or, if a rank had an Inf or a NaN, drop it and fill results with NaN."""
+        """Commit: keep every new state or, if a rank had an Inf or a NaN, fill the results with NaN."""
         if self.finite and self.clip_norm is not None:
             self._clip(self.clip_norm)
+        outcome = Outcome(self.finite, self.triggered, self.unused)
+        conclude(self.local, self.exchanges.values(), [passing.turn for passing in self._passing], outcome)
         for exchange in self.exchanges.values():
-            if self.finite:
-                self.rank.commit(exchange, self.unused)
-            else:
-                self.rank.abandon(exchange)
-            self.written(exchange)
-        for passing in self._passing:
-            if self.finite:
-                self.rank.passed(passing.state)
-            else:
+            self.framework.store(exchange)
+        if not self.finite:
+            for passing in self._passing:
                 passing.gradient.fill_(float("nan"))
-        if self.triggered and self.finite:
-            self.rank.trigger()
-        elif self.triggered:  # as if the step had not been: the request waits for the next one
-            self.rank.asks_for_trigger = True
+            # as if the step had not been: the request waits for the next one
+            self.local.asks_for_trigger |= self.triggered
 
     def abandon(self) -> None:
         """The step has failed: leave everything as it was before."""
         for exchange in self.exchanges.values():
-            self.rank.abandon(exchange, fill=False)
-            exchange.state.clear_scratch()  # a collective that was left alone may still write there
-        # ranks then know the same tensors: only some may have come as far as one that is new
-        states = [
-            *(exchange.state for exchange in self.exchanges.values()),
-            *(passing.state for passing in self._passing),
-        ]
-        self.rank.forget([state.bucket.spec.name for state in states if state.step == 0])
-        self.rank.asks_for_trigger |= self._asked
+            exchange.abandon()
+            exchange.setup.memory.clear_scratch()  # a collective that was left alone may still write there
+        self.local.asks_for_trigger |= self._asked
 
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _note(self, finite: Flag) -> None:
-        """Note whether a gradient is finite; one that a device knows is asked for with the status."""
+        """Note whether a gradient is finite; what a device knows is asked for with the status."""
         if isinstance(finite, bool):
             self.finite &= finite
         else:
@@ -407,20 +443,34 @@ class Step:
         self._flags.clear()
 
     def _submit(self, exchange: Exchange) -> None:
+        """Start the collective that an exchange waits for."""
         assert exchange.verb is not None
-        name, like, equal = exchange.name, exchange.x, exchange.knows_lengths()
-        exchange.pending = self.collectives.start(name, exchange.round, exchange.verb, exchange.ops, like, equal)
+        equal = exchange.knows_lengths()
+        exchange.pending = self.collectives.start(
+            exchange.name, exchange.round, exchange.verb, exchange.setup.ops, exchange.x, equal
+        )
         self._under_way.append(exchange)
 
+    def _advance_oldest(self, count: int) -> None:
+        """Wait for the collectives of the ``count`` oldest exchanges, in their order, and start the next ones.
+
+        Results are written while those are under way. For transports that go by order: every rank calls this at the
+        same points.
+        """
+        for _ in range(count):
+            self._advance(self._under_way.popleft())
+        self._deliver_done()
+
     def _advance(self, exchange: Exchange) -> None:
-        """Give an exchange the result of its collective, which is waited for, and start the next one."""
+        """Wait for the collective of an exchange, give it the result, and start the next one."""
         assert exchange.pending is not None
         if not self.collectives.advance(exchange.pending):
             self._under_way.append(exchange)
             return
         exchange.note_lengths(exchange.pending.lengths or ())
-        result, exchange.pending = self.collectives.result(exchange.pending), None
-        if exchange.advance(result) is None:
+        result = self.collectives.result(exchange.pending)
+        exchange.pending = None
+        if exchange.resume(result) is None:
             self._done.append(exchange)
         else:
             self._submit(exchange)
@@ -445,20 +495,20 @@ class Step:
             self._deliver(self._done.pop(), self.factor)
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
-        """Write an exchange's results; its state waits for :meth:`close`."""
+        """Write the results of an exchange; its new state waits for :meth:`close`."""
         self._factors[exchange.name] = factor
-        self.rank.deliver(exchange, factor, adapt=self.clip_norm is None)
+        exchange.deliver(factor, adapt=self.clip_norm is None)
 
     def _clip(self, limit: float) -> None:
         """Scale the averaged gradients of all tensors to the norm ``limit``, if theirs is larger.
 
-        Only then the optimizer's momentum is adapted, as what the optimizer is handed has a larger norm.
+        Momentum is adapted only after that, because the gradients that the optimizer is given have a larger norm.
         """
-        norms = [self.rank.norm(exchange) for exchange in self.exchanges.values()]
+        norms = [exchange.norm() for exchange in self.exchanges.values()]
         norms += [float(passing.gradient.norm()) / self.loss_scale for passing in self._passing]
-        norm = self.rank.gradient_norm = float(np.linalg.norm(norms))
+        norm = self.local.gradient_norm = float(np.linalg.norm(norms))
         factor = min(1.0, limit / (norm + 1e-6))
         for exchange in self.exchanges.values():
-            self.rank.clip(exchange, self._factors[exchange.name], factor)
+            exchange.clip(self._factors[exchange.name], factor)
         for passing in self._passing if factor < 1.0 else ():
             passing.gradient.mul_(factor)

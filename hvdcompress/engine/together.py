@@ -15,6 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from hvdcompress.engine.collectives import cut
+from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import dtype_name
@@ -30,7 +31,7 @@ class Together:
 
     Args:
         names: the tensors'.
-        rank, world: this rank, and their number.
+        group: the ranks that take part.
         ops: the array verbs of their library.
         buffer: where payloads are joined.
 
@@ -38,8 +39,11 @@ class Together:
         now: the tensor whose method runs, for error messages.
     """
 
-    def __init__(self, names: Sequence[str], rank: int, world: int, ops: Ops, buffer: Buffer):
-        self.names, self.rank, self.world, self.ops, self.buffer = names, rank, world, ops, buffer
+    def __init__(self, names: Sequence[str], group: Group, ops: Ops, buffer: Buffer):
+        self.names = names
+        self.rank, self.world = group
+        self.ops = ops
+        self.buffer = buffer
         self.now = names[0]
         self._each: list[Communication | None] = [None] * len(names)
         self._verbs: list[Verb | None] = [None] * len(names)
@@ -85,7 +89,8 @@ class Together:
         try:
             self._verbs[place] = communication.send(result)
         except StopIteration as stop:
-            self._verbs[place], self._reduced[place] = None, self._kept(stop.value)
+            self._verbs[place] = None
+            self._reduced[place] = self._kept(stop.value)
 
     def _join(self, arrays: list[Array]) -> Array:
         dtype = dtype_name(arrays[0])
@@ -121,7 +126,8 @@ class Together:
                 return AllReduce(x, first.op, spent=all(verb.spent for verb in verbs))
             return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent=True)
         if isinstance(first, AllGather):
-            lengths, fixed = tuple(len(verb.x) for verb in verbs), all(verb.fixed for verb in verbs)
+            lengths = tuple(len(verb.x) for verb in verbs)
+            fixed = all(verb.fixed for verb in verbs)
             return AllGather(self._join([verb.x for verb in verbs]), fixed=fixed, lengths=lengths)
         # what goes to one rank, of all tensors, lies together
         pieces = [cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
@@ -142,7 +148,8 @@ class Together:
     def _parts(self, result: Any) -> list[Any]:
         """Each tensor's part of the collective's result."""
         verbs: list[Any] = self._verbs
-        first, count = verbs[0], len(verbs)
+        first = verbs[0]
+        count = len(verbs)
         if isinstance(first, Broadcast):
             return cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
         if isinstance(first, AllReduce):
@@ -170,7 +177,8 @@ class Together:
 
 def end_to_end(arrays: Sequence[Any]) -> Array | None:
     """The arrays as one, if each lies in memory where the one before it ends; otherwise None."""
-    first, spans = arrays[0], [span(array) for array in arrays]
+    first = arrays[0]
+    spans = [span(array) for array in arrays]
     is_numpy = isinstance(first, np.ndarray)
     owners = {id(array.base) if is_numpy else array.untyped_storage().data_ptr() for array in arrays}
     if len(owners) > 1 or any(a[1] != b[0] for a, b in itertools.pairwise(spans)):

@@ -6,11 +6,18 @@ A driver implements :class:`Transport` for its framework. The engine does everyt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from hvdcompress.method import Array
 
 Handle = Any  #: whatever a transport returns from ``start``; the engine only hands it back
+
+
+class Group(NamedTuple):
+    """The ranks that take part in a collective: the rank of this one among them, and their number."""
+
+    rank: int
+    world: int
 
 
 @dataclass(frozen=True, eq=False)

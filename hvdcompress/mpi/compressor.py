@@ -33,13 +33,11 @@ if not _is_set:
 from hvdcompress.engine import compressor  # noqa: E402
 from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
-from hvdcompress.engine.safety.alarm import everyones  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.engine.telemetry import log  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
-from hvdcompress.ops import fast  # noqa: E402
 from hvdcompress.optimizers import SGD, UNKNOWN, described, may_adapt  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
@@ -83,7 +81,8 @@ class Compressor(compressor.Compressor):
         try:
             plan = plan_of(method, **settings)
         except Exception as caught:  # the others wait to compare plans: tell them first
-            error, plan = caught, plan_of("none")
+            error = caught
+            plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
         try:
             self.local.optimizer = described(optimizer)
@@ -168,50 +167,38 @@ class Compressor(compressor.Compressor):
     def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
         self._transport.begin()
         self.local.begin_round()
-        error, scale, tensors = None, 1.0, _Tensors((), (), Terms({}, {}))
+        error: Exception | None = None
+        scale = 1.0
+        tensors = _Tensors((), (), Terms({}, {}))
         try:
             given = {name: np.asarray(array) for name, array in arrays.items()}
             outs = _checked(out, given)
-            tensors, scale = self._known(given, op), self.current_loss_scale()
+            tensors = self._known(given, op)
+            scale = self.current_loss_scale()
         except Exception as caught:  # the others wait for this rank's status
             error = caught
-        step = Step(self.local, self._collectives, tensors.terms, scale, Agree.FIRST_AND_LAST)
-        self._step = step
-        step.error, step.factor = error, 1.0 / self.local.world if op == "average" else 1.0
+        step = self._step = Step(self.local, self._collectives, tensors.terms, Agree.FIRST_AND_LAST)
+        step.loss_scale = scale
+        step.error = error
+        step.factor = 1.0 / self.local.world if op == "average" else 1.0
         try:
-            step.say()
-            if not error:
-                self._launch(step, tensors, given, outs)
-            step.finish()
-        except Exception as caught:
-            step.abandon()
-            raised = everyones(self._transport, caught, error)
-            raise raised from raised.__cause__
+            step.run(lambda: self._add_all(step, tensors, given, outs))
         finally:
             self._step = None
         self.ledger.steps += step.finite
         self.local.warn_of_what_is_idle()
         return outs
 
-    def _launch(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
-        """Start every bucket's exchange. If ranks disagree, that is what is wrong, and not what follows from it."""
-        try:
-            self._start(step, tensors, arrays, outs)
-        except Exception:
-            step.hear()
-            raise
-
-    def _start(self, step: Step, tensors: _Tensors, arrays: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
+    def _add_all(self, step: Step, tensors: _Tensors, given: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
+        """Give all gradients to the engine."""
         for bucket in tensors.buckets:
-            exchange, work = step.open(bucket, arrays[bucket.members[0].name], fast), self.local.work_dtype(bucket)
-            given = [arrays[member.name] for member in bucket.members]
+            work = self.local.turn(bucket).dtype
             flat_outs = [outs[member.name].reshape(-1) for member in bucket.members]
             with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                flats = [array.astype(work, copy=False).reshape(-1) for array in given]
+                flats = [given[member.name].astype(work, copy=False).reshape(-1) for member in bucket.members]
             pairs = zip(flats, flat_outs, strict=True)
-            clear = all(flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data for flat, out in pairs)
-            step.receive(exchange, range(len(flats)), flats, flat_outs, clear)
-            step.begin(exchange)
+            in_place = all(flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data for flat, out in pairs)
+            step.add(bucket, range(len(flats)), flats, None if in_place else flat_outs)
 
     def _known(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
         """What follows from the arrays' names, shapes and dtypes: mostly the same as in the last step.
@@ -245,8 +232,9 @@ class Compressor(compressor.Compressor):
         Raises:
             KeyError: no such tensor has gone through.
         """
-        state, place = self.local.find(name)
-        shape, flat = state.bucket.members[place].shape, self.local.residual(name)
+        state, index = self.local.find(name)
+        shape = state.bucket.members[index].shape
+        flat = self.local.residual(name)
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

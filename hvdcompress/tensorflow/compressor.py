@@ -276,7 +276,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _passes(self, bucket: Bucket) -> bool:
         """Whether a gradient is all-reduced as it is in every step."""
-        return len(bucket.program.stages) == 1 and self.local.passes(bucket)
+        return len(bucket.program.stages) == 1 and self.local.turn(bucket).passes
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
         """The bucket of the gradient that is being traced, and what was traced in the same outermost graph."""
@@ -373,7 +373,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _piggyback(self, bucket: Bucket) -> int | None:
         """The length of a payload that is the stock all-reduce itself; never where a tensor has several stages."""
         (_, method), *more = bucket.program.stages
-        if more or len(method.phases) > 1 or self.local.work_dtype(bucket) != "float32" or _work(bucket) != tf.float32:
+        if more or len(method.phases) > 1 or self.local.turn(bucket).dtype != "float32" or _work(bucket) != tf.float32:
             return None
         return method.piggyback(bucket.spec, 0, {})
 
@@ -401,7 +401,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         Raises:
             TypeError: it is neither.
         """
-        self.local.optimizer, self._optimizer = described(optimizer, self._rates), optimizer
+        self.local.optimizer = described(optimizer, self._rates)
+        self._optimizer = optimizer
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -24,10 +24,12 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
-from hvdcompress.engine.state import State
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket
@@ -85,8 +87,10 @@ class Segments:
         loss_scale: returns the factor by which the loss was multiplied.
     """
 
-    def __init__(self, local: Rank, loss_scale: Callable[[], float]):
-        self.local, self.loss_scale = local, loss_scale
+    def __init__(self, local: RankState, loss_scale: Callable[[], float]):
+        self.local = local
+        self.loss_scale = loss_scale
+        self.group = Group(local.rank, local.world)
         self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
@@ -121,9 +125,11 @@ class Segments:
             What Horovod shall all-reduce: this rank's probe [PROBE] float32, after the payload if it goes along.
         """
         with self._lock:
-            name, p, rank = bucket.spec.name, self.local.world, self.local.rank
+            name = bucket.spec.name
+            rank, p = self.group
             self.errors.pop(name, None)
-            finite, asks = True, False
+            finite: Any = True
+            asks = False
             try:
                 if problem := self.failure or refusal:
                     raise problem
@@ -132,8 +138,10 @@ class Segments:
                     self._begun = traced
                     self.local.begin_round()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    work = gradient.astype(self.local.work_dtype(bucket), copy=False)
-                self.exchanges[name] = exchange = self.local.start(bucket, [work], [None], fast, scale)
+                    work = gradient.astype(self.local.turn(bucket).dtype, copy=False)
+                self.exchanges[name] = exchange = Exchange(Setup(self.local, self.group, bucket, work, fast, scale))
+                exchange.add([0], [work], [None])
+                exchange.start()
                 finite = exchange.finite
                 asks = self._asks(exchange)
             except Exception as error:
@@ -150,7 +158,8 @@ class Segments:
     def phase(self, bucket: Bucket) -> tuple[int, int]:
         """The stage and phase that are on in the bucket's step."""
         with self._lock:
-            return bucket.program.stage(self.local.step_of(bucket)), self.local.phase_now(bucket)[0]
+            turn = self.local.turn(bucket)
+            return bucket.program.stage(turn.state.step if turn.state else 0), turn.phase
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
         """The payload of the exchange's next collective; of an all-to-all also how many bytes go to each rank.
@@ -168,12 +177,13 @@ class Segments:
                     raise self.errors.get(name) or RuntimeError(f"tensor {name!r} has no collective left to do")
                 verb = exchange.verb
                 if (found := round_of(verb)) != planned:
-                    raise RuntimeError(f"method {exchange.method.id!r} asks for {found}, planned was {planned}")
+                    raise RuntimeError(f"method {exchange.setup.method.id!r} asks for {found}, planned was {planned}")
                 payload, splits = self._outgoing(name, verb)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
                 self.errors[name] = error
-                payload, splits = self._nothing(bucket, number, planned), None
+                payload = self._nothing(bucket, number, planned)
+                splits = None
             if planned.verb != "AllToAll":
                 return [payload]
             equal = [len(payload) // self.local.world] * self.local.world
@@ -188,7 +198,7 @@ class Segments:
             try:
                 exchange = self.exchanges[name]
                 assert exchange.verb is not None
-                exchange.advance(self._incoming(name, exchange.verb, result))
+                exchange.resume(self._incoming(name, exchange.verb, result))
             except Exception as error:
                 self.errors[name] = error
 
@@ -208,8 +218,10 @@ class Segments:
         with self._lock:
             name = bucket.spec.name
             passed = [self._pass_on(other) for other in passing]
-            exchange, error = self.exchanges.pop(name, None), self.errors.pop(name, None)
-            payload, probe = probe[:-PROBE], probe[-PROBE:]
+            exchange = self.exchanges.pop(name, None)
+            error = self.errors.pop(name, None)
+            payload = probe[:-PROBE]
+            probe = probe[-PROBE:]
             try:
                 factor = factor_of(probe, self.local.world)
                 non_finite, triggered, failed, who = (value / factor for value in probe[2:])
@@ -218,20 +230,22 @@ class Segments:
             except PeerError as failure:
                 self.failure = self.failure or failure
                 if exchange:
-                    self.local.abandon(exchange)
+                    exchange.abandon()
                 out = np.full(bucket.spec.size, np.nan, _work(bucket))
             else:
                 assert exchange is not None
-                if exchange.reduced is None:
-                    factor = self.local.receive_piggyback(exchange, payload, factor)
-                assert exchange.reduced is not None
+                if exchange.stage is Stage.RUNNING:
+                    factor = exchange.resume_carried(payload, factor)
                 as_it_came = exchange.reduced[0].total is payload  # then it is the result, without a copy
                 out = payload if as_it_came else pool.empty(bucket.spec.size, _work(bucket))
                 exchange.outs = [out]
-                if non_finite > 0.5:
-                    self.local.abandon(exchange)
-                else:
-                    self._commit(exchange, factor, passed, triggered > 0.5)
+                finite = non_finite < 0.5
+                if finite:
+                    exchange.deliver(factor)
+                conclude(self.local, [exchange], passed, Outcome(finite, triggered > 0.5), alone=True)
+                if finite:
+                    self._carried[name] = self._asking[name]
+                    self.local.ledger.steps = max(self.local.ledger.steps, self.local.states[name].step)
             self._raise_at_the_end_of_a_step(name, traced)
             return out
 
@@ -240,17 +254,7 @@ class Segments:
         waiting = list(self.exchanges.values())
         return waiting[0].where(len(waiting)) if waiting else None
 
-    def _commit(self, exchange: Exchange, factor: float, passed: Sequence[State], triggered: bool) -> None:
-        self.local.deliver(exchange, factor)
-        self.local.commit(exchange)
-        for state in passed:
-            self.local.passed(state)
-        self._carried[exchange.name] = self._asking[exchange.name]
-        if triggered:
-            self.local.trigger([exchange.name, *(state.bucket.spec.name for state in passed)])
-        self.local.ledger.steps = max(self.local.ledger.steps, exchange.state.step)
-
-    def _pass_on(self, bucket: Bucket) -> State:
+    def _pass_on(self, bucket: Bucket) -> Turn:
         """Note that TensorFlow hands a tensor's gradient to Horovod itself."""
         self._sent(bucket.spec.name, "AllReduce", None, 4 * bucket.spec.size)
         return self.local.pass_on(bucket, _NOTHING, fast)
@@ -311,17 +315,18 @@ class Segments:
         dtype = "int32" if planned.verb == "Broadcast" else planned.dtype
         length = 0 if planned.verb == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
-            method, (phase, _) = self.local.method_now(bucket), self.local.phase_now(bucket)
+            turn = self.local.turn(bucket)
             with suppress(Exception):  # what failed here may fail there
-                length = lengths(method, phase, self.local.world, bucket.spec)[number] // (
-                    4 if planned.verb == "Broadcast" else 1
-                )
+                length = lengths(turn.method, turn.phase, self.group.world, bucket.spec)[number]
+                length //= 4 if planned.verb == "Broadcast" else 1
         return np.zeros(length or 0, dtype)
 
     def _failed(self, name: str, error: Exception | None, failed: float, who: float) -> PeerError:
         if isinstance(error, PeerError):
             return error
-        rank, count, guilty = self.local.rank, round(failed), round(who) - 1
+        rank = self.group.rank
+        count = round(failed)
+        guilty = round(who) - 1
         if count == 1 and guilty != rank:  # an error of this rank's, if there is one, came of it
             where = f"rank {guilty} failed, see its log"
         else:

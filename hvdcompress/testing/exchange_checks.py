@@ -27,7 +27,8 @@ def check_bytes(case: Case) -> None:
         (bucket,) = net.plan.buckets([TensorSpec(name, case.shape(n), dtype)])
         for step in range(case.steps if len(case.method.phases) > 1 else 1):
             before = [net.ledger.bytes_sent(rank) for rank in range(case.world)]
-            method, phase = bucket.program.main, net.ranks[0].phase_now(bucket)[0]
+            method = bucket.program.main
+            phase = net.ranks[0].turn(bucket).phase
             state = net.ranks[0].states.get(name)
             rest = (phase, state.slots if state else None) if len(method.phases) > 1 else ()
             net.log.clear()

@@ -155,10 +155,11 @@ class Trial(Loopback):
         else:
             arrays = [request.payload for request in requests]
             num_bytes = tuple(array.nbytes for array in arrays)
+        known = self.ranks[0].states.get(name)  # none in its first step
         self.log.append(
             Collective(
                 name,
-                self.ranks[0].states[name].step,
+                known.step if known else 0,
                 VERBS[kind],
                 first.op if kind == "all_reduce" else "",
                 tuple(str(array.dtype) for array in arrays),

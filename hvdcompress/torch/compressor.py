@@ -18,18 +18,17 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hvdcompress._torch.compressor import TensorCompressor, named
 from hvdcompress.engine.agreement import PeerError, Terms, factor_of
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import ENOUGH, LITTLE
+from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.step import Agree, Step
-from hvdcompress.engine.tensors import TensorCompressor, named
 from hvdcompress.method import Method
-from hvdcompress.ops import fast
 from hvdcompress.ops.torch.tensors import uploaded
-from hvdcompress.plan import BY_NAME, Bucket, Plan, plan_of
+from hvdcompress.plan import BY_NAME, Plan, plan_of
 from hvdcompress.torch.transport import HorovodTransport
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
@@ -53,33 +52,17 @@ class Ticket:
     Attributes:
         gradient: whose ticket it is.
         name: its parameter.
-        piggyback: the exchange whose payload went along in the stock all-reduce.
+        carried: the exchange whose payload went along in the stock all-reduce.
         passed: the payload was the gradient itself.
     """
 
-    __slots__ = ("gradient", "name", "passed", "piggyback")
+    __slots__ = ("carried", "gradient", "name", "passed")
 
     def __init__(self, gradient: torch.Tensor):
-        self.gradient, self.name = gradient, ""
-        self.piggyback: Exchange | None = None
+        self.gradient = gradient
+        self.name = ""
+        self.carried: Exchange | None = None
         self.passed = False
-
-
-class Waiting:
-    """Gradients of a bucket that have come and are taken in together, in a loop that stays in the processor's cache.
-
-    Attributes:
-        places: which members of the bucket they are of.
-        gradients: in the same order.
-        num_elements: of all of them.
-    """
-
-    __slots__ = ("gradients", "num_elements", "places")
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-        self.gradients: list[torch.Tensor] = []
-        self.num_elements = 0
 
 
 class Arrivals:
@@ -87,8 +70,6 @@ class Arrivals:
 
     Attributes:
         step: the engine's step.
-        came: the number of tensors whose gradients are there, by bucket.
-        waiting: those of them that have not been taken in, by bucket.
         passing: tickets of gradients that Horovod reduces, until the engine knows of them.
         order: tensor names as their gradients came.
         left: names of gradients that have not been handed back.
@@ -97,9 +78,8 @@ class Arrivals:
     """
 
     def __init__(self, step: Step, probes: Iterator[torch.Tensor]):
-        self.step, self.probes = step, probes
-        self.came: dict[str, int] = {}
-        self.waiting: dict[str, Waiting] = {}
+        self.step = step
+        self.probes = probes
         self.passing: list[Ticket] = []
         self.order: list[str] = []
         self.left: set[str] = set()
@@ -146,7 +126,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     ):
         if not hvd.is_initialized():
             raise ValueError("call hvd.init() before making a Compressor")
-        plan, rank, world = plan_of(method, **settings), process_set.rank(), process_set.size()
+        plan = plan_of(method, **settings)
+        rank = process_set.rank()
+        world = process_set.size()
         pairs = named(named_parameters)
         trained = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
         for name, parameter in trained:
@@ -185,20 +167,21 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if not self._agreed:
             optimizer = sys._getframe(1).f_locals.get("self")  # Horovod's, which calls this
             self._theirs |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
-        ticket, arrivals = Ticket(tensor), self._current()
+        ticket = Ticket(tensor)
+        arrivals = self._current()
         step = arrivals.step
         try:
             if not (self._agreed or arrivals.order):
                 self._address = self.watchdog.address()  # from now on it watches
             ticket.name = self._identify(tensor, len(arrivals.order))
-            self._receive_gradient(arrivals, ticket)
+            self._add(arrivals, ticket)
             if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
                 step.poll()
         except HorovodInternalError:
             self._drop()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
             raise
         except Exception as error:
-            step.error = step.error or error
+            step.fail(error)
         return self._for_stock_allreduce(ticket, step, arrivals.probes), ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
@@ -237,7 +220,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if not arrivals.left:
             if not self._agreed:
                 self._keep_theirs()
-            self._last_order, self._arrivals, self._agreed = arrivals.order, None, True
+            self._last_order = arrivals.order
+            self._arrivals = None
+            self._agreed = True
             self.ledger.steps += arrivals.step.finite
         return ctx.gradient
 
@@ -253,7 +238,10 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self.local.begin_round()
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
-            self._arrivals = Arrivals(self._new_step(collectives, Agree.BEFORE_WAITING), self._probes())
+            step = self._new_step(collectives, Agree.BEFORE_WAITING)
+            with step.errors_wait:
+                step.loss_scale = self.current_loss_scale()
+            self._arrivals = Arrivals(step, self._probes())
         return self._arrivals
 
     def _keep_theirs(self) -> None:
@@ -272,7 +260,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals
-        return arrivals is not None and bool(arrivals.step.exchanges or arrivals.waiting)
+        return arrivals is not None and bool(arrivals.step.exchanges)
 
     def _waits_for(self) -> str | None:
         arrivals = self._arrivals
@@ -287,8 +275,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals.step.abandon()
             self._arrivals = None
 
-    def _receive_gradient(self, arrivals: Arrivals, ticket: Ticket) -> None:
-        """Note a gradient; take in those that wait if they are enough, and start the exchange of a whole bucket."""
+    def _add(self, arrivals: Arrivals, ticket: Ticket) -> None:
+        """Give a gradient to the engine, or leave it to Horovod."""
         if ticket.name in arrivals.left:
             raise RuntimeError(
                 f"a second gradient of {ticket.name!r} came before the first was used: call optimizer.step() "
@@ -296,72 +284,40 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             )
         arrivals.order.append(ticket.name)
         arrivals.left.add(ticket.name)
-        bucket, place = self._place[ticket.name]
+        bucket, index = self._place[ticket.name]
         # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
-        if self._agreed and self.local.passes(bucket):
+        if self._agreed and self.local.turn(bucket).passes:
             ticket.passed = True
             arrivals.passing.append(ticket)
             return
-        name = bucket.spec.name
-        came = arrivals.came[name] = arrivals.came.get(name, 0) + 1
-        waiting = arrivals.waiting.get(name)
-        if waiting is None:
-            waiting = arrivals.waiting[name] = Waiting()
-        waiting.places.append(place)
-        waiting.gradients.append(ticket.gradient)
-        waiting.num_elements += ticket.gradient.numel()
-        if came == len(bucket.members):
-            exchange = self._take_waiting(arrivals, bucket)
-            piggyback = self._agreed and self.local.piggyback(bucket) is not None
-            arrivals.step.begin(exchange, piggyback)
-            ticket.piggyback = exchange if piggyback else None
-        elif waiting.num_elements >= ENOUGH:
-            self._take_waiting(arrivals, bucket)
-
-    def _take_waiting(self, arrivals: Arrivals, bucket: Bucket) -> Exchange:
-        """Take in a bucket's gradients that wait."""
-        if bucket.spec.name not in arrivals.step.exchanges:
-            arrivals.step.loss_scale = self.current_loss_scale()
-        waiting = arrivals.waiting.pop(bucket.spec.name)
-        return self._take(arrivals.step, bucket, waiting.places, waiting.gradients)
+        vector = self._vector(arrivals.step, bucket, ticket.gradient)
+        ticket.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._agreed)
 
     def _pass_on(self, arrivals: Arrivals) -> None:
         """Tell the engine of the gradients that are left to Horovod, which may be reducing them already."""
         step = arrivals.step
-        together: dict[torch.device, list[torch.Tensor]] = {}  # those that are looked at
+        small: dict[torch.device, list[torch.Tensor]] = {}
         for ticket in arrivals.passing:
-            gradient, (bucket, _) = ticket.gradient, self._place[ticket.name]
-            ops = self._ops(gradient)
-            step.pass_on(bucket, gradient, ops)
+            gradient = ticket.gradient
+            bucket, _ = self._place[ticket.name]
+            vector = self.framework.flat(gradient)
+            step.pass_on(bucket, gradient, vector)
             # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
             if self.plan.stateless:
                 continue
-            if gradient.numel() < LITTLE:  # a call costs more than a copy
-                together.setdefault(gradient.device, []).append(
-                    gradient if gradient.dim() == 1 else gradient.reshape(-1)
-                )
+            if gradient.numel() < SMALL:  # a call costs more than a copy
+                small.setdefault(gradient.device, []).append(gradient.detach().reshape(-1))
             else:
-                step.look(self._flat(gradient), ops)
-        for little in together.values():
-            joined = torch.cat(little)
-            step.look(self._flat(joined), self._ops(joined))
-
-    def _complete(self, arrivals: Arrivals, bucket: Bucket) -> None:
-        """Start the exchange of a bucket of which some members have no gradient on this rank: they count as zeros."""
-        waiting = arrivals.waiting.setdefault(bucket.spec.name, Waiting())
-        for place, member in enumerate(bucket.members):
-            if member.name not in arrivals.left:
-                waiting.places.append(place)
-                waiting.gradients.append(torch.zeros_like(self.parameters[member.name]))
-        arrivals.step.begin(self._take_waiting(arrivals, bucket))
+                step.look(vector)
+        for several in small.values():
+            step.look(self.framework.flat(torch.cat(several)))
 
     def _seal(self, arrivals: Arrivals) -> None:
         """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
-        arrivals.sealed, step = True, arrivals.step
+        arrivals.sealed = True
+        step = arrivals.step
         with step.errors_wait:
-            for name in sorted(arrivals.came):
-                if arrivals.came[name] < len(self.buckets[name].members):
-                    self._complete(arrivals, self.buckets[name])
+            step.fill_missing()
             self._pass_on(arrivals)
         step.say()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
@@ -372,16 +328,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
         arrivals.left.discard(ticket.name)
-        step, exchange = arrivals.step, ticket.piggyback
+        step = arrivals.step
         if ticket.passed:  # Horovod has reduced it in its place, average or sum
             if output.data_ptr() != ticket.gradient.data_ptr():
                 ticket.gradient.detach().copy_(output)
         elif step.factor is None:
             step.factor = factor_of(output[-2:].tolist(), self.local.world)
         with step.errors_wait:
-            if exchange and step.factor:
-                payload = output[:-2]
-                step.receive_piggyback(exchange, payload.numpy() if exchange.ops is fast else payload, step.factor)
+            if ticket.carried and step.factor:
+                step.receive_carried(ticket.carried, self.framework.flat(output[:-2]))
             step.poll()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -422,16 +377,18 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
         A payload that is the gradient itself goes without a probe: it needs none.
         """
-        failed = step.error and self._agreed and ticket.name and not ticket.piggyback
-        if ticket.passed or (failed and self.local.passes(self._place[ticket.name][0])):
+        failed = step.error and self._agreed and ticket.name and not ticket.carried
+        turn = self.local.turn(self._place[ticket.name][0]) if failed else None
+        if ticket.passed or (turn and turn.passes):
             ticket.passed = True
-            payload, stock = ticket.gradient, ticket.gradient.contiguous()
+            payload = ticket.gradient
+            stock = ticket.gradient.contiguous()
         else:
             payload = None
-            if ticket.piggyback:
-                payload = torch.as_tensor(ticket.piggyback.verb.x)  # type: ignore[union-attr]
-            elif failed:  # the others' payloads may go along: match their length
-                length = self.local.piggyback(self._place[ticket.name][0])
+            if ticket.carried:
+                payload = torch.as_tensor(ticket.carried.verb.x)  # type: ignore[union-attr]
+            elif turn:  # the others' payloads may go along: match their length
+                length = turn.carried_elements()
                 where = ticket.gradient.device
                 payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])

@@ -14,7 +14,7 @@ from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, logged, sum
 from promises.interactions import all_features_at_once
 from promises.numbers import assert_same_state
 
-from hvdcompress.engine.rank import SEEN
+from hvdcompress.engine.state import SEEN
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError

@@ -149,7 +149,7 @@ def test_gradients_in_a_pause_are_not_clipped() -> None:
 def test_momentum_of_updates_in_a_pause_decays() -> None:
     """An optimizer that uses gradients of a pause multiplies its buffer: what is taken back afterwards is less."""
     torch = pytest.importorskip("torch")
-    from hvdcompress.engine.torch_optimizers import TorchReader
+    from hvdcompress._torch.optimizers import TorchReader
 
     def trained(pauses: bool, momentum: str) -> Any:
         parameter = torch.nn.Parameter(torch.zeros(2000))

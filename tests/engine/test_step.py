@@ -11,9 +11,11 @@ from threads import ThreadTransport, run
 
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.exchange import Exchange, ExchangeError
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.transport import Group
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.methods.qsgd import QSGD
@@ -37,15 +39,17 @@ class Door:
 
     def __init__(self, transport: ThreadTransport, method: str, **settings: Any):
         self.plan = plan_of(method, **settings)
-        self.local = Rank(self.plan, transport.rank, transport.world)
+        self.local = RankState(self.plan, transport.rank, transport.world)
         self.collectives = Collectives(transport, self.local.observers)
 
     def reduce(
         self, given: dict[str, np.ndarray], terms: Terms = TERMS, error: Exception | None = None, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         agree = AGREE[self.collectives.ordered]
-        step = Step(self.local, self.collectives, terms, scale, agree)
-        step.factor, step.error = 1.0 / self.local.world, error
+        step = Step(self.local, self.collectives, terms, agree)
+        step.loss_scale = scale
+        step.factor = 1.0 / self.local.world
+        step.error = error
         outs = {name: np.empty_like(g) for name, g in given.items()}
         try:
             if agree is Agree.FIRST_AND_LAST:
@@ -53,7 +57,7 @@ class Door:
             if not error:
                 for bucket in self.plan.buckets(TensorSpec(name, g.shape) for name, g in given.items()):
                     members = [given[m.name].ravel() for m in bucket.members]
-                    step.launch(bucket, members, [outs[m.name].reshape(-1) for m in bucket.members], fast)
+                    step.add(bucket, range(len(members)), members, [outs[m.name].reshape(-1) for m in bucket.members])
             if agree is Agree.BEFORE_WAITING:
                 step.say()
             step.finish()
@@ -235,7 +239,8 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
             door = Door(transport, "topk", min_elements=100)
             if "step" in changes:
                 door.reduce(gradients(0, transport.rank))
-                door.local.find("c")[0].step += odd
+                state, _ = door.local.find("c")
+                door.local.swap({"c": replace(state, step=state.step + odd)})
             error = ValueError("a payload of another plan") if odd and "error" in changes else None
             scale = 2.0 if odd and "scale" in changes else 1.0
             terms = Terms({}, {}) if odd and "unknown" in changes else terms
@@ -268,13 +273,13 @@ def test_state_loaded_before_a_tensor_comes_is_found_when_it_comes() -> None:
         return door.local.state_dict()
 
     saved, _ = run(2, True, program)
-    fresh = Rank(plan, 0, 2)
+    fresh = RankState(plan, 0, 2)
     fresh.load_state_dict(saved[0], np.concatenate)
     assert fresh.state_dict()["steps"] == saved[0]["steps"], "what waits is saved again, too"
     for name, shape in SHAPES.items():
         (bucket,) = plan.buckets([TensorSpec(name, shape)])
         g = gradients(2, 0)[name].ravel()
-        exchange = fresh.start(bucket, [g], [np.empty_like(g)], fast)
-        assert exchange.ctx.step == 2
-        np.testing.assert_array_equal(exchange.state.slots["residual"], saved[0]["state"][name]["residual"])
-        fresh.abandon(exchange)
+        exchange = Exchange(Setup(fresh, Group(0, 2), bucket, g, fast))
+        assert exchange.setup.ctx.step == 2
+        np.testing.assert_array_equal(exchange.setup.state.slots["residual"], saved[0]["state"][name]["residual"])
+        exchange.abandon()

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.collectives import gathered_lengths
-from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.together import Together, end_to_end
+from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
-from hvdcompress.plan import BY_NAME, IN_ORDER, Grouping, plan_of
+from hvdcompress.plan import BY_NAME, IN_ORDER, Bucket, Grouping, plan_of
 from hvdcompress.testing import numbers
 
 WORLD = 3
@@ -25,6 +28,15 @@ SPECS = [TensorSpec("a", (40, 50)), TensorSpec("b", (30, 60)), TensorSpec("c", (
 
 def buffer(name: str, n: int, dtype: str) -> np.ndarray:
     return np.zeros(n, dtype)
+
+
+def started(rank: RankState, bucket: Bucket, members: list[np.ndarray], in_place: bool = False) -> Exchange:
+    """Return a rank's exchange at its first collective."""
+    exchange = Exchange(Setup(rank, Group(rank.rank, WORLD), bucket, members[0], fast))
+    outs = None if in_place else [np.empty_like(member) for member in members]
+    exchange.add(range(len(members)), members, outs)
+    exchange.start()
+    return exchange
 
 
 def asks(*verbs: Any) -> Generator[Any, Any, Any]:
@@ -39,7 +51,7 @@ def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
     """By rank and tensor, a list of verbs -> by rank and tensor, their results."""
     ranks = []
     for number, tensors in enumerate(programs):
-        together = Together([f"t{place}" for place in range(len(tensors))], number, len(programs), fast, buffer)
+        together = Together([f"t{place}" for place in range(len(tensors))], Group(number, len(programs)), fast, buffer)
         for place, verbs in enumerate(tensors):
             together.begin(place, asks(*verbs))
         ranks.append(together)
@@ -121,7 +133,7 @@ def test_state_is_not_left_where_the_next_step_writes() -> None:
         total = yield AllReduce(np.full(3 + place, place, np.float32))
         return Reduced(total=total, state={"sum": total, "own": np.ones(2, np.float32)})
 
-    together = Together(["a", "b"], 0, 1, fast, keep)
+    together = Together(["a", "b"], Group(0, 1), fast, keep)
     for place in range(2):
         together.begin(place, method(place))
     verb: Any = together.send(None)
@@ -134,19 +146,19 @@ def test_state_is_not_left_where_the_next_step_writes() -> None:
 
 
 def test_unlike_collectives_are_an_error_that_names_tensors() -> None:
-    together = Together(["left", "right"], 0, 2, fast, buffer)
+    together = Together(["left", "right"], Group(0, 2), fast, buffer)
     together.begin(0, asks(AllReduce(np.zeros(2, np.float32))))
     together.begin(1, asks(AllReduce(np.zeros(2, np.float16))))
     with pytest.raises(RuntimeError, match="left.*right.*bucket_elements: 0"):
         together.send(None)
-    together = Together(["left", "right"], 0, 2, fast, buffer)
+    together = Together(["left", "right"], Group(0, 2), fast, buffer)
     together.begin(0, asks())
     together.begin(1, asks(AllGather(np.zeros(4, np.uint8))))
     with pytest.raises(RuntimeError, match="nothing more for 'left'"):
         together.send(None)
 
 
-def steps(ranks: list[Rank], grouping: Grouping | None, numbers_of: range) -> list[dict[str, np.ndarray]]:
+def steps(ranks: list[RankState], grouping: Grouping | None, numbers_of: range) -> list[dict[str, np.ndarray]]:
     """Steps of ranks in lockstep; the results of rank 0."""
     outs = []
     for step in numbers_of:
@@ -155,16 +167,16 @@ def steps(ranks: list[Rank], grouping: Grouping | None, numbers_of: range) -> li
         ]
         for bucket in ranks[0].plan.buckets(SPECS, grouping):
             exchanges = [
-                rank.start(bucket, [own[m.name] for m in bucket.members], [own[m.name] for m in bucket.members], fast)
+                started(rank, bucket, [own[m.name] for m in bucket.members], in_place=True)
                 for rank, own in zip(ranks, given, strict=True)
             ]
             while exchanges[0].verb is not None:
                 verbs: list[Any] = [exchange.verb for exchange in exchanges]
                 for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
-                    exchange.advance(result)
+                    exchange.resume(result)
             for rank, exchange in zip(ranks, exchanges, strict=True):
-                rank.deliver(exchange, 1.0)
-                rank.commit(exchange)
+                exchange.deliver(1.0)
+                conclude(rank, [exchange], [], Outcome())
         outs.append(given[0])
     return outs
 
@@ -180,11 +192,11 @@ def test_state_saved_together_goes_on_alone_and_back(
     more = {"gradiveq": {"dense_steps": 3, "slice_elements": 20, "matrix_rank": 2, "tensors": "all"}}.get(method, {})
     plan = plan_of(method, min_elements=1, **more)
     assert len(plan.buckets(SPECS, BY_NAME)) < len(SPECS) and max(spec.size for spec in SPECS) < BY_NAME.apart
-    through = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    through = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
     expected = steps(through, first, range(8))[4:]
-    before = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    before = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
     steps(before, first, range(4))
-    after = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    after = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
     for new, old in zip(after, before, strict=True):
         new.load_state_dict(old.state_dict(), np.concatenate)
     for got, want in zip(steps(after, then, range(4, 8)), expected, strict=True):
@@ -197,18 +209,18 @@ def test_state_saved_together_goes_on_alone_and_back(
 def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) -> None:
     """Joined or not: no copy in float32 is made, and what is clipped is counted."""
     plan = plan_of("fp16", min_elements=1)
-    ranks = [Rank(plan, rank, WORLD) for rank in range(WORLD)]
+    ranks = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
     given = {spec.name: np.full(spec.size, 1e30, np.float32) for spec in SPECS}
     for bucket in plan.buckets(SPECS, grouping):
         members = [given[m.name] for m in bucket.members]
-        exchanges = [rank.start(bucket, members, [np.empty_like(m) for m in members], fast) for rank in ranks]
+        exchanges = [started(rank, bucket, members) for rank in ranks]
         verbs: list[Any] = [exchange.verb for exchange in exchanges]
         for rank, exchange, result in zip(ranks, exchanges, carry_out(verbs), strict=True):
-            assert exchange.advance(result) is None
-            rank.deliver(exchange, 1.0)
-            rank.commit(exchange)
+            assert exchange.resume(result) is None
+            exchange.deliver(1.0)
+            conclude(rank, [exchange], [], Outcome())
     for rank in ranks:
-        assert all(state.joined is None for state in rank.states.values())
+        assert all(memory.joined is None for memory in rank.memory.values())
         assert rank.ledger.counters() == {"saturated": sum(spec.size for spec in SPECS)}
 
 
@@ -219,11 +231,11 @@ def test_small_dense_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fast, "look", lambda x, scan: looked.append(len(x)) or look(x, scan))
     plan = plan_of("topk", min_elements=10**6)
     [bucket] = plan.buckets(SPECS, IN_ORDER)
-    rank = Rank(plan, 0, WORLD)
+    rank = RankState(plan, 0, WORLD)
     members = [np.arange(member.size, dtype=np.float32) for member in bucket.members]
     members[-1][-1] = np.inf if bad else 0.0
     before = [member.copy() for member in members]
-    exchange = rank.start(bucket, members, [np.empty_like(member) for member in members], fast)
+    exchange = started(rank, bucket, members)
     assert looked == [bucket.spec.size] * (2 if bad else 1)
     assert exchange.finite is not bad
     assert isinstance(exchange.verb, AllReduce)
@@ -243,4 +255,4 @@ def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(method, "encode", encode)
     with pytest.raises(ExchangeError, match=r"tensor 'b' \(method qsgd, round 0, rank 0\): RuntimeError: spoiled"):
-        steps([Rank(plan, rank, WORLD) for rank in range(WORLD)], BY_NAME, range(1))
+        steps([RankState(plan, rank, WORLD) for rank in range(WORLD)], BY_NAME, range(1))

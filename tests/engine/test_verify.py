@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,14 +64,15 @@ def test_residuals_differ_and_are_no_error() -> None:
 def test_a_step_that_differs_changes_nothing() -> None:
     net = Loopback("powersgd", world=2, verify_every=1)
     net.allreduce([numbers((40, 50), rank) for rank in range(2)])
-    (state,) = net.ranks[1].states.values()
-    good, bad = state.slots["q"], state.slots["q"].copy()
+    ((name, state),) = net.ranks[1].states.items()
+    bad = state.slots["q"].copy()
     bad[0] += 1
-    residual, state.slots = net.residual("tensor", 1).copy(), {**state.slots, "q": bad}
+    residual = net.residual("tensor", 1).copy()
+    net.ranks[1].swap({name: replace(state, slots={**state.slots, "q": bad})})
     with pytest.raises(PeerError, match="the state 'q' of tensor 'tensor'"):
         net.allreduce([numbers((40, 50), rank, 1) for rank in range(2)])
     np.testing.assert_array_equal(net.residual("tensor", 1), residual)
-    state.slots["q"] = good
+    net.ranks[1].swap({name: state})
     net.allreduce([numbers((40, 50), rank, 1) for rank in range(2)])
 
 

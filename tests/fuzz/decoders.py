@@ -20,10 +20,13 @@ import numpy as np
 import hvdcompress
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.engine.exchange import ExchangeError
+from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
-from hvdcompress.engine.rank import Rank
 from hvdcompress.engine.saving import checkpoint
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState
+from hvdcompress.engine.transport import Group
 from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.output import jsonl
 from hvdcompress.lab.training.experiment import Experiment
@@ -82,7 +85,7 @@ class Tampered:
 
     def __init__(self, plan: Any, spec: TensorSpec, step: int):
         self.bucket, self.step = plan.buckets([spec])[0], step
-        self.ranks = [Rank(plan, rank, 2) for rank in range(2)]
+        self.ranks = [RankState(plan, rank, 2) for rank in range(2)]
         size = spec.size
         self.guarded = np.full(size + 64, GUARD, np.float32)
         self.out = self.guarded[32 : 32 + size]
@@ -94,10 +97,7 @@ class Tampered:
     def _undisturbed(self, commit: bool) -> None:
         self.rounds = []
         outs = [np.empty(self.bucket.spec.size, np.float32) for _ in range(2)]
-        exchanges = [
-            rank.start(self.bucket, [gradient.copy()], [out], fast)
-            for rank, gradient, out in zip(self.ranks, self.gradients, outs, strict=True)
-        ]
+        exchanges = [self._started(rank, out) for rank, out in enumerate(outs)]
         while exchanges[0].verb is not None:
             requests = [lower(one.verb, rank, 2, fast, one.x) for rank, one in enumerate(exchanges)]
             results = [np.array(result) for result in carry_out(requests)]
@@ -106,10 +106,17 @@ class Tampered:
             self.rounds.append((results[0].copy(), sent))
             for one, request, result in zip(exchanges, requests, results, strict=True):
                 lengths = gathered_lengths(result, one.verb, 2, fast) if gathers else request.gets
-                one.advance(lift(one.verb, result, lengths or (), fast))
+                one.resume(lift(one.verb, result, lengths or (), fast))
         for rank, one in zip(self.ranks, exchanges, strict=True):
-            rank.deliver(one, 0.5)
-            (rank.commit if commit else rank.abandon)(one)
+            one.deliver(0.5)
+            conclude(rank, [one], [], Outcome(finite=commit))
+
+    def _started(self, rank: int, out: Any) -> Exchange:
+        gradient = self.gradients[rank].copy()
+        exchange = Exchange(Setup(self.ranks[rank], Group(rank, 2), self.bucket, gradient, fast))
+        exchange.add([0], [gradient], [out])
+        exchange.start()
+        return exchange
 
     def decode(self, number: int, told: bool, data: bytes) -> None:
         """Run rank 0 through the step, with ``data`` in the place of what came in a round.
@@ -119,9 +126,8 @@ class Tampered:
             told: the network says how long each gathered payload is, as MPI does; else headers do, as under Horovod.
             data: what rank 1 sent, where it is gathered; else rank 0's whole result.
         """
-        rank = self.ranks[0]
         self.guarded.fill(GUARD)
-        exchange = rank.start(self.bucket, [self.gradients[0].copy()], [self.out], fast)
+        exchange = self._started(0, self.out)
         try:
             for at, (result, _) in enumerate(self.rounds):
                 verb = exchange.verb
@@ -138,15 +144,15 @@ class Tampered:
                         whole = (data + bytes(got.nbytes))[: got.nbytes]
                         got = np.frombuffer(bytearray(whole), got.dtype)
                     lengths = lower(verb, 0, 2, fast, exchange.x).gets or ()
-                exchange.advance(lift(verb, got, lengths, fast))
+                exchange.resume(lift(verb, got, lengths, fast))
             assert exchange.verb is None, "the method asks for more collectives"
-            rank.deliver(exchange, 0.5)
+            exchange.deliver(0.5)
         except ExchangeError as error:
             if isinstance(error.__cause__, wire.WireError):
                 raise error.__cause__ from None
             raise
         finally:
-            rank.abandon(exchange, fill=False)
+            exchange.abandon()
         assert (self.guarded[:32] == GUARD).all() and (self.guarded[-32:] == GUARD).all(), (
             "written outside of the result"
         )
@@ -193,11 +199,11 @@ def _headers() -> Iterator[Decoder]:
     yield Decoder("wire-split", (b"".join(payloads), payloads[1] * 2), split, (wire.WireError,))
 
 
-def _saved() -> tuple[dict[str, Any], Rank, Any]:
+def _saved() -> tuple[dict[str, Any], RankState, Any]:
     plan = plan_for(hvdcompress.get("powersgd", matrix_rank=2))
     spec = TensorSpec("w", (20, 30))
     tampered = Tampered(plan, spec, 1)
-    return tampered.ranks[0].state_dict(), Rank(plan, 0, 2), plan.buckets([spec])
+    return tampered.ranks[0].state_dict(), RankState(plan, 0, 2), plan.buckets([spec])
 
 
 def _checkpoints(folder: Path) -> Iterator[Decoder]:

@@ -26,7 +26,9 @@ import test_wire
 
 import hvdcompress
 from hvdcompress import testing
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.exchange import Exchange
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Broadcast, Method
@@ -233,12 +235,12 @@ def bf16_is_cut_off_instead_of_rounded(patch: Patch) -> None:
 
 
 def bad_step_is_not_rolled_back(patch: Patch) -> None:
-    def keep(self: Rank, exchange: Any, fill: bool = True) -> None:
-        self.commit(exchange)
-        for out in exchange.outs:
-            exchange.ops.fill(out, float("nan"))
+    def keep(self: Exchange, fill: bool = False) -> None:
+        self.setup.local.swap({self.name: self.new_state()})
+        for out in self.outs:
+            self.setup.ops.fill(out, float("nan"))
 
-    patch.setattr(Rank, "abandon", keep)
+    patch.setattr(Exchange, "abandon", keep)
 
 
 def nan_is_not_noticed(patch: Patch) -> None:
@@ -268,14 +270,13 @@ def input_is_written(patch: Patch) -> None:
 
 
 def steps_are_not_restored(patch: Patch) -> None:
-    load = Rank.load_state_dict
+    load = RankState.load_state_dict
 
-    def forget(self: Rank, *args: Any, **more: Any) -> None:
+    def forget(self: RankState, *args: Any, **more: Any) -> None:
         load(self, *args, **more)
-        for state in self.states.values():
-            state.step = 0
+        self.states = {name: replace(state, step=0) for name, state in self.states.items()}
 
-    patch.setattr(Rank, "load_state_dict", forget)
+    patch.setattr(RankState, "load_state_dict", forget)
 
 
 def residual_of_rank_0_is_loaded_everywhere(patch: Patch) -> None:
@@ -289,18 +290,18 @@ def residual_of_rank_0_is_loaded_everywhere(patch: Patch) -> None:
 
 
 def state_dict_is_a_view(patch: Patch) -> None:
-    patch.setattr(Rank, "state_dict", _view)
+    patch.setattr(RankState, "state_dict", _view)
 
 
-def _view(self: Rank) -> dict[str, Any]:
+def _view(self: RankState) -> dict[str, Any]:
     head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
     steps = {name: state.step for name, state in self.states.items()}
     return {**head, "steps": steps, "state": {name: state.slots for name, state in self.states.items()}}
 
 
 def residual_is_kept_scaled(patch: Patch) -> None:
-    begin = Rank.open
-    patch.setattr(Rank, "open", lambda self, bucket, like, ops, loss_scale=1.0: begin(self, bucket, like, ops, 1.0))
+    begin = Setup.__init__
+    patch.setattr(Setup, "__init__", lambda *args: begin(*args[:6]))
 
 
 def ranks_draw_different_places(patch: Patch) -> None:

@@ -227,14 +227,14 @@ def test_methods_send_the_reference_s_bytes(method: str) -> None:
 
 
 def test_cuda_tensors_get_triton() -> None:
-    pytest.importorskip("horovod.torch")
-    from hvdcompress.torch.compressor import Compressor
+    from hvdcompress._torch.framework import TorchFramework
 
     for device, forced, name in (
         ("cuda", False, "triton"), ("cuda", True, "torch"), ("xpu", False, "torch"), ("cpu", True, "torch")
     ):  # fmt: skip
-        compressor, tensor = SimpleNamespace(force_torch=forced), SimpleNamespace(device=torch.device(device))
-        assert Compressor._ops(compressor, tensor) is importlib.import_module(f"hvdcompress.ops.{name}")  # type: ignore[arg-type]
+        framework = TorchFramework(forced, dict)
+        vector: Any = SimpleNamespace(is_cuda=device == "cuda")
+        assert framework.ops(vector) is importlib.import_module(f"hvdcompress.ops.{name}")
 
 
 @pytest.mark.parametrize("why", ["triton'] = None", "tensorflow'] = sys"])  # not there, or to be the second LLVM

@@ -121,9 +121,9 @@ def test_sparse_methods_keep_no_dense_vector() -> None:
         for _ in range(2):
             net.allreduce(gradients, name="w")
     for id in ("topk", "scalecom", "gtopk"):
-        (piece,) = nets[id].ranks[0].states["w"].momentum
+        (piece,) = nets[id].ranks[0].states["w"].momentum.content
         assert isinstance(piece, Sparse) and len(piece.values) <= 200, id
-    (piece,) = nets["powersgd"].ranks[0].states["w"].momentum
+    (piece,) = nets["powersgd"].ranks[0].states["w"].momentum.content
     assert piece.left.size == piece.right.size == 200
 
 
@@ -198,7 +198,7 @@ def test_steps_are_told_apart_for_ever() -> None:
     for step in range(1, 600):
         net.allreduce([np.array([1.0, 0.0], np.float32)], name="w")  # the second element never arrives
         state = net.ranks[0].states["w"]
-        assert min(step, MOST) <= (state.step - state.arrived.astype(int))[1] % 256 < 128
+        assert min(step, MOST) <= (state.step - state.momentum.arrived.astype(int))[1] % 256 < 128
 
 
 def test_clip_norm_is_that_of_the_gradients_themselves() -> None:

@@ -8,7 +8,7 @@ ever, and the next step finds all in order. How an alarm is sounded and heard is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.exchange import ExchangeError
@@ -71,11 +71,11 @@ def missing(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
     return calls
 
 
-def everyones(transport: Alarming, caught: Exception, mine: Exception | None = None) -> Exception:
+def everyones(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
     """End the step on all ranks after an error; returns what this rank raises.
 
     Args:
-        transport: its network.
+        transport: its network, which can end a step on all ranks (:class:`Alarming`).
         caught: what ended the step here.
         mine: what was wrong with this rank's input, of which the others were told by the status.
     """

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.agreement import PeerError
-from hvdcompress.engine.state import State, declared_by_members, declared_slots
+from hvdcompress.engine.bucket_state import BucketState, declared_by_members, declared_slots
 from hvdcompress.method import Array
 
 Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: an array, as one of numpy's in the host's memory
@@ -26,17 +26,17 @@ def checksum(array: np.ndarray[Any, Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def shared_slots(states: Iterable[State], host: Host) -> dict[str, int]:
+def shared_slots(states: Iterable[BucketState], host: Host) -> dict[str, int]:
     """The checksums of what methods keep alike on all ranks, by what it is, in words."""
     return {what: checksum(host(array)) for what, array in _shared(states)}
 
 
-def _shared(states: Iterable[State]) -> Iterator[tuple[str, Array]]:
+def _shared(states: Iterable[BucketState]) -> Iterator[tuple[str, Array]]:
     for state in states:
         bucket = state.bucket
         places = [(bucket.spec.name, declared_slots(bucket), state.slots)]
         for member, declared, own in zip(bucket.members, declared_by_members(bucket), state.members, strict=False):
-            places.append((member.name, declared, own.slots))
+            places.append((member.name, declared, own))
         for name, declared, slots in places:
             for slot, described in declared.items():
                 if described.scope == "shared" and slot in slots:

@@ -2,8 +2,8 @@
 
 A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and four
 tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, of which acted upon, step of the last]},
-``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. ``State.momentum`` is among the
-slots, in the form in which it is kept (``state.slots_of``).
+``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. ``BucketState.momentum`` is
+among the slots, in the form in which it is kept (``pieces.slots_of``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import handover
-from hvdcompress.engine.state import Own, Piece, Pieces, State, declared_by_members, declared_slots, slots_of
+from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared_by_members, declared_slots
+from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of
+from hvdcompress.engine.pieces import whole as dense
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import Outer, dtype_name
@@ -24,9 +25,10 @@ from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 FORMAT = 1
-ARRIVED = "momentum.arrived"  #: the slot of ``State.arrived``
+ARRIVED = "momentum.arrived"  #: the slot of ``MomentumState.arrived``
 TABLES = ("steps", "restarts", "merge", "state")  #: of a saved state, by tensor
 Saved = Mapping[str, Any]
+Ages = Mapping[str, tuple[int, ...]]  #: by tensor: its step, and its restarts if there are any
 Copy = Callable[[list[Any]], Array]  #: saved arrays of a slot's parts -> one fresh array
 
 
@@ -54,6 +56,30 @@ def check(saved: Saved) -> None:
     slots = {name: slots.keys() for name, slots in saved.get("state", {}).items()}
     if slots != {name: slots.keys() for name, slots in saved["merge"].items()}:
         raise ValueError("the saved state's 'merge' and 'state' are of different arrays")
+
+
+def check_origin(saved: Saved, world: int, rank: int) -> None:
+    """Refuse a value that is not a saved state, and a state of another format, world or rank.
+
+    Raises:
+        ValueError: it says which.
+    """
+    check(saved)
+    for key, mine in (("world", world), ("rank", rank)):
+        if saved[key] != mine:
+            hint = "; Compressor.load re-shards a folder with the states of all ranks" if key == "world" else ""
+            raise ValueError(f"the saved state is of {key} {saved[key]!r}, this is {key} {mine!r}{hint}")
+
+
+def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Ages:
+    """Return where tensors are in their programs, without those at the start; only tensors of one age can be joined.
+
+    Args:
+        steps: steps done, by tensor.
+        restarts: as in the table of a saved state.
+    """
+    there = {name for name, step in steps.items() if step} | restarts.keys()
+    return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in there}
 
 
 def _is_count(value: Any) -> bool:
@@ -88,7 +114,7 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
+def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
     """The four tables by tensor; arrays are fresh copies."""
     steps: dict[str, int] = {}
     restarts: dict[str, list[int]] = {}
@@ -108,14 +134,15 @@ def tables(states: Iterable[State]) -> dict[str, dict[str, Any]]:
         for slot, array in state.slots.items():
             for name, part in _parts(bucket, slot, array):
                 keep(name, slot, part, declared[slot].merge if slot in declared else "sum")
-        for member, piece in zip(bucket.members, handover.by_tensor(state.momentum, bucket), strict=False):
+        for member, piece in zip(bucket.members, by_tensor(state.momentum.content, bucket), strict=False):
             for slot, array in slots_of(piece).items():
                 keep(member.name, slot, array, "keep")
-        if state.arrived is not None:
+        arrived = state.momentum.arrived
+        if arrived is not None:
             for member, (start, stop) in zip(bucket.members, bucket.spans, strict=True):
-                keep(member.name, ARRIVED, state.arrived[start:stop], "keep")
+                keep(member.name, ARRIVED, arrived[start:stop], "keep")
         for member, own, known in zip(bucket.members, state.members, declared_by_members(bucket), strict=False):
-            for slot, array in own.slots.items():
+            for slot, array in own.items():
                 keep(member.name, slot, array, known[slot].merge)
     return {"steps": steps, "restarts": restarts, "merge": merge, "state": arrays}
 
@@ -128,7 +155,7 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     return [(member.name, array[start:stop]) for member, (start, stop) in places]
 
 
-def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> State | None:
+def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
     """The bucket's state from a saved one; None if it has none of its tensors.
 
     What the bucket's methods do not use of a residual is kept in the state, for when one does.
@@ -167,17 +194,16 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> St
             found[slot] = copy(parts)
         return found
 
-    own = [Own(slots(each, name)) for each, name in zip(declared_by_members(bucket), members, strict=False)]
+    own = tuple(slots(each, name) for each, name in zip(declared_by_members(bucket), members, strict=False))
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     declared = declared_slots(bucket)
     kept = {slot for name in members for slot in saved["state"].get(name, {}) if slot in feedback.BUFFERED}
     whole = whole and not kept - declared.keys()  # what is kept besides may be some tensors' only
-    return State(
+    return BucketState(
         bucket,
         slots(declared | {slot: Slot((bucket.spec.size,)) for slot in kept}, bucket.spec.name),
         own,
-        momentum=_momentum(saved, bucket, copy, whole),
-        arrived=_arrived(saved, bucket, copy),
+        MomentumState(_momentum(saved, bucket, copy, whole), arrived=_arrived(saved, bucket, copy)),
         step=steps.pop(),
         triggers=triggers,
         restart=(restart[0], restart[1]),
@@ -185,7 +211,7 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> St
 
 
 def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
-    """The state's ``arrived`` from a saved state; None if that has none of some of the bucket's tensors."""
+    """``MomentumState.arrived`` from a saved state; None if that has none of some of the bucket's tensors."""
     parts = [saved["state"].get(member.name, {}).get(ARRIVED) for member in bucket.members]
     if any(part is None for part in parts):
         return None
@@ -195,7 +221,7 @@ def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
 
 
 def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
-    """The state's ``momentum`` from a saved state.
+    """``MomentumState.content`` from a saved state.
 
     Raises:
         ValueError: an array is malformed; or, with ``whole``, it is kept for some of the bucket's tensors only, or in
@@ -211,13 +237,13 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
             raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
         nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
         forms = [_piece(m, slots, copy) if slots else nothing for m, slots in zip(bucket.members, kept, strict=True)]
-        return (handover.whole(tuple(forms), bucket, fast, forms[0]),)
+        return (dense(tuple(forms), bucket, fast, forms[0]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 
 
 def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
-    """One tensor's part of ``State.momentum``."""
+    """One tensor's part of ``MomentumState.content``."""
     whose = f"momentum of {member.name!r}"
     if "momentum" in slots:
         _check_part(whose, slots["momentum"], member.size, "float32")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.rank import Rank
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Entry, Ledger
 from hvdcompress.method import Array
 from hvdcompress.parts import feedback
@@ -54,7 +54,7 @@ class Figures:
         return entry.dense / entry.sent if entry.dense and entry.sent else math.nan
 
 
-def figures(local: Rank, ledger: Ledger, buckets: Iterable[Bucket], host: Host = np.asarray) -> list[Figures]:
+def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: Host = np.asarray) -> list[Figures]:
     """One rank's figures by program, those with most elements first; last what travels for no tensor's sake.
 
     Args:
@@ -68,7 +68,7 @@ def figures(local: Rank, ledger: Ledger, buckets: Iterable[Bucket], host: Host =
     squares: dict[str, float] = {}
     for bucket in buckets:
         program = str(bucket.program)
-        group = found.setdefault(program, Figures(program, in_words(local.method_now(bucket))))
+        group = found.setdefault(program, Figures(program, in_words(local.turn(bucket).method)))
         group.tensors += len(bucket.members)
         group.elements += bucket.spec.size
         program_of |= dict.fromkeys([bucket.spec.name, *(member.name for member in bucket.members)], program)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine import state
+from hvdcompress.engine.telemetry.describe import memory as memory_of
 from hvdcompress.lab.advise.exchanges import Codecs, buckets_of, status, unit_of
 from hvdcompress.lab.advise.timeline import Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
@@ -135,7 +135,7 @@ class Case:
         """A plan, and what is predicted of it."""
         buckets = self.buckets(plan)
         compressed = sum(len(bucket.members) for bucket in buckets if bucket.program.main.id != "none")
-        memory = sum(state.memory(bucket) for bucket in buckets)
+        memory = sum(memory_of(bucket) for bucket in buckets)
         step, even = self._step(plan, buckets), self.break_even(plan) if compressed else 0.0
         return Candidate(label, plan.program.main.id, plan, step, compressed, len(self.tensors), memory, even, partly)
 

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hvdcompress.engine.commit import Outcome, conclude
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.rank import ENOUGH, Rank
 from hvdcompress.engine.rehearsal import carry_out
+from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.transport import Group
 from hvdcompress.lab.bench.devices import Cost, Device, Gauge
 from hvdcompress.method import Array, Broadcast, TensorSpec
 from hvdcompress.plan import BY_NAME, Bucket, Plan
@@ -56,7 +59,7 @@ class Side:
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world: int, device: Device):
         self.plan, self.world, self.device = plan, world, device
         self.buckets = plan.buckets(specs, BY_NAME)
-        self.ranks = [Rank(plan, rank, world) for rank in range(world)]
+        self.ranks = [RankState(plan, rank, world) for rank in range(world)]
         places = {
             member.name: (bucket, place) for bucket in self.buckets for place, member in enumerate(bucket.members)
         }
@@ -69,15 +72,17 @@ class Side:
             gradients: by rank and tensor, flat float32; the reduced ones are written over them.
             gauge: calls what is measured; the device's clock by default.
         """
-        spent, self._gauge = Spent(), gauge or self.device.timed
+        spent = Spent()
+        self._gauge = gauge or self.device.timed
+        self._passed: list[list[Turn]] = []
         exchanges = [self._receive(rank, given, spent) for rank, given in zip(self.ranks, gradients, strict=True)]
         for bucket in self.buckets:
             if bucket.spec.name in exchanges[0]:
                 self._exchange([each[bucket.spec.name] for each in exchanges], spent)
-        for rank, own in zip(self.ranks, exchanges, strict=True):
+        for rank, own, passed in zip(self.ranks, exchanges, self._passed, strict=True):
             for exchange in own.values():
-                self._measured(spent, "apply", rank.deliver, exchange, 1.0 / self.world)
-                self._measured(spent, "apply", rank.commit, exchange)
+                self._measured(spent, "apply", exchange.deliver, 1.0 / self.world)
+            self._measured(spent, "apply", conclude, rank, own.values(), passed, Outcome())
         return spent
 
     def _measured(self, spent: Spent, part: str, call: Any, *arguments: Any) -> Any:
@@ -86,33 +91,35 @@ class Side:
         spent.parts[part].add(cost, 1.0 / self.world)
         return result
 
-    def _receive(self, rank: Rank, given: Sequence[Array], spent: Spent) -> dict[str, Exchange]:
+    def _receive(self, rank: RankState, given: Sequence[Array], spent: Spent) -> dict[str, Exchange]:
         """All gradients of a rank, up to the first collective of each bucket."""
         exchanges: dict[str, Exchange] = {}
-        waiting: dict[str, tuple[list[int], list[Array]]] = {}
-        missing = {bucket.spec.name: len(bucket.members) for bucket in self.buckets}
-        for (bucket, place), gradient in reversed(list(zip(self._places, given, strict=True))):
-            name = bucket.spec.name
-            if rank.passes(bucket):
-                self._measured(spent, "encode", self._pass_on, rank, bucket, gradient)
-                continue
-            if name not in exchanges:
-                exchanges[name] = self._measured(spent, "encode", rank.open, bucket, gradient, self.device.ops)
-            places, gradients = waiting.setdefault(name, ([], []))
-            places.append(place)
-            gradients.append(gradient)
-            missing[name] -= 1
-            if not missing[name] or sum(map(len, gradients)) >= ENOUGH:  # as under Horovod
-                del waiting[name]
-                self._measured(spent, "encode", rank.receive, exchanges[name], places, gradients, gradients, True)
-            if not missing[name]:
-                self._measured(spent, "encode", rank.begin, exchanges[name])
+        passed: list[Turn] = []
+        rank.begin_round()
+        for (bucket, index), gradient in reversed(list(zip(self._places, given, strict=True))):
+            if rank.turn(bucket).passes:
+                passed.append(self._measured(spent, "encode", self._pass_on, rank, bucket, gradient))
+            else:
+                self._measured(spent, "encode", self._add, rank, bucket, index, gradient, exchanges)
+        self._passed.append(passed)
         return exchanges
 
-    def _pass_on(self, rank: Rank, bucket: Bucket, gradient: Array) -> None:
+    def _add(
+        self, rank: RankState, bucket: Bucket, index: int, gradient: Array, exchanges: dict[str, Exchange]
+    ) -> None:
+        """Take a gradient as under Horovod."""
+        exchange = exchanges.get(bucket.spec.name)
+        if exchange is None:
+            exchange = Exchange(Setup(rank, Group(rank.rank, self.world), bucket, gradient, self.device.ops))
+            exchanges[exchange.name] = exchange
+        exchange.add([index], [gradient])
+        if exchange.is_full:
+            exchange.start()
+
+    def _pass_on(self, rank: RankState, bucket: Bucket, gradient: Array) -> Turn:
         if not self.plan.stateless:
             self.device.ops.all_finite(gradient)
-        rank.passed(rank.pass_on(bucket, gradient, self.device.ops))
+        return rank.pass_on(bucket, gradient, self.device.ops)
 
     def _exchange(self, exchanges: list[Exchange], spent: Spent) -> None:
         """The collectives of one bucket. Who computes the root's part of a broadcast is the mean rank, too."""
@@ -128,7 +135,7 @@ class Side:
 
     def _advance(self, exchange: Exchange, result: Any, spent: Spent) -> None:
         """Hand a result to a rank. Only then is it known whether that was the last collective."""
-        _, cost = self._gauge(exchange.advance, result)
+        _, cost = self._gauge(exchange.resume, result)
         spent.parts["decode" if exchange.verb is None else "encode"].add(cost, 1.0 / self.world)
 
     def _lifted(self, result: Any) -> Any:

@@ -81,7 +81,7 @@ def _copy(size: int) -> float:
 
 def _state(net: Loopback) -> int:
     """Return the bytes of rank 0's state, without what a step alone needs."""
-    states = net.ranks[0].states.values()
-    for state in states:
-        state.clear_scratch()
-    return sum(array.nbytes for state in states for array in state.arrays())
+    local = net.ranks[0]
+    for memory in local.memory.values():
+        memory.clear_scratch()
+    return local.num_state_bytes()

@@ -12,7 +12,7 @@ import numpy as np
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress.engine.saving import checkpoint
-from hvdcompress.engine.state import describe
+from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.ops import numpy as reference
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of

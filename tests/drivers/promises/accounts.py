@@ -7,7 +7,8 @@ from typing import Any
 
 from harness import logged
 
-from hvdcompress.engine.rank import ENOUGH, SEEN
+from hvdcompress.engine.intake import TILE
+from hvdcompress.engine.state import SEEN
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries
@@ -51,7 +52,7 @@ def payloads_are_the_loopbacks(door: Any) -> None:
 def gradients_are_taken_in_as_they_come(door: Any) -> None:
     """On the host gradients make their one pass over memory when a million elements have come, also where tensors are
     joined, and not when the last has come."""
-    shapes = {name: (ENOUGH // 2, 1 + number % 2) for number, name in enumerate("vwxyz")}
+    shapes = {name: (TILE // 2, 1 + number % 2) for number, name in enumerate("vwxyz")}
     handle, watcher = door.make("topk", {"density": 0.05}, shapes), Watcher(door.rank)
     handle.watch(watcher)
     for step in range(2):

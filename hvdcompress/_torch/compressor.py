@@ -10,25 +10,20 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import hvdcompress.ops
-import hvdcompress.ops.torch as torch_ops
+from hvdcompress._torch.framework import TorchFramework, to_host
+from hvdcompress._torch.optimizers import Optimizers, TorchReader
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.torch_optimizers import Optimizers, TorchReader
 from hvdcompress.method import TensorSpec
-from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.optimizers import what_is_done
 from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 #: what can be reduced, and the dtype of a complex number's parts
 REAL = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
@@ -125,7 +120,8 @@ class TensorCompressor(compressor.Compressor):
             names = [name for name, _ in pairs]
             raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
-        self.force_torch = ops == "torch"
+        myself = weakref.ref(self)
+        self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
         specs = self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
@@ -134,8 +130,6 @@ class TensorCompressor(compressor.Compressor):
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
-        # of the step under way, by bucket: gradients whose results arrive elsewhere: of another dtype or layout
-        self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
     def _group(self, ages: Mapping[str, object]) -> list[TensorSpec]:
         """Group the parameters into buckets; returns what the engine sees of them.
@@ -198,26 +192,26 @@ class TensorCompressor(compressor.Compressor):
             ValueError: it is of another rank or world, or of other parameters; nothing is changed then.
         """
         snapshot.check(saved)
-        ages = {name: (step, *saved["restarts"].get(name, ())) for name, step in saved["steps"].items()}
+        ages = snapshot.ages(saved["steps"], saved["restarts"])
         anywhere = next(iter(self.parameters.values()), torch.zeros(0))
 
         def copy(parts: list[Any]) -> Any:
             joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
-            return joined.numpy() if self._ops(anywhere) is fast else joined
+            return self.framework.flat(joined)
 
-        before = self.buckets, self._place
+        before = (self.buckets, self._place)
         self._group(ages)
         try:
             self.local.load_state_dict(saved, copy, self._buckets())
         except ValueError:
             self.buckets, self._place = before
             raise
-        new = sorted(self.parameters.keys() - ages.keys())
-        if ages and new and self.local.rank == 0:
+        new = sorted(self.parameters.keys() - saved["steps"].keys())
+        if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state has nothing of {log.some(new)}: their residuals begin at zero")
 
     def _to_host(self, array: Any) -> Any:
-        return torch.as_tensor(array).cpu().numpy()
+        return to_host(array)
 
     def _buckets(self) -> list[Bucket]:
         return list(self.buckets.values())
@@ -229,14 +223,14 @@ class TensorCompressor(compressor.Compressor):
     # -- a step ---------------------------------------------------------------------------------------------
 
     def _new_step(self, collectives: Collectives, agree: Agree) -> Step:
-        self._copies.clear()
+        self.framework.begin()
         if self._adapts and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
             log.warn_once(
                 "no optimizer of PyTorch has taken a step with these parameters, so its momentum acts on top of the "
                 "residuals, which costs accuracy: call use_optimizer(optimizer) of the Compressor, or say "
                 'optimizer_momentum="keep" if there is no momentum'
             )
-        step = Step(self.local, collectives, self._terms, agree=agree, written=self._store, checksums=self._checksums)
+        step = Step(self.local, collectives, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
         return step
 
@@ -292,41 +286,14 @@ class TensorCompressor(compressor.Compressor):
         """The parameters that each tensor consists of."""
         return {name: [parameter] for name, parameter in self.parameters.items()}
 
-    def _checksums(self) -> dict[str, int]:
-        """Those of all parameters, frozen ones too, in the model's order, and of the shared state."""
-        with torch.no_grad():
-            parameters = (self.model_parameters or self.parameters).items()
-            memory = ((n, p.detach().contiguous().reshape(-1).view(torch.uint8)) for n, p in parameters)
-            found = {f"parameter {name!r}": verify.checksum(part.cpu().numpy()) for name, part in memory}
-        return found | self.local.checksums(self._to_host)
+    def _vector(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> Any:
+        """Return a gradient as the vector that the engine takes; the result is written over it."""
+        known = step.exchanges.get(bucket.spec.name)
+        dtype = known.setup.dtype if known else self.local.turn(bucket).dtype
+        return self.framework.vector(bucket.spec.name, gradient, dtype)
 
-    def _ops(self, tensor: torch.Tensor) -> Any:
-        """The array verbs for a gradient: the numpy core on the CPU, through views; Triton's or torch's on a GPU."""
-        if self.force_torch or tensor.device.type not in ("cpu", "cuda"):
-            return torch_ops
-        return fast if tensor.device.type == "cpu" else hvdcompress.ops.cuda
 
-    def _flat(self, gradient: torch.Tensor) -> Any:
-        """A gradient as a vector of the library whose verbs it gets; a view of it where it is contiguous."""
-        flat = gradient.detach().reshape(-1)
-        return flat.numpy() if self._ops(gradient) is fast else flat
-
-    def _take(self, step: Step, bucket: Bucket, places: Sequence[int], gradients: Sequence[torch.Tensor]) -> Exchange:
-        """Hand gradients of a bucket's members to the engine, which adds their residuals."""
-        ops, opened = self._ops(gradients[0]), step.exchanges.get(bucket.spec.name)
-        dtype = DTYPES[opened.dtype if opened else self.local.work_dtype(bucket)]
-        flats: list[Any] = []
-        for gradient in gradients:
-            same = gradient.dtype == dtype and gradient.is_contiguous()
-            flat = self._flat(gradient if same else gradient.to(dtype).contiguous())
-            flats.append(flat)
-            if not same:
-                self._copies.setdefault(bucket.spec.name, []).append((gradient, flat))
-        exchange = opened or step.open(bucket, flats[0], ops)
-        step.receive(exchange, places, flats, flats, clear=True)
-        return exchange
-
-    def _store(self, exchange: Exchange) -> None:
-        """Bring an exchange's results into the gradients' memory, where they are not there already."""
-        for gradient, flat in self._copies.get(exchange.name, ()):
-            gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
+def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:
+    if compressor is None:
+        return {}
+    return compressor.model_parameters or compressor.parameters

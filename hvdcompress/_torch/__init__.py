@@ -1,0 +1,1 @@
+"""What the drivers for PyTorch share: Horovod, DistributedDataParallel and FSDP2."""

@@ -1,0 +1,108 @@
+"""A vector of a bucket in the form in which a method's result came, so that a sparse one stays sparse.
+
+It is kept in pieces: one for the whole bucket, or one for each tensor of a bucket whose method runs on each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdcompress.method import Array, Sparse
+from hvdcompress.ops.spec import Ops
+from hvdcompress.ops.vectors import Outer, Shares
+from hvdcompress.plan import Bucket
+
+Piece = Sparse | Outer | Array  #: sparse for a sparse method, factors for a matrix of low rank, dense otherwise
+Pieces = tuple[Piece, ...]  #: one for the whole bucket, or one for each tensor
+
+
+def slots_of(piece: Piece) -> dict[str, Array]:
+    """Return the arrays of a piece of ``MomentumState.content``, by the names that they have in a saved state."""
+    if isinstance(piece, Sparse):
+        return {"momentum.index": piece.index, "momentum.values": piece.values}
+    if isinstance(piece, Outer):
+        return {"momentum.left": piece.left, "momentum.right": piece.right}
+    return {"momentum": piece}
+
+
+def scaled(pieces: Pieces, factor: float) -> Pieces:
+    """Return ``factor`` times what is kept, in memory of its own."""
+    number: Any = np.float32(factor).item()
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, Outer):
+            found.append(piece._replace(left=piece.left * number))
+        else:
+            found.append(piece._replace(values=piece.values * number) if isinstance(piece, Sparse) else piece * number)
+    return tuple(found)
+
+
+def copied(total: Outer, factor: float) -> Outer:
+    """Return ``factor`` times a matrix of low rank, in memory of its own."""
+    left: Any = total.left
+    return Outer(left * np.float32(total.scale * factor).item(), clone(total.right), total.terms)
+
+
+def end_to_end(shares: Sequence[Sparse], factor: float, ops: Ops) -> Sparse:
+    """Return ``factor`` times a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
+    values = ops.concat([share.values for share in shares]) * np.float32(factor).item()
+    index = ops.concat([share.index for share in shares])
+    return Sparse(clone(index) if len(shares) == 1 else index, values)
+
+
+def clone(array: Array) -> Array:
+    """Return a copy of an array."""
+    return array.copy() if isinstance(array, np.ndarray) else array.clone()
+
+
+def is_compact(totals: Sequence[Any], bucket: Bucket) -> bool:
+    """Return whether all totals are sparse, or all are matrices of one tensor each."""
+    if isinstance(totals[0], Outer):
+        return all(isinstance(total, Outer) for total in totals) and len(totals) == len(bucket.members)
+    return all(isinstance(total, Sparse | Shares) for total in totals)
+
+
+def in_form_of(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
+    """Return the past in the form of compact totals; nothing if it has another form."""
+    form = Outer if isinstance(totals[0], Outer) else Sparse
+    if not all(isinstance(piece, form) for piece in past):
+        return ()
+    if len(past) in (0, len(totals)):
+        return past
+    return (_joined(past, bucket, ops),) if len(totals) == 1 else by_tensor(past, bucket)
+
+
+def by_tensor(pieces: Pieces, bucket: Bucket) -> Pieces:
+    """Return one piece for each tensor, of pieces of any form; views of dense ones."""
+    if len(pieces) in (0, len(bucket.members)):
+        return pieces
+    (piece,) = pieces
+    return _split(piece, bucket) if isinstance(piece, Sparse) else tuple(piece[a:b] for a, b in bucket.spans)
+
+
+def _split(piece: Sparse, bucket: Bucket) -> Pieces:
+    found = []
+    for start, stop in bucket.spans:
+        inside = (piece.index >= start) & (piece.index < stop)
+        found.append(Sparse(piece.index[inside] - start, piece.values[inside]))
+    return tuple(found)
+
+
+def _joined(pieces: Sequence[Any], bucket: Bucket, ops: Ops) -> Sparse:
+    starts = [start for start, _ in bucket.spans]
+    index = ops.concat([piece.index + start for piece, start in zip(pieces, starts, strict=True)])
+    return Sparse(index, ops.concat([piece.values for piece in pieces]))
+
+
+def whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
+    """Return pieces of any form as one dense vector."""
+    if len(pieces) == 1 and not isinstance(pieces[0], Sparse | Outer):
+        return pieces[0]
+    dense = ops.zeros(bucket.spec.size, "float32", like)
+    spans = bucket.spans if len(pieces) > 1 else [(0, bucket.spec.size)] * len(pieces)
+    for piece, (start, stop) in zip(pieces, spans, strict=True):
+        ops.write(dense[start:stop], piece, 1.0)
+    return dense

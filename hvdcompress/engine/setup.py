@@ -1,0 +1,105 @@
+"""What one exchange works with: fixed when it begins, and shared by its parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvdcompress.engine.state import RankState
+from hvdcompress.engine.together import Together
+from hvdcompress.engine.transport import Group
+from hvdcompress.method import Array, Context
+from hvdcompress.ops.scan import Found
+from hvdcompress.ops.spec import Ops
+from hvdcompress.parts import feedback
+from hvdcompress.plan import Bucket
+
+
+class Setup:
+    """What one exchange works with.
+
+    Args:
+        local: this rank's state.
+        group: the ranks that take part.
+        bucket: the tensors that are exchanged in one go.
+        like: an array on the device of the gradients, such as the first of them.
+        ops: the array ops of their library.
+        loss_scale: what the loss was multiplied by; residuals are kept unscaled.
+
+    Attributes:
+        turn: what the program says for this step.
+        method: the method of this step.
+        state: the state that the exchange begins with.
+        memory: buffers that are reused.
+        dtype: the dtype of the computation.
+        scale: what gradients are multiplied by as they come in.
+        with_feedback: whether the method has error feedback.
+        spare: the second buffers of the slots of feedback, which receive their new values.
+        ctx: the context of the bucket.
+        contexts: where the method runs on each tensor, the context of each; otherwise empty.
+        paused: whether the state stays as it is.
+        begun_in: ``RankState.round``.
+
+    Raises:
+        ValueError: a tensor had another shape before.
+    """
+
+    def __init__(self, local: RankState, group: Group, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0):
+        self.local = local
+        self.group = group
+        self.bucket = bucket
+        self.like = like
+        self.ops = ops
+        self.turn = turn = local.turn(bucket)
+        self.method = method = turn.method
+        self.state = state = local.state_of(turn, like, ops)
+        local.note_begun(bucket)
+        self.begun_in = local.round
+        self.paused = local.paused
+        self.memory = memory = local.memory_of(bucket.spec.name)
+        self.dtype = turn.dtype
+        # State is kept unscaled. A method without state need not unscale.
+        self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
+        self.with_feedback = method.feedback != "none"
+        self.spare = {
+            slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)
+        }
+        self.ctx = self._context()
+        runs_on_each = bucket.apart(method) and not method.elementwise
+        self.contexts: Sequence[Context] = (
+            [self._member_context(index) for index in range(len(bucket.members))] if runs_on_each else ()
+        )
+
+    def _context(self) -> Context:
+        return Context(
+            self.group.rank,
+            self.group.world,
+            self.state.step,
+            self.bucket.spec,
+            self.local.plan.seed,
+            self.turn.phase,
+            self.state.triggers,
+            needs_own=self.with_feedback,
+            scratch=self.memory.scratch,
+            state=self.state.slots,
+            scanned=[Found(True)] * len(self.bucket.members),
+        )
+
+    def _member_context(self, index: int) -> Context:
+        return replace(
+            self.ctx,
+            spec=self.bucket.members[index],
+            scratch=self.memory.of_member(index),
+            group=(self.ctx, self.bucket.spans[index][0]),
+            state=self.state.members[index],
+            scanned=[Found(True)],
+            counters={},
+        )
+
+    def together(self) -> Together | None:
+        """Return the communications of the tensors as one; None where the method runs on the whole bucket."""
+        if not self.contexts:
+            return None
+        buffer = functools.partial(self.ctx.buffer, ops=self.ops, like=self.like)
+        return Together([member.name for member in self.bucket.members], self.group, self.ops, buffer)

@@ -1,0 +1,33 @@
+"""Which method each group of tensors gets, and the memory of its state, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from hvdcompress.engine.bucket_state import declared_by_members, declared_slots, itemsize
+from hvdcompress.parts import feedback
+from hvdcompress.plan import Bucket
+
+
+def describe(buckets: Iterable[Bucket]) -> str:
+    """Return which method each group of tensors gets, and the memory of its state on a rank; a line per group."""
+    groups: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        groups.setdefault(str(bucket.program), []).append(bucket)
+    lines = []
+    for text, group in sorted(groups.items(), key=lambda item: -sum(bucket.spec.size for bucket in item[1])):
+        elements = sum(bucket.spec.size for bucket in group)
+        tensors = sum(len(bucket.members) for bucket in group)
+        megabytes = sum(memory(bucket) for bucket in group) / 1e6
+        lines.append(
+            f"{text}: {tensors} tensor{'s' * (tensors != 1)}, {elements:,} elements, {megabytes:.2f} MB of state"
+        )
+    return "\n".join(lines)
+
+
+def memory(bucket: Bucket) -> int:
+    """Return the bytes of a bucket's state on a rank, second buffers included."""
+    declared = [*declared_slots(bucket).items(), *(pair for own in declared_by_members(bucket) for pair in own.items())]
+    sizes = [(name, prod(slot.shape) * itemsize(slot.dtype)) for name, slot in declared]
+    return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes)
