@@ -79,9 +79,12 @@ def DistributedOptimizer(
             raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     # the object itself: one made again of its configuration would lose what a program's own class leaves out of that
-    mixin, cls = _ReducesScaled if scaled else _Reduces, type(optimizer)
+    mixin = _ReducesScaled if scaled else _Reduces
+    cls = type(optimizer)
     object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
-    optimizer.compressor, optimizer.reduction, optimizer.sparse_as_dense = compressor, op, sparse_as_dense
+    optimizer.compressor = compressor
+    optimizer.reduction = op
+    optimizer.sparse_as_dense = sparse_as_dense
     compressor.all_names = lambda: list(optimizer._names(()).values())
     _adapt_momentum(optimizer.inner_optimizer if scaled else optimizer, compressor)
     if scaled:
@@ -255,7 +258,8 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def __init__(self, root: int = 0):
         super().__init__()
-        self.root, self.done = root, False
+        self.root = root
+        self.done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, if there is something to.
@@ -278,7 +282,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         if self.done:
             return
         for variable in [*self.model.variables, *self.model.optimizer.variables]:
-            value, dtype = tf.convert_to_tensor(variable), str(variable.dtype)
+            value = tf.convert_to_tensor(variable)
+            dtype = str(variable.dtype)
             sent = value if dtype in _BROADCAST else tf.cast(value, tf.float32 if "float" in dtype else tf.int64)
             name = f"hvdcompress.keras.broadcast.{variable.path}"
             variable.assign(tf.cast(hvd.broadcast(sent, self.root, name=name), value.dtype))

@@ -299,7 +299,9 @@ class _Medium:
 class _Transport:
     """One rank's end of the medium; a handle is the collective's name."""
 
-    ordered, broadcasts, unequal = False, True, True
+    ordered = False
+    broadcasts = True
+    unequal = True
 
     def __init__(self, rank: int, medium: _Medium):
         self.rank = rank

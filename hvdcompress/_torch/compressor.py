@@ -286,12 +286,6 @@ class TensorCompressor(compressor.Compressor):
         """The parameters that each tensor consists of."""
         return {name: [parameter] for name, parameter in self.parameters.items()}
 
-    def _vector(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> Any:
-        """Return a gradient as the vector that the engine takes; the result is written over it."""
-        known = step.exchanges.get(bucket.spec.name)
-        dtype = known.setup.dtype if known else self.local.turn(bucket).dtype
-        return self.framework.vector(bucket.spec.name, gradient, dtype)
-
 
 def _all_parameters(compressor: TensorCompressor | None) -> Mapping[str, torch.nn.Parameter]:
     if compressor is None:

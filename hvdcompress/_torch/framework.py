@@ -13,8 +13,9 @@ import hvdcompress.ops.torch as torch_ops
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Framework
+from hvdcompress.engine.step import Framework, Step
 from hvdcompress.ops import fast
+from hvdcompress.plan import Bucket
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -49,14 +50,15 @@ class TorchFramework(Framework):
         flat = gradient.detach().reshape(-1)
         return flat if self.force_torch or flat.device.type != "cpu" else flat.numpy()
 
-    def vector(self, name: str, gradient: torch.Tensor, dtype: str) -> Any:
-        """Return a gradient as a vector of the working dtype; :meth:`store` brings the result back into a copy.
+    def vector(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> Any:
+        """Return a gradient as the vector that :meth:`Step.add` takes; the result is written over it.
 
-        Args:
-            name: the bucket.
-            gradient: the gradient.
-            dtype: "float32" or "float64".
+        It is a view where the gradient is contiguous and of the working dtype. Elsewhere it is a copy, and
+        :meth:`store` brings the result back.
         """
+        name = bucket.spec.name
+        known = step.exchanges.get(name)
+        dtype = known.setup.dtype if known else step.local.turn(bucket).dtype
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
             return self.flat(gradient)
         flat = self.flat(gradient.to(DTYPES[dtype]).contiguous())

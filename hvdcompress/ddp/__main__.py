@@ -118,7 +118,8 @@ def _conclude(name: str, ledgers: Sequence[Ledger]) -> None:
         )
     for ledger in ledgers:
         if ledger.steps:
-            sent, dense = ledger.bytes_sent() / ledger.steps, ledger.dense_bytes() / ledger.steps
+            sent = ledger.bytes_sent() / ledger.steps
+            dense = ledger.dense_bytes() / ledger.steps
             _say(f"{ledger.steps} steps, {sent:,.0f} bytes per step instead of {dense:,.0f}: {ledger.rate():.3g}x less")
 
 

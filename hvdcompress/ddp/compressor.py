@@ -79,7 +79,8 @@ class Compressor(TensorCompressor):
             under Horovod has one of the parameters.
     """
 
-    driver, grouping = "DistributedDataParallel", IN_ORDER
+    driver = "DistributedDataParallel"
+    grouping = IN_ORDER
 
     def __init__(
         self,
@@ -253,7 +254,7 @@ class Compressor(TensorCompressor):
             groups: dict[str, dict[int, Any]] = {}
             for name, gradient in arrival.gradients.items():
                 bucket, index = self._place[name]
-                groups.setdefault(bucket.spec.name, {})[index] = self._vector(step, bucket, gradient)
+                groups.setdefault(bucket.spec.name, {})[index] = self.framework.vector(step, bucket, gradient)
             with step.batch():
                 for name, vectors in groups.items():
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))

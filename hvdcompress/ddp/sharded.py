@@ -58,7 +58,8 @@ class ShardedCompressor(TensorCompressor):
         ValueError: the plan is wrong, joins tensors, or has ``verify_every``.
     """
 
-    driver, grouping = "FSDP", IN_ORDER
+    driver = "FSDP"
+    grouping = IN_ORDER
 
     def __init__(
         self,
@@ -171,7 +172,7 @@ class ShardedCompressor(TensorCompressor):
                 )
         bucket, index = self._place[name]
         try:
-            step.run(lambda: step.add(bucket, [index], [self._vector(step, bucket, gradient)]))
+            step.run(lambda: step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)]))
         finally:
             self._step = None
         self.ledger.steps += step.finite
@@ -219,7 +220,8 @@ def fsdp(
         members.setdefault(owner or ROOT, []).append(parameter)
     if not trained:
         raise ValueError(f"{type(model).__name__} has no parameter to train")
-    like, mesh = trained[0][1].to_local().detach(), trained[0][1].device_mesh
+    like = trained[0][1].to_local().detach()
+    mesh = trained[0][1].device_mesh
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
     group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
     shard = mesh.get_local_rank(), mesh.size()
@@ -238,5 +240,6 @@ def _groups(module: Any) -> Sequence[Any]:
 
 def _elements(parameter: Any) -> int:
     """The elements of a parameter's shard, as every rank has them: rows that do not divide are filled up."""
-    dim, shards = parameter.placements[0].dim, parameter.device_mesh.size()
+    dim = parameter.placements[0].dim
+    shards = parameter.device_mesh.size()
     return prod(-(-size // shards) if at == dim else size for at, size in enumerate(parameter.shape))

@@ -28,7 +28,8 @@ from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 from hvdcompress.ops.vectors import dtype_name
 
-PAUSE, LONGEST_PAUSE = 1e-4, 2e-3  #: seconds between two looks at what has come, at first and at most
+PAUSE = 1e-4
+LONGEST_PAUSE = 2e-3  #: seconds between two looks at what has come, at first and at most
 LATER = 0.05  #: of the time waited so far, by which a look may be late: each takes time that others compute in
 LISTEN = 0.02  #: seconds between two looks for an alarm, each of which asks the store's server
 
@@ -67,7 +68,9 @@ class ProcessGroupTransport:
         device: where gradients are.
     """
 
-    ordered, broadcasts, unequal = True, False, False
+    ordered = True
+    broadcasts = False
+    unequal = False
 
     def __init__(self, parent: Any, device: torch.device):
         theirs = parent._get_backend(device)  # dist.get_backend() may name several: "cpu:gloo,cuda:nccl"
@@ -241,7 +244,9 @@ def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGrou
     Raises:
         PeerLost: a rank has not come within the group's timeout.
     """
-    store, name, rank = dist.distributed_c10d._get_process_group_store(parent), parent.group_name, dist.get_rank(parent)
+    store = dist.distributed_c10d._get_process_group_store(parent)
+    name = parent.group_name
+    rank = dist.get_rank(parent)
     keys = [f"hvdcompress.meeting{_meetings[name]}.{each}" for each in range(dist.get_world_size(parent))]
     _meetings[name] += 1
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.engine.transport import Group, Handle, Request, Transport
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast
@@ -83,9 +83,12 @@ def gathered_lengths(out: Array, verb: AllGather, world: int, ops: Ops) -> list[
     Raises:
         WireError: the payloads' headers do not fill the buffer.
     """
-    mine, own, lengths = verb.x, len(verb.x), verb.lengths or (len(verb.x),)
+    mine = verb.x
+    own = len(verb.x)
+    lengths = verb.lengths or (len(verb.x),)
     if len(out) == own * world:
-        ranks, starts = out.reshape(world, own), itertools.accumulate(lengths[:-1], initial=0)
+        ranks = out.reshape(world, own)
+        starts = itertools.accumulate(lengths[:-1], initial=0)
         spans = [
             slice(start, start + min(length, wire.NUM_BYTES)) for start, length in zip(starts, lengths, strict=True)
         ]
@@ -168,11 +171,11 @@ class Collectives:
             own = verb.x
             if equal:
                 lengths = (len(own),) * self.world
-                self._sent(name, "AllGather", own, len(own), lengths)
+                self._sent(name, Sent("AllGather", own, len(own), lengths))
                 request = Request("all_gather", own, gets=lengths)
             elif not self.transport.unequal:
                 length = np.array([len(own)], np.int64).view(np.uint8)
-                self._sent("lengths", "AllGather", length, 8, [8] * self.world)
+                self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
                 asked = Request("all_gather", length, gets=(8,) * self.world)
                 return Pending(name, verb, request, ops, self._start(f"{full}.lengths", asked))
         else:
@@ -180,7 +183,7 @@ class Collectives:
             payload = verb.x if not isinstance(verb, Broadcast) else request.payload if root else None
             num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
             splits = verb.splits if isinstance(verb, AllToAll) else None
-            self._sent(name, type(verb).__name__, payload, num_bytes, splits=splits)
+            self._sent(name, Sent(type(verb).__name__, payload, num_bytes, splits=splits))
         return Pending(name, verb, request, ops, self._start(full, request), request.gets)
 
     def ready(self, pending: Pending) -> bool:
@@ -195,7 +198,7 @@ class Collectives:
         own = pending.verb.x
         if pending.lengths is None and not self.transport.unequal:
             pending.lengths = np.asarray(out).view(np.int64).tolist()
-            self._sent(pending.name, "AllGather", own, len(own), pending.lengths)
+            self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
             request = Request("all_gather", own, gets=tuple(pending.lengths))
             pending.running = self._start(pending.name, request)
             return False
@@ -203,7 +206,7 @@ class Collectives:
         if not told or pending.verb.lengths:
             lengths = pending.lengths = gathered_lengths(out, pending.verb, self.world, pending.ops)
         if not told:
-            self._sent(pending.name, "AllGather", own, len(own), by_rank(lengths, self.world))
+            self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world)))
         return True
 
     def result(self, pending: Pending) -> Any:
@@ -235,7 +238,7 @@ class Collectives:
         sizes = cut(self._gather(f"{what}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
         lengths = [int(size.view(np.int64)[0]) for size in sizes]
         joined = self._gather(what, data, lengths)
-        self._sent(what, "AllGather", data, len(data) + 8, [length + 8 for length in lengths])
+        self._sent(what, Sent("AllGather", data, len(data) + 8, [length + 8 for length in lengths]))
         return [piece.tobytes().decode() for piece in cut(joined, lengths)]
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
@@ -260,14 +263,6 @@ class Collectives:
             observer.waited(self.rank, seconds)
         return result
 
-    def _sent(
-        self,
-        name: str,
-        verb: str,
-        payload: Array | None,
-        num_bytes: int,
-        lengths: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> None:
+    def _sent(self, name: str, what: Sent) -> None:
         for observer in self.observers:
-            observer.sent(self.rank, name, verb, payload, num_bytes, lengths, splits)
+            observer.sent(self.rank, name, what)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.engine.safety.watchdog import Place, Watchdog
+from hvdcompress.engine.safety.watchdog import Limits, Place, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import loss_scale_now
@@ -47,10 +47,8 @@ class Compressor(ABC):
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
         myself = weakref.ref(self)
-        self.watchdog = Watchdog(
-            rank, world, lambda: _place(myself()), lambda: _pulse(myself()),
-            plan.watchdog, plan.warn_after, plan.end_after, is_elastic(),
-        )  # fmt: skip
+        limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
+        self.watchdog = Watchdog(rank, world, lambda: _place(myself()), lambda: _pulse(myself()), limits)
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from hvdcompress.engine.collectives import Pending, by_rank
 from hvdcompress.engine.intake import Intake, Tiles, Whole, suits_whole
 from hvdcompress.engine.momentum import Adapter
 from hvdcompress.engine.setup import Setup
+from hvdcompress.engine.telemetry.observer import Answer
 from hvdcompress.engine.together import Together
 from hvdcompress.method import AllGather, Array, Broadcast, Communication, Reduced, Verb
 from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves
@@ -103,7 +104,7 @@ class Exchange:
             ExchangeError: the method failed.
             ValueError: a gradient has not as many elements as its tensor, or has come already.
         """
-        assert self.stage is Stage.FILLING, self.stage
+        self._expect(Stage.FILLING)
         for index, gradient in zip(indices, gradients, strict=True):
             member = self.setup.bucket.members[index]
             if len(gradient) != member.size:
@@ -149,7 +150,10 @@ class Exchange:
         Raises:
             ExchangeError: the method failed.
         """
-        assert self.stage is Stage.FILLING and self.is_full, (self.stage, self._intake.missing())
+        self._expect(Stage.FILLING)
+        if not self.is_full:
+            missing = [self.setup.bucket.members[index].name for index in self._intake.missing()]
+            raise RuntimeError(f"bucket {self.name!r} cannot start: no gradient of {', '.join(missing)} has come")
         setup = self.setup
         if self._together is None:
             assert self.x is not None
@@ -164,13 +168,14 @@ class Exchange:
         Raises:
             ExchangeError: the method failed.
         """
-        assert self.stage is Stage.RUNNING and self.verb is not None, self.stage
+        self._expect(Stage.RUNNING)
         setup = self.setup
+        assert self.verb is not None
         seconds = time.perf_counter() - self._asked_at
         num_bytes = self.verb.num_bytes if isinstance(self.verb, Broadcast) else int(self.verb.x.nbytes)
-        facts = (self.name, setup.method.id, self.round, type(self.verb).__name__, num_bytes)
+        answer = Answer(setup.method.id, self.round, type(self.verb).__name__, num_bytes, seconds)
         for observer in setup.local.observers:
-            observer.answered(setup.local.rank, *facts, seconds)
+            observer.answered(setup.local.rank, self.name, answer)
         return self._send(result)
 
     def _send(self, result: Any) -> Verb | None:
@@ -244,7 +249,7 @@ class Exchange:
 
         With ``adapt``, the optimizer's momentum is adapted where the method says so; without it, :meth:`clip` does so.
         """
-        assert self.stage in (Stage.REDUCED, Stage.DELIVERED), self.stage
+        self._expect(Stage.REDUCED, Stage.DELIVERED)
         setup = self.setup
         began = time.perf_counter()
         if adapt and self._has_momentum():
@@ -325,7 +330,7 @@ class Exchange:
         Args:
             unused: tensors whose results no rank uses: they keep the slots of feedback.
         """
-        assert self.stage is Stage.DELIVERED, self.stage
+        self._expect(Stage.DELIVERED)
         setup = self.setup
         if setup.paused:
             known = self._adapter.paused_state() if self._adapter else setup.state.momentum
@@ -360,7 +365,8 @@ class Exchange:
         return replace(self.setup.state.momentum, arrived=None, foreign=chosen)
 
     def close(self) -> None:
-        """The new state is kept."""
+        """End the exchange: the new state is kept."""
+        self._expect(Stage.DELIVERED)
         setup = self.setup
         counters = setup.ctx.counters
         for ctx in setup.contexts:
@@ -397,6 +403,16 @@ class Exchange:
         name = self._together.now if self._together else self.name
         where = f"method {self.setup.method.id}, round {max(self.round, 0)}, rank {self.setup.group.rank}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
+
+    def _expect(self, *stages: Stage) -> None:
+        """Refuse a call in the wrong stage, which would be an error of a driver.
+
+        Raises:
+            RuntimeError: the exchange is in another stage.
+        """
+        if self.stage not in stages:
+            wanted = " or ".join(stage.name for stage in stages)
+            raise RuntimeError(f"the exchange of bucket {self.name!r} is {self.stage.name}, and must be {wanted}")
 
     def _note_work(self, seconds: float) -> None:
         """Tell observers of codec work: up to the last collective, or after it."""

@@ -73,7 +73,8 @@ def begin(
         spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))
         parts = [x[start:stop] for start, stop in spans]
         found = feedback.receive(method, parts, 1.0, range(len(parts)), spans, state, spare, ctx, fast)
-        x, ctx = spare[feedback.RESIDUAL], replace(ctx, scanned=found)
+        x = spare[feedback.RESIDUAL]
+        ctx = replace(ctx, scanned=found)
     return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
 
 

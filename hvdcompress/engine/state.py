@@ -376,8 +376,9 @@ class RankState:
     def put(self, states: Iterable[BucketState]) -> None:
         """Add states that are not the result of a step, so that ``discard()`` keeps them."""
         new = {state.bucket.spec.name: state for state in states}
-        self.states = {**self.states, **new}
-        self._previous = {**self._previous, **new}
+        if new:
+            self.states = {**self.states, **new}
+            self._previous = {**self._previous, **new}
 
     def _replace(self, states: Mapping[str, BucketState]) -> None:
         self.states = self._previous = states

@@ -43,10 +43,13 @@ class MPITransport:
         comm: an intracommunicator; it is duplicated.
     """
 
-    ordered, broadcasts, unequal = True, False, False
+    ordered = True
+    broadcasts = False
+    unequal = False
 
     def __init__(self, comm: MPI.Comm):
-        self.comm, self.side = comm.Dup(), comm.Dup()
+        self.comm = comm.Dup()
+        self.side = comm.Dup()
         self.rank, self.world = comm.rank, comm.size
         self.step = 0  # the number of this step, the same on all ranks
         self._calls: list[Call] = []  # of this step
@@ -175,7 +178,8 @@ def _half(op: str) -> MPI.Op:
     """MPI's operation on float16, of which it knows nothing: rounded to float16 after each addition."""
 
     def combine(given: Any, total: Any, datatype: MPI.Datatype) -> None:
-        a, b = np.frombuffer(given, np.float16), np.frombuffer(total, np.float16)
+        a = np.frombuffer(given, np.float16)
+        b = np.frombuffer(total, np.float16)
         if op == "sum":
             fast.add_all([b, a], into_first=True)
         else:

@@ -43,6 +43,7 @@ from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry import log
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of
@@ -202,8 +203,11 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             # in a loop, the next iteration waits for what a variable waits for: one name is all-reduced once at a time
             _count(ctx, output)
             return output
-        bucket, gradient, traced = ctx.bucket, ctx.gradient, ctx.traced
-        passing, received = ctx.passing, ctx.received  # as a piece of Python holds no tensors
+        bucket = ctx.bucket
+        gradient = ctx.gradient
+        traced = ctx.traced
+        passing = ctx.passing
+        received = ctx.received  # as a piece of Python holds no tensors
 
         def finish(probe: Array, done: Array, rate: Array) -> Array:
             if not np.isnan(rate):
@@ -233,7 +237,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _switch(self, bucket: Bucket, begun: tf.Tensor, chains: list[tuple[Round, ...]]) -> tf.Tensor:
         """The chain that this step needs, after ``begun``; a scalar tells its end."""
-        segments, rehearsed = self._segments, self._rehearsals(bucket)
+        segments = self._segments
+        rehearsed = self._rehearsals(bucket)
         which = _segment(lambda _: np.int32(chains.index(rehearsed[segments.phase(bucket)])), [begun], tf.int32)
         which.set_shape([])
 
@@ -303,10 +308,13 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _note_name(self, tensor: tf.Tensor) -> tuple[str, Traced]:
         """The name of the gradient that is being traced, and what was traced in the same outermost graph."""
-        graph, outermost, graphs = tf.compat.v1.get_default_graph(), None, []
+        graph = tf.compat.v1.get_default_graph()
+        outermost = None
+        graphs = []
         while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
             graphs.append(graph)
-            outermost, graph = graph, graph.outer_graph
+            outermost = graph
+            graph = graph.outer_graph
         if outermost is not None and outermost not in self._traced:
             self._refuse_another_model(graphs)
         traced = Traced() if outermost is None else self._traced.setdefault(outermost, Traced())
@@ -432,7 +440,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
         lengths = [int(size) + 4 for size in sizes]
         for observer in self.local.observers:
-            observer.sent(self.local.rank, "plan", "AllGather", data, len(data) + 4, lengths)
+            observer.sent(self.local.rank, "plan", Sent("AllGather", data, len(data) + 4, lengths))
         return [piece.tobytes() for piece in cut(joined, sizes.tolist())]
 
     def _waits_for(self) -> str | None:

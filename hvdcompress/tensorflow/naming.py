@@ -76,7 +76,8 @@ def _lists_of(gradient: tf.Tensor) -> tuple[Sequence[Any], Sequence[Any]] | None
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _REDUCING and frame.f_globals.get("__name__") == "horovod.tensorflow":
-            gradients, variables = frame.f_locals.get("grads"), frame.f_locals.get("vars")
+            gradients = frame.f_locals.get("grads")
+            variables = frame.f_locals.get("vars")
             if gradients is None or variables is None or len(gradients) != len(variables):
                 return None
             return (gradients, variables) if any(one is gradient for one in gradients) else None

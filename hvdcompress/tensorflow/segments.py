@@ -29,6 +29,7 @@ from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
 from hvdcompress.ops import fast, pool
@@ -152,7 +153,7 @@ class Segments:
                 stock[:piggyback] = 0 if failed else exchange.verb.x  # type: ignore[union-attr]
             flags = float(not finite), float(asks), failed, failed * (rank + 1)
             stock[-PROBE:] = 1.0 / p, (rank + 1.0) / p**2, *flags
-            self._sent(name, "AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes)
+            self._sent(name, Sent("AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes))
             return stock
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
@@ -256,7 +257,7 @@ class Segments:
 
     def _pass_on(self, bucket: Bucket) -> Turn:
         """Note that TensorFlow hands a tensor's gradient to Horovod itself."""
-        self._sent(bucket.spec.name, "AllReduce", None, 4 * bucket.spec.size)
+        self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
         return self.local.pass_on(bucket, _NOTHING, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
@@ -290,10 +291,10 @@ class Segments:
         payload = np.ascontiguousarray(request.payload)
         if isinstance(verb, Broadcast):
             mine = self.local.rank == int(verb.root)
-            self._sent(name, "Broadcast", payload if mine else None, payload.nbytes)
+            self._sent(name, Sent("Broadcast", payload if mine else None, payload.nbytes))
         elif not isinstance(verb, AllGather):
             splits = verb.splits if isinstance(verb, AllToAll) else None
-            self._sent(name, type(verb).__name__, verb.x, verb.x.nbytes, splits=splits)
+            self._sent(name, Sent(type(verb).__name__, verb.x, verb.x.nbytes, splits=splits))
         return payload, request.gives
 
     def _incoming(self, name: str, verb: Verb, result: Array) -> Any:
@@ -301,14 +302,14 @@ class Segments:
         pieces: Sequence[int] = ()
         if isinstance(verb, AllGather):
             pieces = gathered_lengths(result, verb, self.local.world, fast)
-            self._sent(name, "AllGather", verb.x, len(verb.x), pieces)
+            self._sent(name, Sent("AllGather", verb.x, len(verb.x), pieces))
         elif isinstance(verb, AllToAll):
             pieces = verb.receives or [len(result) // self.local.world] * self.local.world
         return lift(verb, result, pieces, fast)
 
-    def _sent(self, name: str, verb: str, payload: Array | None, num_bytes: int, *more: Any, **options: Any) -> None:
+    def _sent(self, name: str, what: Sent) -> None:
         for observer in self.local.observers:
-            observer.sent(self.local.rank, name, verb, payload, num_bytes, *more, **options)
+            observer.sent(self.local.rank, name, what)
 
     def _nothing(self, bucket: Bucket, number: int, planned: Round) -> Array:
         """A payload of zeros, as long as the other ranks', for a rank that failed."""

@@ -26,6 +26,7 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
 from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Plan, plan_of
@@ -112,7 +113,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             DistributedDataParallel has one of them.
     """
 
-    driver, grouping = "Horovod", BY_NAME
+    driver = "Horovod"
+    grouping = BY_NAME
 
     def __init__(
         self,
@@ -290,7 +292,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             ticket.passed = True
             arrivals.passing.append(ticket)
             return
-        vector = self._vector(arrivals.step, bucket, ticket.gradient)
+        vector = self.framework.vector(arrivals.step, bucket, ticket.gradient)
         ticket.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._agreed)
 
     def _pass_on(self, arrivals: Arrivals) -> None:
@@ -393,7 +395,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
-            observer.sent(self.local.rank, ticket.name, "AllReduce", payload, stock.nbytes)
+            observer.sent(self.local.rank, ticket.name, Sent("AllReduce", payload, stock.nbytes))
         return stock
 
     def _identify(self, tensor: torch.Tensor, position: int) -> str:

@@ -33,10 +33,13 @@ class HorovodTransport:
         process_set: the Horovod process set.
     """
 
-    ordered, broadcasts, unequal = False, False, True
+    ordered = False
+    broadcasts = False
+    unequal = True
 
     def __init__(self, prefix: str, process_set: Any):
-        self.prefix, self.set = prefix, process_set
+        self.prefix = prefix
+        self.set = process_set
         self.rank, self.world = process_set.rank(), process_set.size()
 
     def start(self, name: str, request: Request) -> Handle:

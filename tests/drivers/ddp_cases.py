@@ -631,18 +631,18 @@ def an_error_comes_within_seconds_and_training_goes_on() -> None:
     model = DistributedDataParallel(Net(SHAPES), bucket_cap_mb=1e-5)
     compressor = ddp.attach(model, "topk", density=0.05)
     given = everyone(0)[dist.get_rank()]
-    vector = compressor._vector
+    vector = compressor.framework.vector
 
     def fails(*rest):
         raise MemoryError("made by the test")
 
     for _ in range(3):
         reduced(model, given)
-        compressor._vector = fails if dist.get_rank() == 1 else vector
+        compressor.framework.vector = fails if dist.get_rank() == 1 else vector
         began = time.monotonic()
         must_raise(Exception, ["made by the test"], lambda: reduced(model, given), gather, False)
         assert time.monotonic() - began < 5
-        compressor._vector = vector
+        compressor.framework.vector = vector
     assert compressor.ledger.steps == 3
     assert sum(thread.name.startswith("hvdcompress") for thread in threading.enumerate())
 

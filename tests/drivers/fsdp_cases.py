@@ -223,7 +223,7 @@ def an_error_in_one_replica_is_the_others_within_seconds() -> None:
         raise MemoryError("made by the test")
 
     if both["replicate"].get_local_rank() == 1:
-        compressor._take = fails
+        compressor.framework.vector = fails
     loss, began = loss_of(model, 2), time.monotonic()
     must_raise(Exception, ["made by the test"], loss.backward, gather, False)
     assert time.monotonic() - began < 5

@@ -11,7 +11,7 @@ import pytest
 from openmetrics_grammar import parse
 
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.observer import Answer, Observer, Sent
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 
@@ -72,7 +72,7 @@ def test_a_program_has_one_line_in_all_its_stages() -> None:
 
 def test_what_ranks_say_beside_tensors_has_a_line_of_its_own() -> None:
     net = trained()
-    net.ledger.sent(0, "status", "AllReduce", None, 56)
+    net.ledger.sent(0, "status", Sent("AllReduce", None, 56))
     *_, last = net.figures()
     assert (last.program, last.tensors, last.account.sent) == ("agreement", 0, 56)
     assert sum(each.account.sent for each in net.figures()) == net.ledger.bytes_sent(0)
@@ -208,9 +208,9 @@ class Answers(Observer):
     def __init__(self) -> None:
         self.seen: list[tuple] = []
 
-    def answered(self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float):
-        assert seconds >= 0
-        self.seen.append((rank, name, method, number, verb, num_bytes))
+    def answered(self, rank: int, name: str, what: Answer) -> None:
+        assert what.seconds >= 0
+        self.seen.append((rank, name, what.method, what.round, what.verb, what.num_bytes))
 
 
 def test_every_round_is_an_event() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 
@@ -23,7 +24,7 @@ from hvdcompress.testing import numbers
 def test_bytes_on_the_wire_of_a_ring_of_four(verb: str, wire: int) -> None:
     """m = 800, p = 4: all-reduce 2·3/4·m, all-to-all 3/4·m, all-gather 3·m."""
     ledger = Ledger(world=4)
-    ledger.sent(0, "w", verb, None, 800)
+    ledger.sent(0, "w", Sent(verb, None, 800))
     assert (ledger.bytes_sent(), ledger.bytes_on_wire(), ledger.collectives()) == (800, wire, 1)
 
 
@@ -37,7 +38,7 @@ def ring_all_gather(lengths: list[int], rank: int) -> int:
 def test_uneven_all_gather_is_what_a_ring_passes_on(lengths: list[int]) -> None:
     ledger = Ledger(world=len(lengths))
     for rank, length in enumerate(lengths):
-        ledger.sent(rank, "w", "AllGather", None, length, lengths)
+        ledger.sent(rank, "w", Sent("AllGather", None, length, lengths))
     for rank in range(len(lengths)):
         assert ledger.bytes_on_wire(rank) == ring_all_gather(lengths, rank)
         assert ledger.bytes_sent(rank) == lengths[rank]
@@ -52,9 +53,9 @@ def test_one_worker_transmits_nothing() -> None:
 
 def test_ranks_and_tensors_are_kept_apart() -> None:
     ledger = Ledger(world=2, rank=1)
-    ledger.sent(0, "a", "AllReduce", None, 10)
-    ledger.sent(1, "a", "AllReduce", None, 20)
-    ledger.sent(1, "b", "AllReduce", None, 40)
+    ledger.sent(0, "a", Sent("AllReduce", None, 10))
+    ledger.sent(1, "a", Sent("AllReduce", None, 20))
+    ledger.sent(1, "b", Sent("AllReduce", None, 40))
     ledger.begun(1, "b", 400)
     assert [ledger.bytes_sent(rank) for rank in (0, 1, None)] == [10, 60, 60]
     assert {name: (e.sent, e.dense, e.collectives) for name, e in ledger.tensors().items()} == {
@@ -130,7 +131,7 @@ def test_counters_add_up_and_reset_forgets() -> None:
     ledger.committed(0, "w", {"kept": 4, "saturated": 1})
     ledger.committed(1, "w", {"kept": 100})
     assert ledger.counters(0) == {"kept": 7, "saturated": 1}
-    ledger.sent(0, "w", "AllReduce", None, 8)
+    ledger.sent(0, "w", Sent("AllReduce", None, 8))
     ledger.reset()
     assert ledger.counters(0) == {} and ledger.bytes_sent(0) == 0 and ledger.tensors(0) == {} and ledger.steps == 0
 
@@ -143,7 +144,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_unknown_verb_is_an_error() -> None:
     with pytest.raises(KeyError):
-        Ledger(world=2).sent(0, "w", "SendRecv", None, 8)
+        Ledger(world=2).sent(0, "w", Sent("SendRecv", None, 8))
 
 
 def test_one_rank_is_told_why_it_has_no_rate():

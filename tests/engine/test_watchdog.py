@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdcompress.engine.safety import peers, watchdog
-from hvdcompress.engine.safety.watchdog import LOADING, PAUSE, REFUSALS, TICK, Place, Watchdog
+from hvdcompress.engine.safety.watchdog import LOADING, PAUSE, REFUSALS, TICK, Limits, Place, Watchdog
 
 WHERE = "tensor 'w' (method topk, round 0)"
 ASKED = round(PAUSE / TICK)  #: looks from one question, whether all are alive, to the next
@@ -54,7 +54,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def one(place: Place | None, rank: int = 0, world: int = 2, **limits: Any) -> Watchdog:
     """A watchdog of a rank that stays at a place."""
-    return Watchdog(rank, world, lambda: place, lambda: 0, **limits)
+    return Watchdog(rank, world, lambda: place, lambda: 0, Limits(**limits))
 
 
 def ranks(*places: Place | None, **limits: Any) -> list[Watchdog]:
@@ -125,7 +125,9 @@ def test_a_rank_that_is_asked_reports_and_ends_too(said: list[str]) -> None:
 
 def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str], warned: list[str]) -> None:
     pulse = iter(range(100))
-    moving = Watchdog(0, 2, lambda: Place(1, "tensor 'w'"), lambda: next(pulse), warn_after=TICK, end_after=2 * TICK)
+    moving = Watchdog(
+        0, 2, lambda: Place(1, "tensor 'w'"), lambda: next(pulse), Limits(warn_after=TICK, end_after=2 * TICK)
+    )
     resting = one(Place(1, None), warn_after=TICK, end_after=2 * TICK)
     for _ in range(10):
         LOOK(moving)
@@ -216,7 +218,7 @@ def test_a_rank_that_has_ended_is_no_verdict(place: Place, limits: dict[str, Any
 def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:
     """Horovod's elastic mode has begun again: a step that was under way stays so, in a Compressor that nobody uses."""
     places = iter([Place(7, "tensor 'w'"), None, *[Place(7, "tensor 'w'")] * 9])
-    over = Watchdog(0, 2, lambda: next(places), lambda: 0, end_after=2 * TICK)
+    over = Watchdog(0, 2, lambda: next(places), lambda: 0, Limits(end_after=2 * TICK))
     for _ in range(10):
         LOOK(over)
     assert not said

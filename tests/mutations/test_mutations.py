@@ -30,6 +30,7 @@ from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import AllReduce, Broadcast, Method
 from hvdcompress.ops import fast
@@ -333,9 +334,9 @@ def nothing_is_scaled_up_without_feedback(patch: Patch) -> None:
 def broadcasts_are_not_counted(patch: Patch) -> None:
     sent = Ledger.sent
 
-    def skip(self: Ledger, rank: int, name: str, verb: str, *more: Any, **options: Any) -> None:
-        if verb != "Broadcast":
-            sent(self, rank, name, verb, *more, **options)
+    def skip(self: Ledger, rank: int, name: str, what: Sent) -> None:
+        if what.verb != "Broadcast":
+            sent(self, rank, name, what)
 
     patch.setattr(Ledger, "sent", skip)
 

@@ -64,7 +64,8 @@ class Answering:
     """
 
     def __init__(self, answer: Callable[[Message], Any]):
-        self._answer, secret = answer, secrets.token_hex(16)
+        self._answer = answer
+        secret = secrets.token_hex(16)
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)

@@ -56,17 +56,30 @@ class Place(NamedTuple):
     first: bool = False
 
 
+class Limits(NamedTuple):
+    """What a watchdog does, and when.
+
+    Attributes:
+        on: whether to watch; without it there is no socket and no thread.
+        warn_after: seconds after which a step that does not move is logged, and again when they have doubled; 0: never.
+        end_after: seconds after which the process ends; 0: never; None: ``Watchdog.patience``.
+        elastic: whether the launcher replaces ranks that have ended.
+    """
+
+    on: bool = True
+    warn_after: float = 120
+    end_after: float | None = None
+    elastic: bool = False
+
+
 class Watchdog:
     """Watches the steps of one Compressor, from a thread that all of a process share.
 
     Args:
         rank, world: this rank, and their number.
         place: returns where the rank is, or None once its ranks are no more; called by the thread.
-        pulse: returns what changes when a step moves; called by the thread.
-        on: whether to watch; there is no socket and no thread without.
-        warn_after: seconds after which a step that does not move is logged, and again when they have doubled; 0: never.
-        end_after: seconds after which it ends the process; 0: never; None: ``patience``.
-        elastic: whether the launcher replaces ranks that are no more.
+        pulse: returns a value that changes whenever the step makes progress; called by the thread.
+        limits: what it does, and when.
 
     Attributes:
         patience: seconds that the network's own waits may take.
@@ -78,18 +91,21 @@ class Watchdog:
         world: int,
         place: Callable[[], Place | None],
         pulse: Callable[[], Any],
-        on: bool = True,
-        warn_after: float = 120,
-        end_after: float | None = None,
-        elastic: bool = False,
+        limits: Limits = Limits(),  # noqa: B008  (it is a value)
     ):
-        self.rank, self.world, self.on = rank, world, on and world > 1
-        self.warn_after, self.end_after, self.elastic = warn_after, end_after, elastic
+        self.rank = rank
+        self.world = world
+        self.on = limits.on and world > 1
+        self.warn_after = limits.warn_after
+        self.end_after = limits.end_after
+        self.elastic = limits.elastic
         self.patience = float(PATIENT)
         self.over = False  # its ranks are no more: whatever comes after them is not its to watch
         self.seconds = 0.0  # since the step moved
         self.asked_by: int | None = None  # a rank that has waited too long
-        self._place, self._pulse, self._last = place, pulse, object()
+        self._place = place
+        self._pulse = pulse
+        self._last = object()
         self._peers: list[Message] = []
         self._address: Message = {}
         self._meets: str | None = None  # what this rank waits for in a meeting
@@ -116,7 +132,8 @@ class Watchdog:
             come: returns the ranks that have come, where that can be known; called by the thread.
         """
         self.address()
-        self._meets, self._come = what, come
+        self._meets = what
+        self._come = come
         try:
             yield
         finally:
@@ -124,7 +141,8 @@ class Watchdog:
 
     def meet(self, addresses: Sequence[str]) -> None:
         """From now on the ranks can ask each other; ``addresses``: every rank's, in rank order."""
-        self._peers, self._greeted = [json.loads(address) for address in addresses], False
+        self._peers = [json.loads(address) for address in addresses]
+        self._greeted = False
         if self.on:
             _service().wake.set()
 
@@ -146,16 +164,20 @@ class Watchdog:
 
     def look(self) -> None:
         """At each tick: has the step moved? Ends the process if it has waited too long, or others have, or in vain."""
-        place, pulse = self._now(), self._pulse()
+        place = self._now()
+        pulse = self._pulse()
         self.over = self.over or place is None
         if self.over or place is None:
             return
         if place.waits_for is None or pulse != self._last:
-            self.seconds, self._warns_at, self._asks_at = 0.0, self.warn_after, self._pause
+            self.seconds = 0.0
+            self._warns_at = self.warn_after
+            self._asks_at = self._pause
         else:
             self.seconds += TICK
         self._last = pulse
-        gone, limit = self._gone(place), self.patience if self.end_after is None else self.end_after
+        gone = self._gone(place)
+        limit = self.patience if self.end_after is None else self.end_after
         if gone or self.asked_by is not None or 0 < limit <= self.seconds:
             said = self.report(self.everyones_place(ends=True))
             say(f"{said}. This rank ends: {self._why(gone, limit)}")
@@ -174,7 +196,8 @@ class Watchdog:
         """Ask now and then, in a step, whether all ranks are alive; returns those that are no more."""
         if not self._peers or self.elastic or (self._greeted and self.seconds < self._asks_at):
             return []
-        self._greeted, began = True, time.monotonic()
+        self._greeted = True
+        began = time.monotonic()
         self.everyones_place()
         self.seconds += min(time.monotonic() - began, PATIENCE) if place.waits_for else 0.0
         self._asks_at = self.seconds + self._pause
@@ -228,7 +251,8 @@ class Watchdog:
     def _absent(self, places: Sequence[Place | None]) -> str:
         """Which ranks are missing, of those that have met."""
         most = max(place.steps for place in places if place)
-        absent, waiting = [], []
+        absent = []
+        waiting = []
         for rank, place in enumerate(places):
             if place is None and self._refusals.get(rank):
                 absent.append(f"rank {rank} has ended")

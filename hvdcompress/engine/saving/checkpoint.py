@@ -222,8 +222,11 @@ class _Set:
     def __init__(self, files: Iterable[_File], alone: bool):
         self.files = {file.rank: file.path for file in files}
         first = next(iter(files))
-        self.world, self.wrong, self.missing = first.world, None, False
-        heads, wrong = [], []
+        self.world = first.world
+        self.wrong = None
+        self.missing = False
+        heads = []
+        wrong = []
         for file in files:
             try:
                 heads.append(_head(file))
@@ -234,7 +237,8 @@ class _Set:
         self.order = max(times), self.step
         lacking = list(itertools.islice((rank for rank in range(self.world) if rank not in self.files), 8))
         if lacking and not alone:
-            self.missing, prefix = not wrong, "" if first.step is None else f"step-{first.step}-"
+            self.missing = not wrong
+            prefix = "" if first.step is None else f"step-{first.step}-"
             names = ", ".join(f"{prefix}rank-{rank}-of-{self.world}.safetensors" for rank in lacking)
             wrong.append(f"{first.path.parent} lacks {names}: residuals of all {self.world} ranks are needed")
         if any(head.steps != heads[0].steps for head in heads):

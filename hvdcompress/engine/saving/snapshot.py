@@ -126,7 +126,8 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
         merge.setdefault(name, {})[slot] = how
 
     for state in states:
-        bucket, declared = state.bucket, declared_slots(state.bucket)
+        bucket = state.bucket
+        declared = declared_slots(state.bucket)
         for member in bucket.members:
             steps[member.name] = state.step
             if state.triggers:

@@ -23,5 +23,6 @@ def taken() -> float:
     global _told
     with _lock:
         now = _timer.duration if _timer is not None and _timer.done else 0.0
-        before, _told = _told, now
+        before = _told
+        _told = now
         return now - before

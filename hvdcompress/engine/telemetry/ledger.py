@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdcompress.engine.telemetry import compiling
-from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.method import Array
+from hvdcompress.engine.telemetry.observer import Observer, Sent
 
 
 @dataclass
@@ -60,28 +58,20 @@ class Ledger(Observer):
         self._ranks[rank].dense += num_bytes
         self._tensors[rank, name].dense += num_bytes
 
-    def sent(
-        self,
-        rank: int,
-        name: str,
-        verb: str,
-        payload: Array | None,
-        num_bytes: int,
-        lengths: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> None:
-        """One collective of ``num_bytes``; the arguments are those of :meth:`Observer.sent`."""
+    def sent(self, rank: int, name: str, what: Sent) -> None:
+        """One collective."""
         p = self.world
-        if verb in ("AllReduce", "Broadcast"):
-            wire = 2 * (p - 1) / p * num_bytes
-        elif verb == "AllToAll":
-            wire = num_bytes - splits[rank] if splits else (p - 1) / p * num_bytes
-        elif verb == "AllGather":
-            wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * num_bytes
+        if what.verb in ("AllReduce", "Broadcast"):
+            wire = 2 * (p - 1) / p * what.num_bytes
+        elif what.verb == "AllToAll":
+            wire = what.num_bytes - what.splits[rank] if what.splits else (p - 1) / p * what.num_bytes
+        elif what.verb == "AllGather":
+            lengths = what.lengths
+            wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * what.num_bytes
         else:
-            raise KeyError(verb)
+            raise KeyError(what.verb)
         for entry in (self._ranks[rank], self._tensors[rank, name]):
-            entry.sent += num_bytes
+            entry.sent += what.num_bytes
             entry.on_wire += wire
             entry.collectives += 1
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.observer import Answer, Observer
 
 VARIABLE = "HVDCOMPRESS_LOG"
 LOGGER = logging.getLogger("hvdcompress")
@@ -16,13 +16,11 @@ LOGGER = logging.getLogger("hvdcompress")
 class RoundLog(Observer):
     """Writes a line per round: tensor, method, round, verb, bytes, milliseconds, rank."""
 
-    def answered(
-        self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float
-    ) -> None:
+    def answered(self, rank: int, name: str, what: Answer) -> None:
         """Write the line."""
         LOGGER.debug(
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
-            rank, name, method, number, verb, num_bytes, 1e3 * seconds,
+            rank, name, what.method, what.round, what.verb, what.num_bytes, 1e3 * what.seconds,
         )  # fmt: skip
 
 

@@ -30,7 +30,8 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
 
     What is not known yet, such as the ratio before the first step, is left out.
     """
-    seconds, kept = ledger.seconds(rank), [each.residual for each in groups if each.residual is not None]
+    seconds = ledger.seconds(rank)
+    kept = [each.residual for each in groups if each.residual is not None]
     found = {
         "ratio": ledger.rate(rank),
         "sent_bytes": float(ledger.bytes_sent(rank)),

@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdcompress.method import Array
+
+
+class Sent(NamedTuple):
+    """A payload that was handed to a collective.
+
+    Attributes:
+        verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+        payload: what was handed over; None for a broadcast of another rank, for a driver's own probe, and for a
+            gradient that TensorFlow hands to Horovod itself.
+        num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
+        lengths: of an all-gather, the bytes of every rank.
+        splits: of an all-to-all of unequal pieces, the bytes for each rank.
+    """
+
+    verb: str
+    payload: Array | None
+    num_bytes: int
+    lengths: Sequence[int] | None = None
+    splits: Sequence[int] | None = None
+
+
+class Answer(NamedTuple):
+    """The result of a collective that a method asked for.
+
+    Attributes:
+        method: the method's id.
+        round: which collective of the exchange it was, from 0.
+        verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+        num_bytes: what this rank handed over; of a broadcast, what the root did.
+        seconds: from when the method asked until it was given the result: a rank may do other work meanwhile.
+    """
+
+    method: str
+    round: int
+    verb: str
+    num_bytes: int
+    seconds: float
 
 
 class Observer:
@@ -21,43 +58,11 @@ class Observer:
     def encoded(self, rank: int, name: str, seconds: float) -> None:
         """The codec worked for ``seconds`` before the exchange's last collective."""
 
-    def sent(
-        self,
-        rank: int,
-        name: str,
-        verb: str,
-        payload: Array | None,
-        num_bytes: int,
-        lengths: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> None:
-        """``num_bytes`` were handed to a collective.
+    def sent(self, rank: int, name: str, what: Sent) -> None:
+        """A payload was handed to a collective; ``name`` may be something else than a tensor, such as "status"."""
 
-        Args:
-            rank: this rank.
-            name: the tensor or bucket; or what else the collective was for, such as "status".
-            verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-            payload: what was handed over; None for a broadcast of another rank, for a driver's own probe, and for a
-                gradient that TensorFlow hands to Horovod itself.
-            num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
-            lengths: of an all-gather, the bytes of every rank.
-            splits: of an all-to-all of unequal pieces, the bytes for each rank.
-        """
-
-    def answered(
-        self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float
-    ) -> None:
-        """What a method had asked for is there.
-
-        Args:
-            rank: this rank.
-            name: the tensor or bucket.
-            method: the method's id.
-            number: which collective of the exchange it was, from 0.
-            verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-            num_bytes: what this rank handed over; of a broadcast, what the root did.
-            seconds: from when the method asked until it was given the result: a rank may do other work meanwhile.
-        """
+    def answered(self, rank: int, name: str, what: Answer) -> None:
+        """The result of a collective that a method asked for is there."""
 
     def waited(self, rank: int, seconds: float) -> None:
         """The rank was blocked in its transport for ``seconds``."""

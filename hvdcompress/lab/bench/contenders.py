@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.lab.bench.clock import Clock
 from hvdcompress.lab.bench.gradients import Gradients, Shapes, loss, make_gradients
 from hvdcompress.loopback import Loopback
@@ -97,7 +98,7 @@ class OverHorovod(OverTorch):
             if self.stock:
                 self.ledger.begun(self.rank, name, 4 * parameter.numel())
                 width = 2 if self.stock == "fp16" else 4
-                self.ledger.sent(self.rank, name, "AllReduce", None, width * parameter.numel())
+                self.ledger.sent(self.rank, name, Sent("AllReduce", None, width * parameter.numel()))
 
         def go() -> None:
             total.backward()

@@ -30,6 +30,7 @@ from scipy.optimize import nnls
 
 from hvdcompress.engine.agreement import Status
 from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.lab.scale import imagined
 from hvdcompress.lab.scale.imagined import Asked, Rounds
 from hvdcompress.method import Method, TensorSpec
@@ -98,7 +99,8 @@ class Codec:
 def on_wire(asked: Asked, world: int) -> float:
     """Bytes that a rank transmits for a collective, by the ledger's formulas."""
     ledger = Ledger(world)
-    ledger.sent(0, "", asked.verb, None, asked.num_bytes, splits=None if asked.keeps is None else (asked.keeps,))
+    splits = None if asked.keeps is None else (asked.keeps,)
+    ledger.sent(0, "", Sent(asked.verb, None, asked.num_bytes, splits=splits))
     return ledger.tensors(0)[""].on_wire
 
 

@@ -9,6 +9,7 @@ from harness import logged
 
 from hvdcompress.engine.intake import TILE
 from hvdcompress.engine.state import SEEN
+from hvdcompress.engine.telemetry.observer import Answer
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries
@@ -97,10 +98,10 @@ class Answers(Watcher):
         super().__init__(rank)
         self.verbs: dict[str, list[str]] = defaultdict(list)
 
-    def answered(self, rank: int, name: str, method: str, number: int, verb: str, num_bytes: int, seconds: float):
+    def answered(self, rank: int, name: str, what: Answer) -> None:
         if rank == self.rank:
-            assert num_bytes > 0 and seconds >= 0
-            self.verbs[name].append(f"{method} {number} {verb}")
+            assert what.num_bytes > 0 and what.seconds >= 0
+            self.verbs[name].append(f"{what.method} {what.round} {what.verb}")
 
 
 class Logged(dict):

@@ -18,6 +18,7 @@ import numpy as np
 from harness import Skip
 
 import hvdcompress
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.optimizers import SGD
 from promises.registry import promise
 from promises.variants import METHODS, Settings
@@ -63,17 +64,17 @@ class Recorder:
         self.sends: dict[str, list[Any]] = defaultdict(list)
         self._lock = threading.Lock()
 
-    def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
+    def sent(self, rank: int, name: str, what: Sent) -> None:
         """Note it. Of the ranks' status and the like only the kind, as it has the plan's text."""
         if rank != self.rank:
             return
         with self._lock:
             if name.split("+")[0] not in self.tensors:
-                self.sends[name].append(verb)
+                self.sends[name].append(what.verb)
             else:
-                seen = None if payload is None else _host(payload)
+                seen = None if what.payload is None else _host(what.payload)
                 content = () if seen is None else (str(seen.dtype), _hash(seen))
-                self.sends[name].append((verb, num_bytes, *content))
+                self.sends[name].append((what.verb, what.num_bytes, *content))
 
     def __getattr__(self, event: str) -> Any:
         if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):

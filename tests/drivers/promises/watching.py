@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine.telemetry.observer import Sent
+
 
 class Watcher:
     """An observer that keeps what one rank sends."""
@@ -15,12 +17,12 @@ class Watcher:
         self.rank, self.payloads, self.num_bytes = rank, defaultdict(list), 0
         self.events: dict[str, int] = defaultdict(int)
 
-    def sent(self, rank: int, name: str, verb: str, payload: Any, num_bytes: int, *rest: Any, **more: Any) -> None:
+    def sent(self, rank: int, name: str, what: Sent) -> None:
         if rank == self.rank:
             # of a broadcast by another rank there is nothing to see but how much it is
-            seen = bytes(num_bytes) if payload is None else np.asarray(payload).tobytes()
+            seen = bytes(what.num_bytes) if what.payload is None else np.asarray(what.payload).tobytes()
             self.payloads[name].append(seen)
-            self.num_bytes += num_bytes
+            self.num_bytes += what.num_bytes
 
     def __getattr__(self, event: str) -> Any:
         if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
