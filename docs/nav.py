@@ -37,7 +37,7 @@ NAV: dict[str, list[str]] = {
         "codec-benchmark",
         "ops-benchmark",
     ],
-    "Run and extend": ["launch", "cli", "guides/new-method"],
+    "Run and extend": ["launch", "cli", "guides/new-method", "guides/new-driver"],
     "Reference": [
         "reference",
         "sharp-bits",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
+import numpy as np
 import pytest
 import yaml
 
@@ -159,6 +162,36 @@ def test_the_method_of_ones_own_passes_the_suite() -> None:
     from hvdcompress.testing import check_method
 
     check_method(RoundRobin(pieces=3), worlds=(1, 2, 3), sizes=(1, 50))
+
+
+def test_the_driver_of_ones_own_gives_what_loopback_gives() -> None:
+    """examples/threads_driver.py, the worked example of "Write a driver"."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from threads_driver import Compressor, QueueTransport
+
+    from hvdcompress.loopback import Loopback
+
+    settings = {"density": 0.1, "min_elements": 10, "optimizer_momentum": "keep"}
+    steps = [
+        [{name: np.random.default_rng([step, r]).normal(size=n).astype("f") for name, n in (("a", 60), ("b", 7))}
+         for r in range(3)]
+        for step in range(4)
+    ]  # fmt: skip
+    net = Loopback("topk", 3, **settings)
+    wanted = [net.allreduce_many(given) for given in steps]
+    mailboxes: list[Queue] = [Queue() for _ in range(3)]
+
+    def program(rank: int) -> None:
+        comp = Compressor("topk", QueueTransport(rank, mailboxes), **settings)
+        for given in steps:
+            comp.average(given[rank])
+        assert comp.ledger.steps == 4 and comp.state_dict()["steps"] == {"a": 4, "b": 4}
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(program, range(3)))
+    for given, want in zip(steps, wanted, strict=True):
+        for one, other in zip(given, want, strict=True):
+            assert all((one[name] == other[name]).all() for name in one)
 
 
 def test_public_names_are_documented() -> None:

@@ -1,0 +1,128 @@
+"""A driver of one's own: ranks are threads, and their network is a queue for each of them.
+
+python examples/threads_driver.py    # four ranks fit a linear model, with top-k
+"""
+
+import threading
+from dataclasses import replace
+from queue import Queue
+
+import numpy as np
+
+from hvdcompress.engine import compressor, lockstep
+from hvdcompress.engine.agreement import Terms
+from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.step import Agree, Step
+from hvdcompress.method import TensorSpec
+from hvdcompress.plan import IN_ORDER, plan_of
+
+
+class QueueTransport:
+    """Every rank sends its request to all ranks, and computes the result of the collective from the requests of all."""
+
+    ordered = True  # collectives are matched by their number: every rank starts them in the same order
+    broadcasts = True  # a broadcast is sent as it is, not as a sum
+    unequal = True  # payloads of an all-gather may differ in length
+
+    def __init__(self, rank, mailboxes):
+        self.rank = rank
+        self.world = len(mailboxes)
+        self.mailboxes = mailboxes
+        self.started = 0
+        self.requests = {}  # number of a collective -> the requests that have come, by rank
+
+    def start(self, name, request):
+        """Start a collective; returns its number."""
+        self.started += 1
+        if request.payload is not None:  # its memory is used again as soon as this rank has its result
+            request = replace(request, payload=request.payload.copy())
+        for mailbox in self.mailboxes:
+            mailbox.put((self.started, self.rank, request))
+        return self.started
+
+    def ready(self, handle):
+        """Return whether the result is available."""
+        while not self.mailboxes[self.rank].empty():
+            self._receive()
+        return len(self.requests.get(handle, ())) == self.world
+
+    def wait(self, handle):
+        """Return the result."""
+        while not self.ready(handle):
+            self._receive()
+        requests = self.requests.pop(handle)
+        return lockstep.carry_out([requests[rank] for rank in range(self.world)])[self.rank]
+
+    def idle(self, handle):
+        """Wait until something has come."""
+        self._receive()
+
+    def _receive(self):
+        number, rank, request = self.mailboxes[self.rank].get(timeout=30)
+        self.requests.setdefault(number, {})[rank] = request
+
+
+class Compressor(compressor.Compressor):
+    """Averages named arrays over threads."""
+
+    def __init__(self, method, transport, **settings):
+        super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world)
+        self.collectives = Collectives(transport, self.local.observers)
+        self.step = None
+
+    def average(self, gradients):
+        """Replace float32 arrays, by name, with their compressed average over all ranks."""
+        specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
+        terms = Terms(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
+        self.local.begin_round()
+        self.step = Step(self.local, self.collectives, terms, Agree.FIRST_AND_LAST)
+        self.step.factor = 1.0 / self.local.world
+        try:
+            self.step.say()
+            for bucket in self.plan.buckets(specs, IN_ORDER, self.local.ages()):
+                vectors = [gradients[member.name].reshape(-1) for member in bucket.members]
+                self.step.add(bucket, range(len(vectors)), vectors)
+            self.step.finish()
+            self.ledger.steps += self.step.finite
+        except BaseException:
+            self.step.abandon()
+            raise
+        finally:
+            self.step = None
+
+    def residual(self, name):
+        state, index = self.local.find(name)
+        shape = state.bucket.members[index].shape
+        residual = self.local.residual(name)
+        return np.zeros(shape, np.float32) if residual is None else residual.reshape(shape).copy()
+
+    def load_state_dict(self, saved):
+        self.local.load_state_dict(saved, np.concatenate)
+
+    def _waits_for(self):
+        return self.step and self.step.waits_for()
+
+
+def train(rank, mailboxes, weights):
+    """Fit y = x·w, each rank on examples of its own."""
+    random = np.random.default_rng(rank)
+    comp = Compressor("topk", QueueTransport(rank, mailboxes), density=0.1, min_elements=1)
+    w = np.zeros_like(weights)
+    for _ in range(400):
+        x = random.normal(size=(32, len(w))).astype(np.float32)
+        gradient = x.T @ (x @ w - x @ weights) / len(x)
+        comp.average({"w": gradient})
+        w -= 0.02 * gradient
+    if rank == 0:
+        print(f"distance to the solution: {np.linalg.norm(w - weights):.3f} of {np.linalg.norm(weights):.3f}")
+        print(comp.summary())
+
+
+if __name__ == "__main__":
+    mailboxes = [Queue() for _ in range(4)]
+    weights = np.random.default_rng(9).normal(size=200).astype(np.float32)
+    ranks = [threading.Thread(target=train, args=(rank, mailboxes, weights)) for rank in range(4)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
