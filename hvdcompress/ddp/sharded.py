@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,18 +35,32 @@ from hvdcompress.plan import IN_ORDER, Plan, plan_of
 ROOT = "(root)"  #: the name of the outermost module's own vector: of what is in no module inside of it
 
 
+class Shard(NamedTuple):
+    """What a rank holds of a sharded model.
+
+    Attributes:
+        vectors: by module, a tensor like the one that is reduced: flat, of that size, dtype and device.
+        parameters: by module, the parameters whose gradients its vector has.
+        number: of this rank among the shards of a replica, from 0.
+        num_shards: number of shards of a replica.
+    """
+
+    vectors: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, list[torch.nn.Parameter]]
+    number: int
+    num_shards: int
+
+
 class ShardedCompressor(TensorCompressor):
     """One shard's compression between replicas; :func:`fsdp` makes it.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        vectors: by module, a tensor like what it will reduce: flat, of that size, dtype and device.
+        shard: what this rank holds of the model.
         replicas: the process group of the ranks that hold the same shard.
-        shard: this rank's number among the shards of a replica, and their number.
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
         optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
             it, an optimizer is found when it takes its first step.
-        parameters: by module, the parameters whose gradients its vector has.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 
@@ -64,13 +78,11 @@ class ShardedCompressor(TensorCompressor):
     def __init__(
         self,
         method: str | Method | Plan | Mapping[str, Any],
-        vectors: Mapping[str, torch.Tensor],
+        shard: Shard,
         replicas: Any,
-        shard: tuple[int, int],
         *,
         loss_scale: float | Callable[[], float] = 1.0,
         optimizer: Optimizers | None = None,
-        parameters: Mapping[str, list[torch.nn.Parameter]] | None = None,
         ops: str = "auto",
         **settings: Any,
     ):
@@ -87,19 +99,18 @@ class ShardedCompressor(TensorCompressor):
             )
         rank = dist.get_rank(replicas)
         world = dist.get_world_size(replicas)
-        super().__init__(plan, rank, world, vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
+        super().__init__(plan, rank, world, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
         self.shard = shard
         self._parent = replicas
         self._transport: ProcessGroupTransport | None = None
         self._step: Step | None = None  # under way
         self._waiting: dict[str, torch.Tensor] = {}  # sums of vectors that are not to be reduced yet, by module
-        self._members = parameters or {}
-        self._trained = {id(parameter) for members in self._members.values() for parameter in members}
+        self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
         if optimizer is not None:
             self.use_optimizer(optimizer)
 
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        return self._members
+        return self.shard.parameters
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step; see :meth:`TensorCompressor.notice`. It ends one of ours."""
@@ -133,7 +144,7 @@ class ShardedCompressor(TensorCompressor):
         super().load(self._folder(folder))
 
     def _folder(self, folder: str | Path) -> Path:
-        return Path(folder) / "shard-{}-of-{}".format(*self.shard)
+        return Path(folder) / f"shard-{self.shard.number}-of-{self.shard.num_shards}"
 
     @torch.no_grad()
     def receive(self, module: Any, name: str, gradient: torch.Tensor) -> None:
@@ -224,8 +235,8 @@ def fsdp(
     mesh = trained[0][1].device_mesh
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
     group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
-    shard = mesh.get_local_rank(), mesh.size()
-    compressor = ShardedCompressor(method, vectors, group, shard, parameters=members, **settings)
+    shard = Shard(vectors, members, mesh.get_local_rank(), mesh.size())
+    compressor = ShardedCompressor(method, shard, group, **settings)
     for owner in sizes:
         modules[owner].set_all_reduce_hook(functools.partial(compressor.receive, modules[owner], owner or ROOT))
     return compressor
