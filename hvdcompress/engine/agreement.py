@@ -119,6 +119,7 @@ class Status:
 
     def numbers(self) -> list[float]:
         """The eight numbers, to be all-reduced by their maximum."""
+        # As maxima are taken, (f, −f) shows whether all ranks have the same f
         flags = map(float, (self.failed, self.non_finite, self.triggered, self.replaced))
         return [*flags, self.state, -self.state, self.loss_scale, -self.loss_scale]
 

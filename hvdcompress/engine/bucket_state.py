@@ -99,6 +99,7 @@ class Memory:
 
     def second_buffer(self, slot: str, current: Array, dtype: str, ops: Ops) -> Array:
         """Return the buffer that a step writes the new value of a slot to: not the one that holds the current value."""
+        # By identity, and not in turn: after discard() the current array is the same as two steps ago
         for buffer in self._pairs.get(slot, ()):
             if buffer is not current and len(buffer) == len(current):
                 return buffer

@@ -165,6 +165,7 @@ class Collectives:
             like: an array on the payloads' device.
             equal: of an all-gather, whether all ranks' payloads are known to be as long as this one's.
         """
+        # Made before observers are told, as the root computes its payload here
         request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
         full = f"{name}.round{round}"
         if isinstance(verb, AllGather):
@@ -173,7 +174,7 @@ class Collectives:
                 lengths = (len(own),) * self.world
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
                 request = Request("all_gather", own, gets=lengths)
-            elif not self.transport.unequal:
+            elif not self.transport.unequal:  # MPI and torch.distributed want all lengths before the payloads
                 length = np.array([len(own)], np.int64).view(np.uint8)
                 self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
                 asked = Request("all_gather", length, gets=(8,) * self.world)
@@ -202,6 +203,7 @@ class Collectives:
             request = Request("all_gather", own, gets=tuple(pending.lengths))
             pending.running = self._start(pending.name, request)
             return False
+        # Of several tensors that travel together, only the headers tell where each payload begins
         told = pending.lengths is not None
         if not told or pending.verb.lengths:
             lengths = pending.lengths = gathered_lengths(out, pending.verb, self.world, pending.ops)

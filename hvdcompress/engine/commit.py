@@ -37,6 +37,7 @@ def conclude(
         alone: a trigger restarts the schedules of these buckets only, as under TensorFlow, where the ranks agree for
             each tensor by itself.
     """
+    # Tensors are known from their first step on, even if that has a NaN or is discarded
     first = [*(exchange.setup.state for exchange in exchanges), *(turn.state for turn in passed if turn.state)]
     local.put(state for state in first if state.bucket.spec.name not in local.states)
     if not outcome.finite:

@@ -110,9 +110,11 @@ class RankState:
 
     def turn(self, bucket: Bucket) -> Turn:
         """Return what the program says for the bucket's next step."""
+        # Under drivers that get to know tensors as they come, a loaded state waits until its tensor comes
         state = self.states.get(bucket.spec.name) or self._claim(bucket)
         step = state.step if state else 0
         restart = state.restart if state else (0, 0)
+        # A trigger that the ranks agreed on with the status of an earlier step takes effect in this one
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
         if self.paused:
@@ -205,6 +207,7 @@ class RankState:
         if not self._can_discard:
             raise RuntimeError("there is no step to discard: none since the last discard(), or a state was loaded")
         self._can_discard = False
+        # Second buffers need no care: each step takes the one that the current state does not use
         self.states = self._previous
         self.asking -= self._committed
         self._committed = set()
@@ -213,7 +216,7 @@ class RankState:
 
     def verifies(self) -> bool:
         """Return whether ranks compare their checksums in the next step."""
-        every = self.plan.verify_every
+        every = self.plan.verify_every  # steps are alike on all ranks, so all compare in the same step
         return self.world > 1 and every > 0 and self.steps_done() % every == 0
 
     def steps_done(self) -> int:
@@ -257,6 +260,7 @@ class RankState:
             more = {name: replace(states[name], triggers=states[name].triggers + 1) for name in names if name in states}
             return {**states, **more}
 
+        # Also in the states that discard() goes back to: the other ranks have agreed, and are not asked again
         self.states = restarted(self.states)
         self._previous = restarted(self._previous)
         self.metrics.clear()
@@ -356,6 +360,7 @@ class RankState:
         left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
         alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
         kept = [snapshot.restored(saved, bucket, self._copy, whole=False) for bucket in alone]
+        # The state of the tensors that are here waits, as if it had been loaded, for the first exchange of their bucket
         self.replaced = True
         self.forget(state.bucket.spec.name for state in moved)
         self.put([state for state in kept if state])

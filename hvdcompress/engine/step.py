@@ -200,6 +200,7 @@ class Step:
     def _start(self, exchange: Exchange, may_carry: bool) -> Exchange | None:
         """Start the first collective of an exchange whose gradients are all there."""
         exchange.start()
+        # A device is not asked here whether the gradient is finite: that would wait for it once for each bucket
         self._note(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
             self.hear()  # the status was under way while the first bucket was encoded
@@ -208,6 +209,7 @@ class Step:
             self._done.append(exchange)
         elif not carried:
             self._submit(exchange)
+        # MPI moves data only inside of its calls, so the oldest collective is asked for while this rank encodes
         if self.collectives.ordered:
             self.collectives.progress(self._under_way)
         return exchange if carried else None
@@ -215,6 +217,7 @@ class Step:
     @UNRAISED
     def fill_missing(self) -> None:
         """Start the exchanges that have some of their gradients; tensors without one count as zeros."""
+        # Sorted, because every rank has to start them in one order, and gradients may have come in different ones
         for _, exchange in sorted(self.exchanges.items()):
             if exchange.stage is Stage.FILLING:
                 exchange.fill_missing()
@@ -253,6 +256,7 @@ class Step:
         So second rounds overlap with gradients that are still to come. Not for transports that go by order. A call
         shortly after another one does nothing, as it would find nothing new.
         """
+        # A hook is called for each of hundreds of gradients: asking Horovod each time would cost more than it brings
         now = time.perf_counter()
         if now - self._polled < PAUSE:
             return
@@ -294,6 +298,7 @@ class Step:
         self._asked |= self.local.take_request()
         steps = sorted(self.local.steps().items())
         self._ask_devices()
+        # A rank with an error may not know its loss scale; its error is to be told, and not another scale
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
         state = self.terms.fingerprint(steps, self.checksums)
@@ -320,6 +325,7 @@ class Step:
             return
         self.collectives.advance(pending)
         status = Status.of(self.collectives.result(pending).tolist())
+        # First, because a rank that has joined gives zeros, which look like other terms, too
         if status.joined:
             raise PeerError(JOIN)
         if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
@@ -379,11 +385,14 @@ class Step:
         Raises:
             PeerError: a rank failed, or ranks disagree; on every rank.
         """
+        # The status is one collective more. Results that come meanwhile are taken, but nobody waits for one of them:
+        # a rank that failed may never start its part
         while self.agree is Agree.BEFORE_WAITING and self._first and not self.collectives.ready(self._first):
             with self.errors_wait:
                 self._go_on()
         self.hear()
         self._drain()
+        # Only now does this rank know whether its own gradients are finite: the first status came before them
         if self.agree is Agree.FIRST_AND_LAST:
             self._ask_devices()
             last = self._tell(1, [float(not self.finite), *map(float, self.used or ())])
@@ -418,7 +427,7 @@ class Step:
         if not self.finite:
             for passing in self._passing:
                 passing.gradient.fill_(float("nan"))
-            # as if the step had not been: the request waits for the next one
+            # As if the step had not been: the request waits for the next one
             self.local.asks_for_trigger |= self.triggered
 
     def abandon(self) -> None:
@@ -426,6 +435,7 @@ class Step:
         for exchange in self.exchanges.values():
             exchange.abandon()
             exchange.setup.memory.clear_scratch()  # a collective that was left alone may still write there
+        # The status has carried the request, but no rank acts on it
         self.local.asks_for_trigger |= self._asked
 
     # -- inside ---------------------------------------------------------------------------------------------
@@ -465,7 +475,7 @@ class Step:
         """Wait for the collective of an exchange, give it the result, and start the next one."""
         assert exchange.pending is not None
         if not self.collectives.advance(exchange.pending):
-            self._under_way.append(exchange)
+            self._under_way.append(exchange)  # that was the lengths of an all-gather; now its payloads are under way
             return
         exchange.note_lengths(exchange.pending.lengths or ())
         result = self.collectives.result(exchange.pending)

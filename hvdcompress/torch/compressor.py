@@ -172,6 +172,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         ticket = Ticket(tensor)
         arrivals = self._current()
         step = arrivals.step
+        # An error is kept for decompress(): a rank that raised here would leave the others in the stock all-reduce
         try:
             if not (self._agreed or arrivals.order):
                 self._address = self.watchdog.address()  # from now on it watches
