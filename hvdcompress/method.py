@@ -278,6 +278,7 @@ Values = Annotated[str, AfterValidator(_known_values)]  #: how values are writte
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
 OptimizerMomentum = Literal["adapt", "cancel", "keep"]  #: see ``parts/momentum.py``
+Granularity = Literal["tensor", "part", "element"]  #: see :attr:`Method.granularity`
 
 
 # -- a method ------------------------------------------------------------------------------------
@@ -314,15 +315,13 @@ class Method:
     optimizer's momentum is adapted to it (``parts/momentum.py``). With 1 it is kept."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
-    passes: ClassVar[bool] = False
-    """Whether what is sent, without feedback, is the gradient itself, summed: the stock optimizer may do that."""
-    joins: ClassVar[bool] = False
-    """Whether the method itself goes by ``ctx.spec.parts`` where tensors are joined unasked, and so treats them in one
-    go: what a tensor gets does not depend, to the bit, on what it is joined with. Other methods run on each tensor, and
-    their payloads travel together (``engine/together.py``)."""
-    elementwise: ClassVar[bool] = False
-    """Whether what is sent of an element depends on that alone, without a state of the method's own, so that payloads
-    of joined tensors are those of each, end to end. Such a method runs once on tensors that are joined unasked."""
+    identity: ClassVar[bool] = False
+    """Whether the method, without feedback, sends the gradient itself, to be summed: the stock optimizer can do so."""
+    granularity: ClassVar[Granularity] = "tensor"
+    """How the method runs on a bucket whose tensors the driver joined unasked. A tensor's result never depends, to the
+    bit, on the tensors that it is joined with. "tensor": the method runs on each tensor, and their payloads travel
+    together (``engine/together.py``). "part": the method runs once, and goes by ``ctx.spec.parts``. "element": the
+    method runs once. What it sends of an element depends on that element alone, and it has no state of its own."""
     uneven: ClassVar[bool] = False
     """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
     says."""

@@ -35,7 +35,7 @@ def suits_whole(setup: Setup) -> bool:
         return False
     if not isinstance(setup.like, np.ndarray):
         return True
-    return method.passes and not setup.with_feedback and setup.bucket.spec.size < SMALL * count
+    return method.identity and not setup.with_feedback and setup.bucket.spec.size < SMALL * count
 
 
 class Intake(ABC):

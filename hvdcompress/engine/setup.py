@@ -67,7 +67,7 @@ class Setup:
         self.ctx = self._context(bucket.spec)
         self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
         self.each: Sequence[tuple[Context, Workspace]] = ()
-        if bucket.apart(method) and not method.elementwise:
+        if bucket.unasked and method.granularity == "tensor":
             self.each = self._each()
         else:
             self.work.scanned = [Found(True)] * len(bucket.members)

@@ -70,6 +70,7 @@ from hvdcompress.method import (
     Density,
     FeedbackName,
     Fraction,
+    Granularity,
     Method,
     Sparse,
     TensorSpec,
@@ -106,8 +107,8 @@ class DGC(Method):
     feedback: FeedbackName = "momentum"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.select == "exact" and self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.select == "exact" and self.values in codecs.ALONE else "tensor"
 
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""

@@ -37,7 +37,7 @@ class Fp16(Method):
 
     paper = "IEEE 754 half precision; pre-scaled as in torch's fp16_compress_hook"
     sends = "2n bytes, summed"
-    elementwise = True
+    granularity = "element"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "fp16", world)

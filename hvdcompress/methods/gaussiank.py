@@ -49,6 +49,7 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
+    Granularity,
     Method,
     Sparse,
     TensorSpec,
@@ -81,8 +82,8 @@ class GaussianK(Method):
     feedback: FeedbackName = "plain"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.scope == "tensor" and self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.scope == "tensor" and self.values in codecs.ALONE else "tensor"
 
     def parts(self, spec: TensorSpec) -> tuple[int, ...]:
         """Return the sizes of the parts of the vector that elements are selected in."""

@@ -29,8 +29,8 @@ class Dense(Method):
 
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
-    passes = True
-    elementwise = True
+    identity = True
+    granularity = "element"
 
     @property
     def wide(self) -> bool:  # type: ignore[override]

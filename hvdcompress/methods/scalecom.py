@@ -58,6 +58,7 @@ from hvdcompress.method import (
     Density,
     FeedbackName,
     Fraction,
+    Granularity,
     Method,
     Reduced,
     Sparse,
@@ -104,8 +105,8 @@ class ScaleCom(Method):
     """Low-pass factor of the residual: 1 is plain feedback; 0.1 in the paper, for scaled-up learning rates."""
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.values in codecs.ALONE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of: one per chunk, or ⌊n·density⌋ with exact selection."""

@@ -35,6 +35,7 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
+    Granularity,
     Method,
     Sparse,
     TensorSpec,
@@ -62,8 +63,8 @@ class TopK(Method):
     feedback: FeedbackName = "plain"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.values in codecs.ALONE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of."""
