@@ -29,7 +29,8 @@ class RoundRobin(Method):
     def num_bytes(self, spec, world):
         return 4 * self.length(spec.size)
 
-    def exchange(self, x, state, ctx, ops):
+    def exchange(self, x, state, ctx, work):
+        ops = work.ops
         k = self.length(ctx.spec.size)
         start = min(ctx.step % self.pieces * k, ctx.spec.size - k)  # the last piece ends where the gradient ends
         index = ops.asarray(np.arange(start, start + k, dtype=np.int32), like=x)

@@ -4,11 +4,11 @@ A method is a frozen value (its hyper-parameters) with a pure generator, :meth:`
 *yields* the collectives it needs, is sent their results, and *returns* a :class:`Reduced`. It never sees Horovod,
 MPI, PyTorch or TensorFlow: drivers do the I/O, so one method file runs under all of them::
 
-    def exchange(self, x, state, ctx, ops):
-        payload = self.encode(x, state, ctx, ops)
-        payloads = yield AllGather(payload)                       # one payload per rank, in rank order
-        shares = [self.decode(p, ctx, ops) for p in payloads]     # what each rank sent
-        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
+    def exchange(self, x, state, ctx, work):
+        payload = self.encode(x, state, ctx, work)
+        payloads = yield AllGather(payload)                        # one payload per rank, in rank order
+        shares = [self.decode(p, ctx, work) for p in payloads]     # what each rank sent
+        return Reduced(total=add_shares(shares, work.ops), own=shares[ctx.rank])
 
 Most methods define only ``encode`` and ``decode``. Error feedback is not their concern: a method with the field
 ``feedback`` set is given ``x = gradient + residual`` (``parts/feedback.py``).
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
@@ -108,7 +108,7 @@ class Reduced:
     """Whether this rank asks all ranks to restart their methods' phases (see :class:`Context`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Context:
     """The circumstances of one exchange: which rank, which step, which tensor. Methods call it ``ctx``.
 
@@ -133,37 +133,45 @@ class Context:
     """Number of triggers so far."""
     needs_own: bool = True
     """Whether ``Reduced.own`` is used. It is False without feedback."""
+
+
+@dataclass(slots=True, eq=False)
+class Workspace:
+    """Memory, findings and counters of one exchange, and the array ops. Methods call it ``work``."""
+
+    ops: Ops
+    """The array backend: every array function that a method may call."""
     scratch: dict[str, Array] = field(default_factory=dict)
-    """Arrays that are kept from step to step for :meth:`buffer`, and are no state."""
-    group: tuple[Context, int] | None = None
-    """Of a tensor that travels with others: the circumstances of all of them, and its first element in their vector."""
-    state: Mapping[str, Array] = field(default_factory=dict)
-    """The method's state, for :meth:`Method.scan`; read only."""
+    """Arrays that are kept from step to step for :meth:`buffer`. They are not state: checkpoints leave them out."""
     scanned: list[Found] | None = None
-    """What :meth:`Method.scan` asked for, in each part of the vector; None where nothing was scanned."""
+    """What :meth:`Method.scan` asked for, in each part of the vector; None if nothing was scanned."""
     counters: dict[str, Any] = field(default_factory=dict)
     """Numbers that the method adds to the ledger, such as "kept"."""
+    bucket: Workspace | None = None
+    """The workspace of the whole bucket, if the method runs on each tensor of a bucket."""
+    span: tuple[int, int] = (0, 0)
+    """(start, stop) of the vector in the bucket's vector."""
 
-    def buffer(self, name: str, n: int, dtype: str, ops: Ops, like: Array) -> Array:
-        """Return an array [n] for the step's large intermediate results: the same in every step.
+    def buffer(self, name: str, n: int, dtype: str, like: Array) -> Array:
+        """Return an array [n] for large intermediate results of a step: the same array in every step.
 
-        Fresh memory costs more than to write to it. Its contents are undefined. It may be ``Reduced.total`` or
-        ``Reduced.own``, but no slot's new value.
+        Allocating fresh memory takes longer than writing to it. The contents are undefined. The array may be
+        ``Reduced.total`` or ``Reduced.own``, but not the new value of a slot.
 
         Args:
-            name: tells the tensor's buffers apart.
+            name: distinguishes the buffers of one tensor.
             n: number of elements.
             dtype: their dtype, by numpy's name.
-            ops: the array backend.
             like: an array on the device.
         """
         found = self.scratch.get(name)
         if found is None or len(found) != n:
-            if self.group and n == self.spec.size:  # next to its neighbours', so that they need not be joined
-                whole, start = self.group
-                found = whole.buffer(name, whole.spec.size, dtype, ops, like)[start : start + n]
+            bucket, (start, stop) = self.bucket, self.span
+            if bucket is not None and n == stop - start:
+                # Buffers of neighbouring tensors are adjacent, so that their payloads travel together without a copy.
+                found = bucket.buffer(name, bucket.span[1], dtype, like)[start:stop]
             else:
-                found = ops.zeros(n, dtype, like)
+                found = self.ops.zeros(n, dtype, like)
             self.scratch[name] = found
         return found
 
@@ -270,6 +278,7 @@ Values = Annotated[str, AfterValidator(_known_values)]  #: how values are writte
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
 OptimizerMomentum = Literal["adapt", "cancel", "keep"]  #: see ``parts/momentum.py``
+Granularity = Literal["tensor", "part", "element"]  #: see :attr:`Method.granularity`
 
 
 # -- a method ------------------------------------------------------------------------------------
@@ -283,8 +292,8 @@ class Method:
     declares its hyper-parameters as dataclass fields. A value that does not fit its field raises a ``ValueError``
     that names the field.
 
-    The arguments ``ops`` and ``state`` of its methods are the array backend (``hvdcompress.ops``) and the current
-    values of the declared slots, by name.
+    The argument ``state`` of its methods has the current values of the declared slots, by name. ``ctx`` and ``work``
+    are the :class:`Context` and the :class:`Workspace` of the exchange.
     """
 
     id: ClassVar[str] = ""
@@ -306,15 +315,13 @@ class Method:
     optimizer's momentum is adapted to it (``parts/momentum.py``). With 1 it is kept."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
-    passes: ClassVar[bool] = False
-    """Whether what is sent, without feedback, is the gradient itself, summed: the stock optimizer may do that."""
-    joins: ClassVar[bool] = False
-    """Whether the method itself goes by ``ctx.spec.parts`` where tensors are joined unasked, and so treats them in one
-    go: what a tensor gets does not depend, to the bit, on what it is joined with. Other methods run on each tensor, and
-    their payloads travel together (``engine/together.py``)."""
-    elementwise: ClassVar[bool] = False
-    """Whether what is sent of an element depends on that alone, without a state of the method's own, so that payloads
-    of joined tensors are those of each, end to end. Such a method runs once on tensors that are joined unasked."""
+    identity: ClassVar[bool] = False
+    """Whether the method, without feedback, sends the gradient itself, to be summed: the stock optimizer can do so."""
+    granularity: ClassVar[Granularity] = "tensor"
+    """How the method runs on a bucket whose tensors the driver joined unasked. A tensor's result never depends, to the
+    bit, on the tensors that it is joined with. "tensor": the method runs on each tensor, and their payloads travel
+    together (``engine/together.py``). "part": the method runs once, and goes by ``ctx.spec.parts``. "element": the
+    method runs once. What it sends of an element depends on that element alone, and it has no state of its own."""
     uneven: ClassVar[bool] = False
     """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
     says."""
@@ -426,41 +433,42 @@ class Method:
     # The exchange, in the order of the calls: scan for each tensor as it comes, then exchange, which calls encode and
     # decode.
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
 
         It is found in the one pass over memory that every gradient makes when it has come, while it is in the
-        processor's cache, and is in ``ctx.scanned[place]``.
+        processor's cache, and is in ``work.scanned[index]``.
 
         Args:
-            place: which part of a bucket's vector the tensor is, from 0.
+            index: which part of a bucket's vector the tensor is, from 0.
+            state: the method's state; read only.
             ctx: rank, world, step and the tensor, or the bucket that it is part of.
-            ops: the array backend.
+            work: memory, findings and counters of this exchange, and the array ops.
             like: an array of the tensor's length on its device.
         """
         return NOTHING
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         """Compress one rank's gradient into a payload for an all-gather.
 
         Args:
             x: gradient + residual, float32 [n]; read only.
             state: the method's state.
             ctx: rank, world, step and tensor.
-            ops: the array backend.
+            work: memory, findings and counters of this exchange, and the array ops.
 
         Returns:
             The payload, uint8.
         """
         raise NotImplementedError
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array | Sparse:
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array | Sparse:
         """Decompress a payload of any rank.
 
         Args:
             payload: what :meth:`encode` returned on some rank, uint8.
             ctx: rank, world, step and tensor.
-            ops: the array backend.
+            work: memory, findings and counters of this exchange, and the array ops.
 
         Returns:
             That rank's share of the sum: float32 [n], or :class:`Sparse`.
@@ -470,14 +478,14 @@ class Method:
         """
         raise NotImplementedError
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         """Sum ``x`` over ranks, compressed. By default: encode, all-gather, decode and add.
 
         Args:
             x: gradient + residual, float32 [n] (float64 for a ``wide`` method); read only.
             state: the method's state; read only.
             ctx: rank, world, step and tensor.
-            ops: the array backend.
+            work: memory, findings and counters of this exchange, and the array ops.
 
         Yields:
             The collectives; each ``yield`` evaluates to the collective's result.
@@ -485,9 +493,9 @@ class Method:
         Returns:
             The sum, this rank's share of it, and the new state.
         """
-        pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=not self.uneven)
-        shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank])
+        pieces = yield AllGather(self.encode(x, state, ctx, work), fixed=not self.uneven)
+        shares = [self.decode(piece, ctx, work) for piece in pieces]
+        return Reduced(total=add_shares(shares, work.ops), own=shares[ctx.rank])
 
 
 M = TypeVar("M", bound=type[Method])

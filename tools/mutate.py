@@ -3,12 +3,13 @@
     pip install cosmic-ray
     python tools/mutate.py [--mutants 400] [--seed 0] [--jobs 2] [--out build/mutants.md]
 
-cosmic-ray (https://cosmic-ray.readthedocs.io) makes the changes: comparisons, operators, numbers, booleans, exceptions, loops. A
-mutant is killed if a test fails, or if the tests take longer than their time. Places are drawn evenly; annotations, assertions
-and messages are left out, as no behaviour depends on them. Each job works in a clone of its own, on what is committed.
+cosmic-ray (https://cosmic-ray.readthedocs.io) makes the changes: comparisons, operators, numbers, booleans, exceptions,
+loops. A mutant is killed if a test fails, or if the tests take longer than their time. Positions are drawn evenly;
+annotations, assertions and messages are left out, because no behaviour depends on them. Each job works in a clone of
+its own, on what is committed.
 
-The tests are those that run in one process and look at the engine: what only a launch of several processes
-can notice counts as not noticed.
+The tests are those that run in one process and look at the engine: what only a launch of several processes can notice
+counts as not noticed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ TESTS = (
 )
 SECONDS = 150  #: of one mutant's tests; they take half of it
 OPERATORS = (
-    "AddNot", "ExceptionReplacer", "NumberReplacer", "ReplaceAndWithOr", "ReplaceBinaryOperator", "ReplaceBreakWithContinue",
-    "ReplaceComparisonOperator", "ReplaceContinueWithBreak", "ReplaceFalseWithTrue", "ReplaceOrWithAnd", "ReplaceTrueWithFalse",
-    "ReplaceUnaryOperator", "ZeroIterationForLoop",
+    "AddNot", "ExceptionReplacer", "NumberReplacer", "ReplaceAndWithOr", "ReplaceBinaryOperator",
+    "ReplaceBreakWithContinue", "ReplaceComparisonOperator", "ReplaceContinueWithBreak", "ReplaceFalseWithTrue",
+    "ReplaceOrWithAnd", "ReplaceTrueWithFalse", "ReplaceUnaryOperator", "ZeroIterationForLoop",
 )  # fmt: skip
 
 
@@ -63,12 +64,13 @@ def config(folder: Path) -> Path:
         for file in (folder / module).rglob("*.py")
         if not str(file).endswith(LEFT_OUT) and file.stat().st_size > 200
     )
-    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not parallel and not alone' {TESTS}"
-    file = folder / "mutants.toml"
-    file.write_text(
-        f'[cosmic-ray]\nmodule-path = {modules}\ntimeout = {SECONDS}.0\nexcluded-modules = []\ntest-command = "{command}"\n'
-        '[cosmic-ray.distributor]\nname = "local"\n'
+    command = (
+        f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not parallel and not alone' {TESTS}"
     )
+    file = folder / "mutants.toml"
+    lines = ["[cosmic-ray]", f"module-path = {modules}", f"timeout = {SECONDS}.0", "excluded-modules = []"]
+    lines += [f'test-command = "{command}"', "[cosmic-ray.distributor]", 'name = "local"']
+    file.write_text("\n".join(lines) + "\n")
     return file
 
 
@@ -98,7 +100,7 @@ def _modules(session: Path) -> list[str]:
 
 
 def run(folder: Path, mutants: int, seed: int, job: tuple[int, int]) -> list[tuple[str, str, str, str]]:
-    """Run one job's mutants in its clone; returns module, line, operator and diff of those that survived, and others."""
+    """Run one job's mutants in its clone; returns module, line, operator, outcome and diff of each."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     file = config(folder)
     session = folder / "mutants.sqlite"

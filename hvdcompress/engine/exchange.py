@@ -157,8 +157,7 @@ class Exchange:
         setup = self.setup
         if self._together is None:
             assert self.x is not None
-            slots = setup.state.slots
-            self._communication = feedback.exchange(setup.method, self.x, slots, setup.spare, setup.ctx, setup.ops)
+            self._communication = setup.feedback.exchange(self.x, setup.ctx, setup.work)
         self.stage = Stage.RUNNING
         self._send(None)
 
@@ -283,7 +282,7 @@ class Exchange:
             return
         if isinstance(total, Outer | Waves):  # they cannot be cut
             lazy = total
-            total = setup.ctx.buffer("total", setup.bucket.spec.size, "float32", ops, outs[0])
+            total = setup.work.buffer("total", setup.bucket.spec.size, "float32", outs[0])
             ops.write(total, lazy, 1.0)
         ops.write_parts(outs, total, factor, [cleared] * len(outs))
 
@@ -335,7 +334,7 @@ class Exchange:
         if setup.paused:
             known = self._adapter.paused_state() if self._adapter else setup.state.momentum
             return replace(setup.state, momentum=replace(known, foreign=(True,) * len(setup.bucket.members)))
-        slots = {**setup.state.slots, **(setup.spare if self._together else self.reduced[0].state)}
+        slots = {**setup.state.slots, **(setup.feedback.spare if self._together else self.reduced[0].state)}
         members = setup.state.members
         if self._together:
             members = tuple(
@@ -368,9 +367,9 @@ class Exchange:
         """End the exchange: the new state is kept."""
         self._expect(Stage.DELIVERED)
         setup = self.setup
-        counters = setup.ctx.counters
-        for ctx in setup.contexts:
-            for name, number in ctx.counters.items():
+        counters = setup.work.counters
+        for _, work in setup.each:
+            for name, number in work.counters.items():
                 counters[name] = counters.get(name, 0) + number
         if not setup.paused:
             setup.memory.lengths |= self._lengths

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.together import Together
-from hvdcompress.method import Array, Context
+from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.parts import feedback
@@ -31,11 +31,11 @@ def suits_whole(setup: Setup) -> bool:
     """
     method = setup.method
     count = len(setup.bucket.members)
-    if count == 1 or setup.contexts or method.local_clip_norm is not None:
+    if count == 1 or setup.each or method.local_clip_norm is not None:
         return False
     if not isinstance(setup.like, np.ndarray):
         return True
-    return method.passes and not setup.with_feedback and setup.bucket.spec.size < SMALL * count
+    return method.identity and not setup.with_feedback and setup.bucket.spec.size < SMALL * count
 
 
 class Intake(ABC):
@@ -80,7 +80,7 @@ class Intake(ABC):
             self._num_waiting = 0
             self._take(list(waiting), list(waiting.values()), in_place)
         setup = self.setup
-        if not self.num_missing and not setup.contexts:
+        if not self.num_missing and not setup.each:
             assert self.x is not None
             self._take_out(self.finite, self.x, slice(None))
 
@@ -96,37 +96,29 @@ class Intake(ABC):
     def _take(self, indices: list[int], gradients: list[Array], in_place: bool) -> None:
         """Take in gradients that have waited."""
 
-    def _look(self, gradient: Array, ctx: Context, part: int | None) -> tuple[Array, Found]:
+    def _look(
+        self, gradient: Array, index: int | None, state: dict[str, Array], ctx: Context, work: Workspace
+    ) -> tuple[Array, Found]:
         """Return what the method sees of a gradient without a residual, and what was found in it.
 
         Args:
             gradient: the gradient.
+            index: the index of the gradient among the parts of ``ctx.spec``; None if it is several of them.
+            state: the state of the method.
             ctx: the context of the method.
-            part: the number of the gradient among the parts of ``ctx.spec``; None if it is several of them.
+            work: the workspace of the method.
         """
-        method = self.setup.method
-        ops = self.setup.ops
+        ops = work.ops
         scale = self.setup.scale
+        scan = NOTHING
         # A gradient that is multiplied afterwards is not scanned: it is not what the method sees
-        scan = NOTHING if part is None or scale != 1.0 else method.scan(part, ctx, ops, gradient)
+        if index is not None and scale == 1.0:
+            scan = self.setup.method.scan(index, state, ctx, work, gradient)
         found = ops.look(gradient, scan)
         if found.finite is False:
             gradient = ops.zeros(len(gradient), self.setup.dtype, like=gradient)
             found = ops.look(gradient, scan)._replace(finite=False)
         return gradient if scale == 1.0 else gradient * np.float32(scale), found
-
-    def _accumulate(
-        self,
-        gradients: list[Array],
-        parts: Sequence[int] | None,
-        spans: Sequence[tuple[int, int]],
-        ctx: Context,
-        clear: bool,
-    ) -> list[Found]:
-        setup = self.setup
-        slots = setup.state.slots
-        given = (setup.method, gradients, setup.scale, parts, spans, slots, setup.spare, ctx, setup.ops)
-        return feedback.receive(*given, clear)
 
     def _take_out(self, finite: Flag, x: Array, span: slice) -> None:
         """Remove a gradient that is not finite from x, where only the device knows whether it is finite."""
@@ -153,15 +145,15 @@ class Tiles(Intake):
         setup = self.setup
         clear = in_place and setup.method.sparse and setup.with_feedback
         self.cleared = clear
-        if setup.with_feedback and not setup.contexts:
+        if setup.with_feedback and not setup.each:
             spans = [setup.bucket.spans[index] for index in indices]
-            founds = self._accumulate(gradients, indices, spans, setup.ctx, clear)
+            founds = setup.feedback.receive(gradients, indices, spans, setup.ctx, setup.work, clear)
             for index, found in zip(indices, founds, strict=True):
-                self._note(setup.ctx, index, found)
-            self.x = setup.spare[feedback.RESIDUAL]
+                self._note(index, found)
+            self.x = setup.feedback.spare[feedback.RESIDUAL]
             return
         for index, gradient in zip(indices, gradients, strict=True):
-            if setup.contexts:
+            if setup.each:
                 self._begin(index, gradient, clear)
             else:
                 self._take_alone(index, gradient)
@@ -169,8 +161,8 @@ class Tiles(Intake):
     def _take_alone(self, index: int, gradient: Array) -> None:
         """Take in a gradient without a residual."""
         setup = self.setup
-        x, found = self._look(gradient, setup.ctx, index)
-        self._note(setup.ctx, index, found)
+        x, found = self._look(gradient, index, setup.state.slots, setup.ctx, setup.work)
+        self._note(index, found)
         # With ``saturated``, the scan has written what is sent already, so the gradients need not be joined
         if len(setup.bucket.members) == 1 or found.saturated is not None:
             self.x = x
@@ -184,27 +176,29 @@ class Tiles(Intake):
     def _begin(self, index: int, gradient: Array, clear: bool) -> None:
         """Take in the gradient of one tensor, and run the method on it to its first collective."""
         setup = self.setup
-        ctx = setup.contexts[index]
-        span = setup.bucket.spans[index]
-        where = slice(*span)
+        ctx, work = setup.each[index]
+        where = slice(*setup.bucket.spans[index])
+        spare = {slot: buffer[where] for slot, buffer in setup.feedback.spare.items()}
+        state = {**setup.state.members[index], **{slot: setup.state.slots[slot][where] for slot in spare}}
+        tensor = feedback.Feedback(setup.method, state, spare, setup.scale)
         if setup.with_feedback:
-            (found,) = self._accumulate([gradient], [0], [span], ctx, clear)
-            x = setup.spare[feedback.RESIDUAL][where]
-            self.x = setup.spare[feedback.RESIDUAL]
+            (found,) = tensor.receive([gradient], [0], [(0, len(gradient))], ctx, work, clear)
+            x = spare[feedback.RESIDUAL]
+            self.x = setup.feedback.spare[feedback.RESIDUAL]
         else:
-            x, found = self._look(gradient, ctx, 0)
+            x, found = self._look(gradient, 0, state, ctx, work)
             self.x = x
-        self._note(ctx, 0, found)
+        work.scanned = [found]
+        self.finite = both(self.finite, found.finite)
         self._take_out(found.finite, x, where)
-        spare = {slot: buffer[where] for slot, buffer in setup.spare.items()}
-        state = {**ctx.state, **{slot: setup.state.slots[slot][where] for slot in spare}}
         assert self.together is not None
-        self.together.begin(index, feedback.exchange(setup.method, x, state, spare, ctx, setup.ops))
+        self.together.begin(index, tensor.exchange(x, ctx, work))
 
-    def _note(self, ctx: Context, part: int, found: Found) -> None:
-        """Note what was found in a gradient."""
-        assert ctx.scanned is not None
-        ctx.scanned[part] = found
+    def _note(self, index: int, found: Found) -> None:
+        """Note what was found in the gradient of a part of the bucket."""
+        scanned = self.setup.work.scanned
+        assert scanned is not None
+        scanned[index] = found
         self.finite = both(self.finite, found.finite)
 
 
@@ -222,8 +216,8 @@ class Whole(Intake):
             buffer = setup.memory.joined_buffer(setup.bucket.spec.size, setup.dtype, in_order[0], ops)
         joined = ops.concat(in_order, buffer)
         if setup.with_feedback:
-            (found,) = self._accumulate([joined], None, [(0, len(joined))], setup.ctx, False)
-            self.x = setup.spare[feedback.RESIDUAL]
+            (found,) = setup.feedback.receive([joined], None, [(0, len(joined))], setup.ctx, setup.work)
+            self.x = setup.feedback.spare[feedback.RESIDUAL]
         else:
-            self.x, found = self._look(joined, setup.ctx, None)
+            self.x, found = self._look(joined, None, setup.state.slots, setup.ctx, setup.work)
         self.finite = found.finite

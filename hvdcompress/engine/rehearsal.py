@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.method import AllGather, Array, Broadcast, Communication, Context, Method, TensorSpec, Verb
+from hvdcompress.method import AllGather, Array, Broadcast, Communication, Context, Method, TensorSpec, Verb, Workspace
 from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
@@ -58,24 +57,31 @@ def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[i
     return tuple(length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.joined)))
 
 
-def begin(
-    method: Method, phase: int, rank: int, world: int, spec: TensorSpec, x: Array, whole: int = 1
-) -> Communication:
-    """A rank's communication on a gradient ``x`` [n], with no history.
+def begin(method: Method, ctx: Context, x: Array, whole: int = 1) -> Communication:
+    """Run a rank's exchange of a gradient ``x`` [n], with no history, on the host.
 
-    ``whole``: what the state's whole numbers, such as GradiVeQ's number of components, are set to.
+    Args:
+        method: the method.
+        ctx: rank, world, phase and tensor.
+        x: the gradient.
+        whole: what the state's whole numbers, such as GradiVeQ's number of components, are set to.
     """
+    spec = ctx.spec
+    work = Workspace(fast)
     # full() and not zeros(): memory that is there, as in any step but the first
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
-    state = blank_state(method, spec, whole)
-    ctx = Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none", state=state)
+    own = feedback.Feedback(method, blank_state(method, spec, whole), spare)
     if method.feedback != "none":
         spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))
         parts = [x[start:stop] for start, stop in spans]
-        found = feedback.receive(method, parts, 1.0, range(len(parts)), spans, state, spare, ctx, fast)
+        work.scanned = own.receive(parts, range(len(parts)), spans, ctx, work)
         x = spare[feedback.RESIDUAL]
-        ctx = replace(ctx, scanned=found)
-    return (yield from feedback.exchange(method, x, state, spare, ctx, fast))
+    return (yield from own.exchange(x, ctx, work))
+
+
+def context_of(method: Method, phase: int, rank: int, world: int, spec: TensorSpec) -> Context:
+    """Return the context of a rank in a method's first step in ``phase``."""
+    return Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none")
 
 
 def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, Array]:
@@ -95,7 +101,7 @@ def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], joined: tup
 @cache
 def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[tuple[Round, int], ...]:
     x = np.zeros(spec.size, spec.dtype)
-    ranks = [begin(method, phase, rank, world, spec, x) for rank in range(world)]
+    ranks = [begin(method, context_of(method, phase, rank, world, spec), x) for rank in range(world)]
     rounds: list[tuple[Round, int]] = []
     try:
         verbs = [next(communication) for communication in ranks]

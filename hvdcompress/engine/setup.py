@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.together import Together
 from hvdcompress.engine.transport import Group
-from hvdcompress.method import Array, Context
+from hvdcompress.method import Array, Context, TensorSpec, Workspace
 from hvdcompress.ops.scan import Found
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback
@@ -35,9 +34,10 @@ class Setup:
         dtype: the dtype of the computation.
         scale: what gradients are multiplied by as they come in.
         with_feedback: whether the method has error feedback.
-        spare: the second buffers of the slots of feedback, which receive their new values.
+        feedback: the slots, and the second buffers that receive the new values of the feedback's slots.
         ctx: the context of the bucket.
-        contexts: where the method runs on each tensor, the context of each; otherwise empty.
+        work: the workspace of the bucket.
+        each: where the method runs on each tensor, the context and the workspace of each; otherwise empty.
         paused: whether the state stays as it is.
         begun_in: ``RankState.round``.
 
@@ -62,44 +62,40 @@ class Setup:
         # State is kept unscaled. A method without state need not unscale.
         self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
         self.with_feedback = method.feedback != "none"
-        self.spare = {
-            slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)
-        }
-        self.ctx = self._context()
-        runs_on_each = bucket.apart(method) and not method.elementwise
-        self.contexts: Sequence[Context] = (
-            [self._member_context(index) for index in range(len(bucket.members))] if runs_on_each else ()
-        )
+        spare = {slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)}
+        self.feedback = feedback.Feedback(method, state.slots, spare, self.scale)
+        self.ctx = self._context(bucket.spec)
+        self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
+        self.each: Sequence[tuple[Context, Workspace]] = ()
+        if bucket.unasked and method.granularity == "tensor":
+            self.each = self._each()
+        else:
+            self.work.scanned = [Found(True)] * len(bucket.members)
 
-    def _context(self) -> Context:
+    def _context(self, spec: TensorSpec) -> Context:
+        state = self.state
         return Context(
             self.group.rank,
             self.group.world,
-            self.state.step,
-            self.bucket.spec,
+            state.step,
+            spec,
             self.local.plan.seed,
             self.turn.phase,
-            self.state.triggers,
-            needs_own=self.with_feedback,
-            scratch=self.memory.scratch,
-            state=self.state.slots,
-            scanned=[Found(True)] * len(self.bucket.members),
+            state.triggers,
+            self.with_feedback,
         )
 
-    def _member_context(self, index: int) -> Context:
-        return replace(
-            self.ctx,
-            spec=self.bucket.members[index],
-            scratch=self.memory.of_member(index),
-            group=(self.ctx, self.bucket.spans[index][0]),
-            state=self.state.members[index],
-            scanned=[Found(True)],
-            counters={},
-        )
+    def _each(self) -> list[tuple[Context, Workspace]]:
+        # This runs for every tensor in every step
+        bucket, of_member = self.bucket, self.memory.of_member
+        return [
+            (self._context(member), Workspace(self.ops, of_member(index), bucket=self.work, span=span))
+            for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
+        ]
 
     def together(self) -> Together | None:
         """Return the communications of the tensors as one; None where the method runs on the whole bucket."""
-        if not self.contexts:
+        if not self.each:
             return None
-        buffer = functools.partial(self.ctx.buffer, ops=self.ops, like=self.like)
+        buffer = functools.partial(self.work.buffer, like=self.like)
         return Together([member.name for member in self.bucket.members], self.group, self.ops, buffer)

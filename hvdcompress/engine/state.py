@@ -55,7 +55,7 @@ class Turn(NamedTuple):
     def passes(self) -> bool:
         """Whether a stock float32 all-reduce of the gradient itself is the whole exchange."""
         method = self.method
-        if not method.passes or method.feedback != "none" or self.bucket.spec.dtype != "float32":
+        if not method.identity or method.feedback != "none" or self.bucket.spec.dtype != "float32":
             return False
         # momentum that was cancelled before has to be given back once
         return len(self.bucket.members) == 1 and not (self.state and self.state.momentum.content)

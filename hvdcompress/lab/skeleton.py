@@ -31,8 +31,7 @@ Departures from the paper: none.
 
 from __future__ import annotations
 
-from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Workspace, method
 from hvdcompress.parts import pack, select
 
 
@@ -55,16 +54,20 @@ class {cls}(Method):
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         """Return what a rank hands to its collectives: the contract's tests compare it with what is sent."""
-        return pack.num_bytes(sum(self.counts(spec)), spec.size, "fp32")
+        return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        """Return the payload of x [n] float32, gradient + residual. Only verbs of ``ops``: it may be on a GPU."""
-        chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)
-        return pack.encode(chosen, ctx.spec.size, "fp32", self.id, ctx, ops)
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, "fp32", spec.size)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        """Return the payload of x [n] float32, gradient + residual. Use ``work.ops`` only: x may be on a GPU."""
+        chosen = select.largest(x, self.counts(ctx.spec), ctx, work)
+        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
+
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         """Return one rank's share of the sum, from its payload."""
-        return pack.decode(payload, sum(self.counts(ctx.spec)), ctx.spec.size, "fp32", self.id, ops)
+        return pack.decode(payload, sum(self.counts(ctx.spec)), self.packing(ctx.spec), work.ops)
 '''
 
 TEST = '''\

@@ -25,8 +25,7 @@ array([1.5000000e+00, 2.0005111e+30], dtype=float32)
 
 from __future__ import annotations
 
-from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, Workspace, method
 from hvdcompress.parts import codecs, sums
 
 
@@ -40,6 +39,6 @@ class Bf16(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "bf16", world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        total, own = yield from sums.scatter(x, codecs.codec("bf16"), ctx, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        total, own = yield from sums.scatter(x, codecs.codec("bf16"), ctx, work)
         return Reduced(total=total, own=own)

@@ -70,14 +70,15 @@ from hvdcompress.method import (
     Density,
     FeedbackName,
     Fraction,
+    Granularity,
     Method,
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
 from hvdcompress.ops.scan import Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
@@ -106,8 +107,8 @@ class DGC(Method):
     feedback: FeedbackName = "momentum"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.select == "exact" and self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.select == "exact" and self.values in codecs.ALONE else "tensor"
 
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""
@@ -121,37 +122,41 @@ class DGC(Method):
         """Return the number of entries of a payload."""
         return sum(self.counts(spec)) if self.select == "exact" else select.capacity(self.density, spec.size)
 
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, self.values, spec.size, distinct=self.select == "exact")
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(self.capacity(spec), spec.size, self.values, distinct=self.select == "exact")
+        return pack.num_bytes(self.capacity(spec), self.packing(spec))
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if self.select == "exact":
-            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
-        return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx)
+            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[index]), index, work)
+        return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        n, exact = ctx.spec.size, self.select == "exact"
-        if exact:
-            chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        if self.select == "exact":
+            chosen = select.largest(x, self.counts(ctx.spec), ctx, work)
         else:
-            start, wanted = self.threshold(x, ctx, ops), select.about(self.density, n)
-            chosen, _ = select.above_threshold(x, start, wanted, select.refine_bisect, 0, ctx, ops)
-        ctx.counters["kept"] = len(chosen.index)
-        chosen = select.pad(chosen, self.capacity(ctx.spec), ops)
-        return pack.encode(chosen, n, self.values, self.id, ctx, ops, distinct=exact)
+            wanted = select.about(self.density, ctx.spec.size)
+            search = select.Search(self.threshold(x, ctx, work), wanted, select.refine_bisect)
+            chosen, _ = select.above_threshold(x, search, 0, ctx, work)
+        work.counters["kept"] = len(chosen.index)
+        chosen = select.pad(chosen, self.capacity(ctx.spec), work.ops)
+        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        n, exact = ctx.spec.size, self.select == "exact"
-        return pack.decode(payload, self.capacity(ctx.spec), n, self.values, self.id, ops, distinct=exact)
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
+        return pack.decode(payload, self.capacity(ctx.spec), self.packing(ctx.spec), work.ops)
 
     def sample_size(self, n: int) -> int:
         """Return the number of sampled elements, m ≤ n."""
         return min(n, max(LEAST_SAMPLE, math.ceil(n * self.sample), math.ceil(LEAST_ABOVE / self.density)))
 
-    def threshold(self, x: Array, ctx: Context, ops: Ops) -> np.float32:
+    def threshold(self, x: Array, ctx: Context, work: Workspace) -> np.float32:
         """Return the largest float32 below the (m·density)-th largest |x| of a sample of m elements of x [n]."""
+        ops = work.ops
         n, m = len(x), self.sample_size(len(x))
         if m < n:
-            places = seed.distinct_indices(seed.shared_key(ctx), m, n)
-            x = ops.take(x, ops.asarray(places, like=x))
+            sampled = seed.distinct_indices(seed.shared_key(ctx), m, n)
+            x = ops.take(x, ops.asarray(sampled, like=x))
         return select.just_below(ops.kth_magnitude(x, select.num_kept(self.density, m)))

@@ -70,10 +70,10 @@ from hvdcompress.method import (
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
 from hvdcompress.ops.shared import bins
-from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Waves
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
@@ -130,38 +130,43 @@ class FFT(Method):
         density = min(1.0, self.density * self.recovery ** min(triggers, 100))
         return select.num_kept(density, self.places(spec))
 
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, self.values, self.places(spec), per=2)
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(self.num_kept(spec), self.places(spec), self.values, per=2)
+        return pack.num_bytes(self.num_kept(spec), self.packing(spec))
 
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
         return self.recovery > 1 and metric == "loss" and value > low + self.tolerance * abs(low)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        length = self.length(ctx.spec.size)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        ops, length = work.ops, self.length(ctx.spec.size)
         if self.half:
             half = codec("fp16")
-            x = half.decode(half.encode(x, ctx, ops), len(x), ops)
+            x = half.decode(half.encode(x, ctx, work), len(x), ops)
         if self.reorders(ctx.spec):
             x = matrices.arranged(x, ctx.spec, ops)
         index, pairs = ops.largest_waves(x, length, self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, [2·k] float32
         chosen = ops.scaled(pairs, length**0.5)  # as of the unitary FFT: values are as large as gradients
-        return pack.encode(Sparse(index, chosen), self.places(ctx.spec), self.values, self.id, ctx, ops, per=2)
+        return pack.encode(Sparse(index, chosen), self.packing(ctx.spec), ctx, work)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         """Return frequencies [k] and their re and im, alternating [2·k]."""
         k = self.num_kept(ctx.spec, ctx.triggers)
-        return pack.decode(payload, k, self.places(ctx.spec), self.values, self.id, ops, per=2)
+        return pack.decode(payload, k, self.packing(ctx.spec), work.ops)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=True)
-        shares = [self.decode(piece, ctx, ops) for piece in pieces]
-        total = self.invert(shares, FLOAT_MAX, ctx, ops)
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        pieces = yield AllGather(self.encode(x, state, ctx, work), fixed=True)
+        shares = [self.decode(piece, ctx, work) for piece in pieces]
+        total = self.invert(shares, FLOAT_MAX, ctx, work)
         # a quarter of the range, so that the residual is finite too
-        own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, ops)
+        own = self.invert([shares[ctx.rank]], FLOAT_MAX / 4, ctx, work)
         return Reduced(total=total, own=own)
 
-    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, ops: Ops) -> Waves | Array:
+    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, work: Workspace) -> Waves | Array:
         """Return the gradient [n] whose spectrum is the sum of the shares, clipped to ±``limit``."""
+        ops = work.ops
         n, length = ctx.spec.size, self.length(ctx.spec.size)
         # with this margin, even the sum of all frequencies is finite
         room = 2.0 ** (8 * len(shares) * length).bit_length()

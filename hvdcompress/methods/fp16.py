@@ -26,9 +26,8 @@ array([1.5000e+00, 6.5376e+04], dtype=float32)
 
 from __future__ import annotations
 
-from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, method
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
 
@@ -38,17 +37,17 @@ class Fp16(Method):
 
     paper = "IEEE 754 half precision; pre-scaled as in torch's fp16_compress_hook"
     sends = "2n bytes, summed"
-    elementwise = True
+    granularity = "element"
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        whole, start = codecs.halves(ctx.spec.size, ctx, ops, like), sum(ctx.spec.parts[:place])
-        return Scan(halves=whole._replace(out=whole.out[start : start + ctx.spec.parts[place]]))
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
+        whole, start = codecs.halves(ctx.spec.size, ctx, work, like), sum(ctx.spec.parts[:index])
+        return Scan(halves=whole._replace(out=whole.out[start : start + ctx.spec.parts[index]]))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        each = [found.saturated for found in ctx.scanned or ()]
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        each = [found.saturated for found in work.scanned or ()]
         saturated = sum(each) if each and all(one is not None for one in each) else None  # if converted as it came
-        total, own = yield from codecs.sum_of_halves(x, ctx, ops, saturated=saturated)
+        total, own = yield from codecs.sum_of_halves(x, ctx, work, saturated=saturated)
         return Reduced(total=total, own=own)

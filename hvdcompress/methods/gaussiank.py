@@ -44,9 +44,20 @@ from typing import Literal
 
 import numpy as np
 
-from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
+from hvdcompress.method import (
+    Array,
+    Context,
+    Density,
+    FeedbackName,
+    Granularity,
+    Method,
+    Sparse,
+    TensorSpec,
+    Values,
+    Workspace,
+    method,
+)
 from hvdcompress.ops.scan import Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
 
 
@@ -71,8 +82,8 @@ class GaussianK(Method):
     feedback: FeedbackName = "plain"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.scope == "tensor" and self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.scope == "tensor" and self.values in codecs.ALONE else "tensor"
 
     def parts(self, spec: TensorSpec) -> tuple[int, ...]:
         """Return the sizes of the parts of the vector that elements are selected in."""
@@ -82,44 +93,48 @@ class GaussianK(Method):
         """Return the number of entries of the payload: ⌊4k/3⌋ for each part."""
         return sum(select.capacity(self.density, size) for size in self.parts(spec))
 
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, self.values, spec.size, distinct=False)
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(self.capacity(spec), spec.size, self.values, distinct=False)
+        return pack.num_bytes(self.capacity(spec), self.packing(spec))
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if self.scope == "global":
-            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, moments=True)
-        return candidates.scan(select.capacity(self.density, ctx.spec.parts[place]) + 1, place, ctx, moments=True)
+            return candidates.scan_whole(self.capacity(ctx.spec) + 1, ctx, work, moments=True)
+        return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work, moments=True)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        kept = 0
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        ops, kept = work.ops, 0
 
-        def choose(part: Array, place: int) -> Sparse:
+        def choose(part: Array, index: int) -> Sparse:
             nonlocal kept
-            chosen = self.choose(part, place, ctx, ops)
+            chosen = self.choose(part, index, ctx, work)
             kept += len(chosen.index)
             return select.pad(chosen, select.capacity(self.density, len(part)), ops)
 
         chosen = select.in_parts(x, self.parts(ctx.spec), choose, ops)
-        ctx.counters["kept"] = kept
-        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops, distinct=False)
+        work.counters["kept"] = kept
+        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        n = ctx.spec.size
-        return pack.decode(payload, self.capacity(ctx.spec), n, self.values, self.id, ops, distinct=False)
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
+        return pack.decode(payload, self.capacity(ctx.spec), self.packing(ctx.spec), work.ops)
 
-    def choose(self, x: Array, place: int, ctx: Context, ops: Ops) -> Sparse:
+    def choose(self, x: Array, index: int, ctx: Context, work: Workspace) -> Sparse:
         """Select the elements to send, of one part of the vector.
 
         Args:
             x: gradient + residual, float32 [n].
-            place: which part, from 0.
-            ctx: ``ctx.scanned`` has the moments of x, if it was scanned.
-            ops: the array backend.
+            index: which part, from 0.
+            ctx: the tensor, or the bucket.
+            work: ``work.scanned`` has the moments of x, if it was scanned.
 
         Returns:
             The elements [c], their indices ascending; c ≤ ⌊4k/3⌋.
         """
-        moments = ctx.scanned[place].moments if ctx.scanned else None
-        start = np.float32(select.gaussian_threshold(*(moments or ops.moments(x)), self.density))
+        moments = work.scanned[index].moments if work.scanned else None
+        start = np.float32(select.gaussian_threshold(*(moments or work.ops.moments(x)), self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        return select.above_threshold(x, start, select.about(self.density, len(x)), refine, place, ctx, ops)[0]
+        search = select.Search(start, select.about(self.density, len(x)), refine)
+        return select.above_threshold(x, search, index, ctx, work)[0]

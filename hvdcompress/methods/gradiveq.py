@@ -91,9 +91,9 @@ from hvdcompress.method import (
     Slot,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, matrices, seed, wire
 from hvdcompress.parts.matrices import Order
 
@@ -231,20 +231,22 @@ class GradiVeQ(Method):
         """Return the bytes of the fit: d, and the components, or the weights that combine the samples into them."""
         return 4 + 4 * self.max_components(spec) * min(self.num_samples(spec), self.slice_of(spec))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.phases[ctx.phase] == "compress":
-            return (yield from self.exchange_compressed(x, state, ctx, ops))
-        total, own = yield from codecs.all_reduce(x, self.dense_values, ctx, ops)
-        new = self.collect(total, state, ctx, ops)
+            return (yield from self.exchange_compressed(x, state, ctx, work))
+        ops = work.ops
+        total, own = yield from codecs.all_reduce(x, self.dense_values, ctx, work)
+        new = self.collect(total, state, ctx, work)
         if self.phases[ctx.phase] == "fit":
             sampled = {**state, **new}
             samples = ops.concat([sampled[f"samples{step}"] for step in range(self.dense_steps)])
-            new |= yield from self.fit_basis(samples, ctx, ops)
+            new |= yield from self.fit_basis(samples, ctx, work)
             new["count"] = ops.zeros(1, "float32", like=x)  # the next dense steps start a new round
         return Reduced(total=total, own=own, state=new)
 
-    def collect(self, total: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> dict[str, Array]:
+    def collect(self, total: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> dict[str, Array]:
         """Return the new state after a dense step: the samples of its sum, and the mean."""
+        ops = work.ops
         size, taken = self.slice_of(ctx.spec), self.samples_per_step(ctx.spec)
         sums = matrices.arranged(total, ctx.spec, ops, self.order)[: self.num_filled(ctx.spec)]
         # a trigger during the dense steps starts a new round
@@ -259,8 +261,9 @@ class GradiVeQ(Method):
             new["mean"] = state["mean"] * (1.0 - share) + sums * share
         return new
 
-    def fit_basis(self, samples: Array, ctx: Context, ops: Ops) -> Generator[Any, Any, dict[str, Array]]:
+    def fit_basis(self, samples: Array, ctx: Context, work: Workspace) -> Generator[Any, Any, dict[str, Array]]:
         """Compute d and the basis from the samples [M × slice]. One rank runs the SVD and broadcasts its result."""
+        ops = work.ops
         size, count, most = self.slice_of(ctx.spec), self.num_samples(ctx.spec), self.max_components(ctx.spec)
         root = zlib.crc32(ctx.spec.name.encode()) % ctx.world  # spreads the tensors of a step over ranks
         sends_basis = size < count
@@ -286,8 +289,9 @@ class GradiVeQ(Method):
         found = ops.from_bytes(fit[4:], "float32")
         return {"basis": found if sends_basis else combined(found, d), "rank": ops.from_bytes(fit[:4], "int32")}
 
-    def exchange_compressed(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange_compressed(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         """Sum the slices' coefficients q, and the elements that fill no slice; then expand them to ĝ."""
+        ops = work.ops
         size, filled = self.slice_of(ctx.spec), self.num_filled(ctx.spec)
         slices, d = filled // size, int(state["rank"][0])
         basis = state["basis"][: d * size]  # Uᵀ [d × slice]
@@ -307,7 +311,7 @@ class GradiVeQ(Method):
         q = ops.matmul_transposed(centred, basis, slices, d)  # Uᵀg [slices × d], Uᵀ(g − μ/p) with a mean
         payload = ops.concat([q, shrunk[filled:]])
         ctx = replace(ctx, needs_own=ctx.needs_own or bool(self.retrain_error))
-        total, own = yield from matrices.all_reduce(payload, small, self.values, ctx, ops)
+        total, own = yield from matrices.all_reduce(payload, small, self.values, ctx, work)
         share = expand(own, 1.0 / ctx.world) if ctx.needs_own else None
         lost = False
         if self.retrain_error:

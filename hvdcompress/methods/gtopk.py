@@ -50,6 +50,7 @@ from hvdcompress.method import (
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
 from hvdcompress.ops.scan import Scan
@@ -73,50 +74,55 @@ class GTopK(Method):
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
+    def packing(self, n: int) -> pack.Packing:
+        """Return how payloads are written, for n elements."""
+        return pack.Packing(self.id, self.values, n)
+
     def num_payload_bytes(self, n: int) -> int:
         """Return the bytes of one payload of k entries, for n elements; a multiple of 4."""
-        return pack.num_bytes(select.num_kept(self.density, n), n, self.values)
+        return pack.num_bytes(select.num_kept(self.density, n), self.packing(n))
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return candidates.scan_whole(select.num_kept(self.density, ctx.spec.size), ctx)
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
+        return candidates.scan_whole(select.num_kept(self.density, ctx.spec.size), ctx, work)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        ops = work.ops
         n, world, width = ctx.spec.size, ctx.world, self.num_payload_bytes(ctx.spec.size)
         k = select.num_kept(self.density, n)
-        own = mine = select.largest(x, [k], ctx, ops)
+        own = mine = select.largest(x, [k], ctx, work)
         distance = 1
         while distance < world:
             place = ctx.rank % (2 * distance)
             gives, takes = place == distance, place == 0 and ctx.rank + distance < world
-            payload = self.write(mine, ctx, ops) if gives else ops.zeros(0, "uint8", like=x)
+            payload = self.write(mine, ctx, work) if gives else ops.zeros(0, "uint8", like=x)
             pieces = yield AllToAll(
                 payload,
                 splits=tuple(width if gives and rank == ctx.rank - distance else 0 for rank in range(world)),
                 receives=tuple(width if takes and rank == ctx.rank + distance else 0 for rank in range(world)),
             )
             if gives:
-                own = self.less_rounding(own, mine, self.decode(payload, ctx, ops), n, ops)
+                own = self.less_rounding(own, mine, self.decode(payload, ctx, work), n, ops)
             if takes:
-                both = ops.merge(mine, self.decode(pieces[ctx.rank + distance], ctx, ops), n)  # k to 2k entries
+                both = ops.merge(mine, self.decode(pieces[ctx.rank + distance], ctx, work), n)  # k to 2k entries
                 mine, dropped = strongest(both, k, ops)
                 own = ops.merge(own, Sparse(dropped.index, -dropped.values), n)
             distance *= 2
-        payload = self.write(mine, ctx, ops) if ctx.rank == 0 else None
-        total = self.decode((yield Broadcast(lambda: payload, 0, width)), ctx, ops)
+        payload = self.write(mine, ctx, work) if ctx.rank == 0 else None
+        total = self.decode((yield Broadcast(lambda: payload, 0, width)), ctx, work)
         if ctx.rank == 0:
             own = self.less_rounding(own, mine, total, n, ops)
         return Reduced(total=total, own=own)
 
-    def write(self, chosen: Sparse, ctx: Context, ops: Ops) -> Array:
+    def write(self, chosen: Sparse, ctx: Context, work: Workspace) -> Array:
         """Encode k entries. A rank does so once per step, so it never uses its random numbers twice."""
-        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops, keep=False)
+        return pack.encode(chosen, self.packing(ctx.spec.size), ctx, work, keep=False)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         n = ctx.spec.size
-        return pack.decode(payload, select.num_kept(self.density, n), n, self.values, self.id, ops)
+        return pack.decode(payload, select.num_kept(self.density, n), self.packing(n), work.ops)
 
     def less_rounding(self, own: Sparse, written: Sparse, read: Sparse, n: int, ops: Ops) -> Sparse:
         """Return ``own`` corrected by the rounding error of a payload: what was read minus what was written."""

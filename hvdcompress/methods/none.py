@@ -20,8 +20,7 @@ array([2., 3.], dtype=float32)
 
 from __future__ import annotations
 
-from hvdcompress.method import AllReduce, Array, Communication, Context, Method, Reduced, TensorSpec, method
-from hvdcompress.ops.spec import Ops
+from hvdcompress.method import AllReduce, Array, Communication, Context, Method, Reduced, TensorSpec, Workspace, method
 
 
 @method
@@ -30,8 +29,8 @@ class Dense(Method):
 
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
-    passes = True
-    elementwise = True
+    identity = True
+    granularity = "element"
 
     @property
     def wide(self) -> bool:  # type: ignore[override]
@@ -43,7 +42,7 @@ class Dense(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         # joined gradients are a copy, which the sum may overwrite
         total = yield AllReduce(x, spent=len(ctx.spec.parts) > 1 and not ctx.needs_own)
         return Reduced(total=total, own=x)

@@ -38,8 +38,6 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hvdcompress.method import (
     Array,
     Communication,
@@ -51,10 +49,10 @@ from hvdcompress.method import (
     Slot,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
 from hvdcompress.ops.scan import Product, Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer
 from hvdcompress.parts import codecs, matrices, seed
 
@@ -96,26 +94,27 @@ class PowerSGD(Method):
             codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
         )
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return Scan(product=Product(self.basis(ctx.state, ctx, ops), self.matrix_rank))
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
+        return Scan(product=Product(self.basis(state, ctx, work), self.matrix_rank))
 
-    def basis(self, state: Mapping[str, Array], ctx: Context, ops: Ops) -> Array:
+    def basis(self, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         """Return the orthonormal Qᵀ [r × columns] of the previous step, made so small that no sum of P overflows."""
-        q = ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
+        q = work.ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
         return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        ops = work.ops
         r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
         # Pᵀ = Qᵀ·Mᵀ [r × rows], which scan has found
-        p = ctx.scanned[0].product if ctx.scanned else None
+        p = work.scanned[0].product if work.scanned else None
         if p is None:
-            p = ops.matmul_transposed(self.basis(state, ctx, ops), x, r, rows)
-        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, ops)
+            p = ops.matmul_transposed(self.basis(state, ctx, work), x, r, rows)
+        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, work)
         p = ops.orthonormalise(p, r)  # P's scale does not matter
 
         small = matrices.shrinkage(rows, ctx.world)
         q = ops.matmul(p * small, x, r, columns)  # Qᵀ = P̂ᵀ·M [r × columns]
-        q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, ops, stream=1)
+        q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, work, stream=1)
 
         # no sum of r products exceeds float32: |P̂| ≤ 1
         total = Outer(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)

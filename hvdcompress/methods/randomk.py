@@ -43,9 +43,9 @@ from hvdcompress.method import (
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs, seed, select
 
 
@@ -77,12 +77,12 @@ class RandomK(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        n = ctx.spec.size
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        ops, n = work.ops, ctx.spec.size
         k = select.num_kept(self.density, n)
         index = ops.asarray(seed.distinct_indices(seed.shared_key(ctx), k, n), like=x)  # [k] int32, ascending
         kept = ops.take(x, index)  # [k] float32
         if self.unbiased and k:
             kept = kept * (n / k)
-        total, own = yield from codecs.all_reduce(kept, self.values, ctx, ops)
+        total, own = yield from codecs.all_reduce(kept, self.values, ctx, work)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)

@@ -72,6 +72,7 @@ from hvdcompress.method import (
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     add_shares,
     method,
 )
@@ -116,35 +117,36 @@ class RedSync(Method):
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         return {} if self.select == "trimmed" else {"threshold": Slot((1,), merge="keep")}
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        most = self.wanted(spec.size).most
-        return pack.num_bytes(most, spec.size, self.values, distinct=self.select == "trimmed")
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, self.values, spec.size, distinct=self.select == "trimmed")
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+        return pack.num_bytes(self.wanted(spec.size).most, self.packing(spec))
+
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if self.select == "trimmed":
             return NOTHING
-        return candidates.scan_whole(self.wanted(ctx.spec.size).most + 1, ctx)
+        return candidates.scan_whole(self.wanted(ctx.spec.size).most + 1, ctx, work)
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        n, distinct = ctx.spec.size, self.select == "trimmed"
-        chosen, threshold = self.choose(x, self.known(state, ctx, ops), ctx, ops)
-        ctx.counters["kept"] = len(chosen.index)
-        padded = select.pad(chosen, self.wanted(n).most, ops)
-        pieces = yield AllGather(pack.encode(padded, n, self.values, self.id, ctx, ops, distinct=distinct), fixed=True)
-        shares = [self.decode(piece, ctx, ops) for piece in pieces]
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        ops = work.ops
+        chosen, threshold = self.choose(x, self.known(state, ctx, work), ctx, work)
+        work.counters["kept"] = len(chosen.index)
+        padded = select.pad(chosen, self.wanted(ctx.spec.size).most, ops)
+        pieces = yield AllGather(pack.encode(padded, self.packing(ctx.spec), ctx, work), fixed=True)
+        shares = [self.decode(piece, ctx, work) for piece in pieces]
         new = self.remembered(threshold, x, ops)
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=new)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        n = ctx.spec.size
-        most, distinct = self.wanted(n).most, self.select == "trimmed"
-        return pack.decode(payload, most, n, self.values, self.id, ops, distinct=distinct)
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
+        return pack.decode(payload, self.wanted(ctx.spec.size).most, self.packing(ctx.spec), work.ops)
 
-    def known(self, state: dict[str, Array], ctx: Context, ops: Ops) -> np.float32:
+    def known(self, state: dict[str, Array], ctx: Context, work: Workspace) -> np.float32:
         """Return the threshold that is to be used again, or 0 in a step that searches."""
         if self.select == "trimmed" or ctx.step % self.interval == 0:
             return NONE
-        return np.float32(ops.max_abs(state["threshold"]))
+        return np.float32(work.ops.max_abs(state["threshold"]))
 
     def remembered(self, threshold: np.float32, like: Array, ops: Ops) -> dict[str, Array]:
         """Return the new state, on the device of ``like``."""
@@ -154,23 +156,23 @@ class RedSync(Method):
         ops.fill(slot, float(threshold))
         return {"threshold": slot}
 
-    def choose(self, x: Array, known: np.float32, ctx: Context, ops: Ops) -> tuple[Sparse, np.float32]:
+    def choose(self, x: Array, known: np.float32, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
         """Select the elements to send.
 
         Args:
             x: gradient + residual, float32 [n].
             known: the threshold of an earlier step, or 0.
-            ctx: ``ctx.scanned`` may have candidates.
-            ops: the array backend.
+            ctx: the tensor, or the bucket.
+            work: ``work.scanned`` may have candidates.
 
         Returns:
             The elements [c], their indices ascending, and their threshold; c ≤ 2k, trimmed: c = k.
         """
         wanted = self.wanted(len(x))
         if self.select == "trimmed":
-            return trimmed(Elements(x, None, None, ops), wanted.k), NONE
-        search = self.published_search if self.select == "paper" else self.search
-        return select.above_threshold(x, known, wanted, search, 0, ctx, ops)
+            return trimmed(Elements(x, None, None, work.ops), wanted.k), NONE
+        refine = self.published_search if self.select == "paper" else self.search
+        return select.above_threshold(x, select.Search(known, wanted, refine), 0, ctx, work)
 
     def search(self, elements: Elements, known: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
         """Find a threshold with k to 2k elements above it: a :data:`~hvdcompress.parts.select.Refine`."""

@@ -58,11 +58,13 @@ from hvdcompress.method import (
     Density,
     FeedbackName,
     Fraction,
+    Granularity,
     Method,
     Reduced,
     Sparse,
     TensorSpec,
     Values,
+    Workspace,
     method,
 )
 from hvdcompress.ops.scan import NOTHING, Scan
@@ -103,8 +105,8 @@ class ScaleCom(Method):
     """Low-pass factor of the residual: 1 is plain feedback; 0.1 in the paper, for scaled-up learning rates."""
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.values in codecs.ALONE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of: one per chunk, or ⌊n·density⌋ with exact selection."""
@@ -126,30 +128,32 @@ class ScaleCom(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world)
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if ctx.rank != self.leader(ctx):
             return NOTHING
         if self.select == "exact":
-            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
+            return candidates.scan(select.num_kept(self.density, ctx.spec.parts[index]), index, work)
         return Scan(chunk=select.chunk_size(self.density))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
-        packed = yield Broadcast(lambda: self.pick(x, ctx, ops), self.leader(ctx), self.num_index_bytes(ctx.spec))
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
+        ops = work.ops
+        packed = yield Broadcast(lambda: self.pick(x, ctx, work), self.leader(ctx), self.num_index_bytes(ctx.spec))
         index = self.unpack(packed, ctx.spec, ops)  # [k] int32, ascending
-        total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, ops)
+        total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, work)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
     def leader(self, ctx: Context) -> int:
         """Return the rank that selects: cyclic, so that every rank's large elements are selected at times."""
         return ctx.step % ctx.world
 
-    def pick(self, x: Array, ctx: Context, ops: Ops) -> Array:
+    def pick(self, x: Array, ctx: Context, work: Workspace) -> Array:
         """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(spec)]."""
+        ops = work.ops
         if self.select == "exact":
             counts, n = self.counts(ctx.spec), ctx.spec.size
-            index = select.largest(x, counts, ctx, ops).index
+            index = select.largest(x, counts, ctx, work).index
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
-        found = [part.offsets for part in ctx.scanned or ()]
+        found = [part.offsets for part in work.scanned or ()]
         if not found or found[0] is None:
             found = self.offsets(x, ctx.spec, ops)
         offsets = ops.concat(found)  # [k] int32 < C

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdcompress.method import Array, Context, FeedbackName, method
+from hvdcompress.method import Array, Context, FeedbackName, Workspace, method
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
@@ -51,7 +51,8 @@ class SignCodec:
     def num_bytes(self, count: int) -> int:
         return (4 if count else 0) + -(-count // 8)
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
         scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
         return put([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
 
@@ -85,14 +86,15 @@ class SignSGD(Quantizer):
     def codec(self) -> Codec:
         return SignCodec()
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        found = ctx.scanned[0].signs if ctx.scanned else None
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        found = work.scanned[0].signs if work.scanned else None
         if found is None:
-            return super().encode(x, state, ctx, ops)
+            return super().encode(x, state, ctx, work)
+        ops = work.ops
         signs, mean = found
-        payload = self.payload(ctx, ops, like=x)
+        payload = self.payload(ctx, work, like=x)
         put([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
         return payload

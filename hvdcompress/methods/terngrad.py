@@ -39,7 +39,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, method
+from hvdcompress.method import AllReduce, Array, Communication, Context, Number, Reduced, TensorSpec, Workspace, method
 from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import FP32_MAX, Fields
@@ -82,7 +82,8 @@ class TernaryCodec(StochasticCodec):
     clip_factor: float = 2.5
     code = 6
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
         found, edge = ops.look(x, SPREAD), self._edge(len(x))
         if not found.finite:  # gradients are finite, so these are sums of shards that came
@@ -122,17 +123,18 @@ class TernGrad(Quantizer):
             return super().num_bytes(spec, world)
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         return SPREAD if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.route != "reduce":
-            return (yield from super().exchange(x, state, ctx, ops))
+            return (yield from super().exchange(x, state, ctx, work))
+        ops = work.ops
         n, width = len(x), field_width(ctx.world)
-        found = ctx.scanned[0] if ctx.scanned and ctx.scanned[0].moments else ops.look(x, SPREAD)
+        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.look(x, SPREAD)
         limit = limit_of(found, self.clip_factor)
         scaler = yield AllReduce(scaler_of(x, found, limit, ops), op="max")  # [1]
-        words = ctx.buffer("words", -(-n // (32 // width)), "int32", ops, x)
+        words = work.buffer("words", -(-n // (32 // width)), "int32", x)
         ternary = Fields(words, width, 1, scaler, 0, n)  # −1, 0 or 1
         ops.quantize_fields(x, limit, scaler, width, seed.private_key(ctx), words)
         total = Fields((yield AllReduce(words)), width, ctx.world, scaler, 0, n)  # −p … p

@@ -30,9 +30,20 @@ array([ 0.,  1.,  0., -2.], dtype=float32)
 
 from __future__ import annotations
 
-from hvdcompress.method import Array, Context, Density, FeedbackName, Method, Sparse, TensorSpec, Values, method
+from hvdcompress.method import (
+    Array,
+    Context,
+    Density,
+    FeedbackName,
+    Granularity,
+    Method,
+    Sparse,
+    TensorSpec,
+    Values,
+    Workspace,
+    method,
+)
 from hvdcompress.ops.scan import Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, codecs, pack, select
 
 
@@ -52,22 +63,26 @@ class TopK(Method):
     feedback: FeedbackName = "plain"
 
     @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return self.values in codecs.ALONE
+    def granularity(self) -> Granularity:  # type: ignore[override]
+        return "part" if self.values in codecs.ALONE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
+    def packing(self, spec: TensorSpec) -> pack.Packing:
+        """Return how payloads are written."""
+        return pack.Packing(self.id, self.values, spec.size)
+
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return pack.num_bytes(sum(self.counts(spec)), spec.size, self.values)
+        return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return candidates.scan(select.num_kept(self.density, ctx.spec.parts[place]), place, ctx)
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
+        return candidates.scan(select.num_kept(self.density, ctx.spec.parts[index]), index, work)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        chosen = select.largest(x, self.counts(ctx.spec), ctx, ops)
-        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        chosen = select.largest(x, self.counts(ctx.spec), ctx, work)
+        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        return pack.decode(payload, sum(self.counts(ctx.spec)), ctx.spec.size, self.values, self.id, ops)
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
+        return pack.decode(payload, sum(self.counts(ctx.spec)), self.packing(ctx.spec), work.ops)

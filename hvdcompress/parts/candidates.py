@@ -11,13 +11,13 @@ import math
 
 import numpy as np
 
-from hvdcompress.method import Array, Context, Sparse
+from hvdcompress.method import Array, Context, Sparse, Workspace
 from hvdcompress.ops.scan import NOTHING, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Scalar
 
-THRESHOLDS = "thresholds"  #: in ``ctx.scratch``, float32 [4, places]: the last threshold of each place, the one before,
-# what the expected next one is multiplied by (factor), and by which part candidates shall be more than are wanted
+THRESHOLDS = "thresholds"  #: in ``work.scratch``, float32 [4, parts]: the last threshold of each part, the one before,
+# what the expected next one is multiplied by (factor), and by which part candidates should be more than are wanted
 FACTOR, LEAST_FACTOR, MOST_FACTOR = 0.9, 0.5, 0.998
 EXCESS, LEAST_EXCESS, MOST_EXCESS = 1.5, 0.5, 4.0
 CALMER = 0.97  #: by which the excess shrinks where there were enough candidates; it doubles where there were too few
@@ -25,19 +25,19 @@ STEEP = 0.2  #: where nothing is known, 1/STEEP is the power of the magnitude th
 ROOM = 16  #: candidates are not noted if they are so many times as many as wanted
 
 
-def scan(wanted: int, place: int, ctx: Context, moments: bool = False) -> Scan:
+def scan(wanted: int, index: int, work: Workspace, moments: bool = False) -> Scan:
     """Return what to look for in gradient + residual: elements that may be selected, by the last steps' thresholds.
 
     Args:
         wanted: how many elements have to be among the candidates.
-        place: which of the remembered thresholds is meant, from 0.
-        ctx: its ``scratch`` has the thresholds.
+        index: which part of the vector is meant, from 0.
+        work: its ``scratch`` has the thresholds.
         moments: whether the moments are needed, too.
     """
-    known = ctx.scratch.get(THRESHOLDS)
-    if known is None or place >= known.shape[1] or not known[0, place] > 0:
+    known = work.scratch.get(THRESHOLDS)
+    if known is None or index >= known.shape[1] or not known[0, index] > 0:
         return Scan(moments)
-    now, before, factor, _ = known[:, place].tolist()
+    now, before, factor, _ = known[:, index].tolist()
     return Scan(moments, above=np.float32(factor * _expected(now, before)), capacity=_room(wanted))
 
 
@@ -50,42 +50,46 @@ def _room(wanted: int) -> int:
     return ROOM * wanted + 64
 
 
-def scan_whole(wanted: int, ctx: Context, moments: bool = False) -> Scan:
+def scan_whole(wanted: int, ctx: Context, work: Workspace, moments: bool = False) -> Scan:
     """Return what to look for if elements are selected from the vector as a whole: nothing where it is a bucket."""
-    return scan(wanted, 0, ctx, moments) if len(ctx.spec.parts) == 1 else NOTHING
+    return scan(wanted, 0, work, moments) if len(ctx.spec.parts) == 1 else NOTHING
 
 
-def of(place: int, ctx: Context) -> Sparse | None:
+def of(index: int, work: Workspace) -> Sparse | None:
     """Return the candidates that were noted in a part of the vector, or None if they were not or were too many."""
-    return ctx.scanned[place].above if ctx.scanned else None
+    return work.scanned[index].above if work.scanned else None
 
 
-def remember(threshold: float, reached: int, found: int | None, wanted: int, place: int, ctx: Context) -> None:
+def thresholds(ctx: Context, work: Workspace) -> Array:
+    """Return the array [4, parts] that :func:`remember` writes to, a part's column at a time."""
+    known = work.scratch.get(THRESHOLDS)
+    if known is None or known.shape[1] < len(ctx.spec.parts):
+        known = np.zeros((4, len(ctx.spec.parts)), np.float32)
+        known[2], known[3] = FACTOR, EXCESS
+        work.scratch[THRESHOLDS] = known
+    return known
+
+
+def remember(known: Array, threshold: float, reached: int, found: int | None, wanted: int) -> None:
     """Remember the threshold of a selection for the next step.
 
     Args:
+        known: the column of the part, of :func:`thresholds`.
         threshold: what all selected elements reach or exceed.
         reached: how many elements do.
         found: the number of candidates that there were, or None if they were not noted or too many.
         wanted: how many there had to be.
-        place: which of the thresholds this is.
-        ctx: its ``scratch`` keeps them.
     """
-    known = ctx.scratch.get(THRESHOLDS)
-    if known is None or place >= known.shape[1]:
-        known = np.zeros((4, max(place + 1, len(ctx.spec.parts))), np.float32)
-        known[2], known[3] = FACTOR, EXCESS
-        ctx.scratch[THRESHOLDS] = known
-    elif known[0, place] > 0 and threshold > 0 and reached:  # candidates were looked for
-        now, before, factor, excess = known[:, place].tolist()
+    now, before, factor, excess = known.tolist()
+    if now > 0 and threshold > 0 and reached:  # candidates were looked for
         expected, count = _expected(now, before), _room(wanted) if found is None else max(found, 1)
         excess = min(2 * excess, MOST_EXCESS) if count < wanted else max(CALMER * excess, LEAST_EXCESS)
         # near the threshold, counts go with a power of the magnitude: where would there have been as many as aimed at?
         steep = math.log(threshold / (factor * expected)) / math.log(count / reached) if count != reached else 0.0
         aim = (1 + excess) * wanted / reached
         factor = threshold * aim ** -(steep if steep > 0 else STEEP) / expected
-        known[2:, place] = min(max(factor, LEAST_FACTOR), MOST_FACTOR), excess
-    known[:2, place] = threshold, known[0, place]
+        known[2:] = min(max(factor, LEAST_FACTOR), MOST_FACTOR), excess
+    known[:2] = threshold, now
 
 
 class Elements:
@@ -141,6 +145,6 @@ class Elements:
     def _chosen(self, index: Array) -> Sparse:
         return Sparse(index, self.ops.take(self.x, index))
 
-    def _among(self, places: Array) -> Sparse:
+    def _among(self, chosen: Array) -> Sparse:
         assert self.near is not None
-        return Sparse(self.ops.take(self.near.index, places), self.ops.take(self.near.values, places))
+        return Sparse(self.ops.take(self.near.index, chosen), self.ops.take(self.near.values, chosen))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
-from hvdcompress.method import AllReduce, Array, Context, Values
+from hvdcompress.method import AllReduce, Array, Context, Values, Workspace
 from hvdcompress.ops.scan import Halves
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Half
@@ -33,8 +33,8 @@ ALONE = ("fp32", "fp16")  #: formats in which neither a value nor its share of a
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with room for the sum's own rounding
 
 
-def _count_saturated(ctx: Context, count: Any) -> None:
-    ctx.counters["saturated"] = ctx.counters.get("saturated", 0) + count
+def _count_saturated(work: Workspace, count: Any) -> None:
+    work.counters["saturated"] = work.counters.get("saturated", 0) + count
 
 
 class Float32:
@@ -45,7 +45,8 @@ class Float32:
     def num_bytes(self, count: int) -> int:
         return 4 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
         return put([ops.to_bytes(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
@@ -63,9 +64,10 @@ class Float16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
         half, saturated = ops.to_fp16(x, 1.0)
-        _count_saturated(ctx, saturated)
+        _count_saturated(work, saturated)
         return put([ops.to_bytes(half)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
@@ -83,7 +85,8 @@ class BFloat16:
     def num_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
         return ops.to_bytes(ops.to_bf16(x)) if out is None else ops.to_bf16(x, out)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
@@ -119,7 +122,7 @@ def reduced_num_bytes(count: int, values: Values, world: int) -> int:
 
 
 def all_reduce(
-    x: Array, values: Values, ctx: Context, ops: Ops, stream: int = 0
+    x: Array, values: Values, ctx: Context, work: Workspace, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum ``x`` over ranks in a number format.
 
@@ -127,7 +130,7 @@ def all_reduce(
         x: float32 [count].
         values: the number format's name.
         ctx: rank, world, step and tensor.
-        ops: the array backend.
+        work: memory, findings and counters of this exchange, and the array ops.
         stream: a number that differs between the sums of one exchange, so that their random numbers differ.
 
     Yields:
@@ -140,25 +143,28 @@ def all_reduce(
     if values == "fp32":
         return (yield AllReduce(x)), x
     in_halves = values == "fp16"
-    summing: Any = sum_of_halves(x, ctx, ops, stream) if in_halves else sums.scatter(x, codec(values), ctx, ops, stream)
+    summing: Any = (
+        sum_of_halves(x, ctx, work, stream) if in_halves else sums.scatter(x, codec(values), ctx, work, stream)
+    )
     total, own = yield from summing
+    ops = work.ops
     return ops.dense(total), None if own is None else ops.dense(own)
 
 
-def halves(n: int, ctx: Context, ops: Ops, like: Array, stream: int = 0) -> Halves:
+def halves(n: int, ctx: Context, work: Workspace, like: Array, stream: int = 0) -> Halves:
     """Return how values [n] are converted that :func:`sum_of_halves` sums: such that no sum leaves float16's range."""
-    payload = ctx.buffer(f"halves.{stream}", n, "float16", ops, like)
+    payload = work.buffer(f"halves.{stream}", n, "float16", like)
     return Halves(1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
 
 
 def sum_of_halves(
-    x: Array, ctx: Context, ops: Ops, stream: int = 0, saturated: Any = None
+    x: Array, ctx: Context, work: Workspace, stream: int = 0, saturated: Any = None
 ) -> Generator[Any, Any, tuple[Half, Half | None]]:
     """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16.
 
     ``saturated``: how many values were clipped, if all of the vector's have been converted by :func:`halves` already.
     """
-    how = halves(len(x) if saturated is None else ctx.spec.size, ctx, ops, x, stream)
-    _count_saturated(ctx, ops.to_fp16(x, *how)[1] if saturated is None else saturated)
+    how = halves(len(x) if saturated is None else ctx.spec.size, ctx, work, x, stream)
+    _count_saturated(work, work.ops.to_fp16(x, *how)[1] if saturated is None else saturated)
     total = yield AllReduce(how.out, spent=not ctx.needs_own)
     return Half(total, ctx.world), Half(how.out, ctx.world) if ctx.needs_own else None

@@ -28,13 +28,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec
+from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec, Workspace
 from hvdcompress.ops.scan import NOTHING, Found, Span, Velocity
-from hvdcompress.ops.spec import Ops
 
 RESIDUAL = "residual"
 VELOCITY = "velocity"
@@ -56,7 +55,7 @@ def beta(method: Method) -> float:
     return method.beta if method.feedback == "lowpass" else 1.0
 
 
-def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: Ops) -> float:
+def clipping(method: Method, gradient: Array, scale: float, ctx: Context, work: Workspace) -> float:
     """Return the factor of a tensor's local gradient: ``scale``, or less if ``method.local_clip_norm`` asks for it.
 
     Args:
@@ -64,99 +63,111 @@ def clipping(method: Method, gradient: Array, scale: float, ctx: Context, ops: O
         gradient: this rank's gradient of one tensor [n], still multiplied by the loss scale; read only.
         scale: 1 / loss scale.
         ctx: rank, world, step and tensor.
-        ops: the array backend.
+        work: the array ops.
     """
-    if method.local_clip_norm is None or not (norm := ops.l2_norm(gradient)):
+    if method.local_clip_norm is None or not (norm := work.ops.l2_norm(gradient)):
         return scale
     # the backends' float64 sums differ in their last bits; rounded to float32 they agree
     return float(np.float32(min(scale, method.local_clip_norm / math.sqrt(ctx.world) / norm)))
 
 
-def receive(
-    method: Method,
-    gradients: Sequence[Array],
-    scale: float,
-    places: Sequence[int] | None,
-    spans: Sequence[Span],
-    state: dict[str, Array],
-    spare: dict[str, Array],
-    ctx: Context,
-    ops: Ops,
-    clear: bool = False,
-) -> list[Found]:
-    """Add tensors' gradients and residuals: the one pass over memory that each gradient makes.
+@dataclass(slots=True, eq=False)
+class Feedback:
+    """The feedback of one exchange: the slots before it, and where their new values are built.
 
     The old state is never written. The new residual and velocity are built in second buffers, which the driver swaps
     in once the step is known to be good. A step with a NaN is undone exactly, by not swapping.
 
-    A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a device,
-    for whose answer nobody waits here, the caller does that with ``ops.keep_if``. What ``method.scan`` found stays
-    then: its sizes are right, and the step is undone.
-
-    Args:
-        method: the method; its feedback is not "none".
-        gradients: this rank's gradients of the tensors, float32.
-        scale: factor of the gradients, 1 / loss scale.
-        places: which parts of the vectors of state and spare the tensors are; None: each is several, and not scanned.
-        spans: where they are.
-        state: current values of all slots; read only.
-        spare: second buffers [n] of the feedback's slots, which receive their new values.
-        ctx: rank, world, step and tensor.
-        ops: the array backend.
-        clear: set each gradient to 0 once it has been read.
-
-    Returns:
-        Of each, what ``method.scan`` asked for, and whether x is finite with it (``ops.vectors.Flag``).
-    """
-    x, residual, velocity = spare[RESIDUAL], state[RESIDUAL], None
-    if places is None:
-        scans = [NOTHING] * len(gradients)
-    else:
-        scans = [method.scan(place, ctx, ops, each) for place, each in zip(places, gradients, strict=True)]
-    factors = [clipping(method, gradient, scale, ctx, ops) for gradient in gradients]
-    if method.feedback == "momentum":
-        velocity = Velocity(state[VELOCITY], spare[VELOCITY], method.momentum)
-    founds = ops.accumulate_parts(gradients, residual, factors, x, spans, scans, clear, velocity)
-    for number, (found, (start, stop), scan) in enumerate(zip(founds, spans, scans, strict=True)):
-        if found.finite is False:
-            zeros = ops.zeros(stop - start, "float32", like=x)
-            (undone,) = ops.accumulate_parts([zeros], residual, [1.0], x, [(start, stop)], [scan], velocity=velocity)
-            founds[number] = undone._replace(finite=False)
-    return founds
-
-
-def exchange(
-    method: Method, x: Array, state: dict[str, Array], spare: dict[str, Array], ctx: Context, ops: Ops
-) -> Communication:
-    """Run ``method.exchange`` with error feedback, once all parts of x are there.
-
-    Args:
+    Attributes:
         method: the method.
-        x: what is exchanged: ``spare["residual"]`` after :func:`receive`; without feedback the gradient.
-        state: current values of all slots; read only.
-        spare: second buffers [n] of the feedback's slots.
-        ctx: rank, world, step and tensor.
-        ops: the array backend.
-
-    Yields:
-        The method's collectives.
-
-    Returns:
-        The method's result, with the new values of all slots in ``state``.
-
-    Raises:
-        TypeError: the method returned no share of its own, which its feedback needs.
+        state: current values of all slots, those of the method's own included; read only.
+        spare: second buffers [n] of the feedback's slots, which receive their new values.
+        scale: factor of the gradients, 1 / loss scale.
     """
-    reduced = yield from method.exchange(x, state, ctx, ops)
-    if method.feedback == "none":
-        return reduced
-    if reduced.own is None:
-        raise TypeError(
-            f"method {method.id!r} returned Reduced(own=None); feedback {method.feedback!r} needs this rank's share"
-        )
-    if method.feedback == "momentum":
-        ops.zero_where(spare[VELOCITY], reduced.own)
-    ops.subtract(x, reduced.own, 1.0)  # last, because a dense own share may be x itself
-    if beta(method) != 1.0:
-        ops.blend(x, state[RESIDUAL], beta(method))
-    return replace(reduced, state={**spare, **reduced.state})
+
+    method: Method
+    state: dict[str, Array]
+    spare: dict[str, Array]
+    scale: float = 1.0
+
+    def receive(
+        self,
+        gradients: Sequence[Array],
+        indices: Sequence[int] | None,
+        spans: Sequence[Span],
+        ctx: Context,
+        work: Workspace,
+        clear: bool = False,
+    ) -> list[Found]:
+        """Add tensors' gradients and residuals: the one pass over memory that each gradient makes.
+
+        The feedback of the method is not "none".
+
+        A gradient that would make an Inf or a NaN of x counts as zeros, so that no method ever sees one in x. On a
+        device, for whose answer nobody waits here, the caller does that with ``ops.keep_if``. What ``method.scan``
+        found stays then: its sizes are right, and the step is undone.
+
+        Args:
+            gradients: this rank's gradients of the tensors, float32.
+            indices: which parts of the slots' vectors the tensors are; None: each is several, and not scanned.
+            spans: (start, stop) of the tensors in these vectors.
+            ctx: rank, world, step and tensor.
+            work: memory, findings and counters of this exchange, and the array ops.
+            clear: set each gradient to 0 once it has been read.
+
+        Returns:
+            Of each, what ``method.scan`` asked for, and whether x is finite with it (``ops.vectors.Flag``).
+        """
+        ops, method, state = work.ops, self.method, self.state
+        x, residual, velocity = self.spare[RESIDUAL], state[RESIDUAL], None
+        if indices is None:
+            scans = [NOTHING] * len(gradients)
+        else:
+            scans = [
+                method.scan(index, state, ctx, work, gradient)
+                for index, gradient in zip(indices, gradients, strict=True)
+            ]
+        factors = [clipping(method, gradient, self.scale, ctx, work) for gradient in gradients]
+        if method.feedback == "momentum":
+            velocity = Velocity(state[VELOCITY], self.spare[VELOCITY], method.momentum)
+        founds = ops.accumulate_parts(gradients, residual, factors, x, spans, scans, clear, velocity)
+        for number, (found, (start, stop), scan) in enumerate(zip(founds, spans, scans, strict=True)):
+            if found.finite is False:
+                zeros = ops.zeros(stop - start, "float32", like=x)
+                (undone,) = ops.accumulate_parts(
+                    [zeros], residual, [1.0], x, [(start, stop)], [scan], velocity=velocity
+                )
+                founds[number] = undone._replace(finite=False)
+        return founds
+
+    def exchange(self, x: Array, ctx: Context, work: Workspace) -> Communication:
+        """Run ``method.exchange`` with error feedback, once all parts of x are there.
+
+        Args:
+            x: what is exchanged: ``spare["residual"]`` after :meth:`receive`; without feedback the gradient.
+            ctx: rank, world, step and tensor.
+            work: memory, findings and counters of this exchange, and the array ops.
+
+        Yields:
+            The method's collectives.
+
+        Returns:
+            The method's result, with the new values of all slots in ``state``.
+
+        Raises:
+            TypeError: the method returned no share of its own, which its feedback needs.
+        """
+        ops, method = work.ops, self.method
+        reduced = yield from method.exchange(x, self.state, ctx, work)
+        if method.feedback == "none":
+            return reduced
+        if reduced.own is None:
+            raise TypeError(
+                f"method {method.id!r} returned Reduced(own=None); feedback {method.feedback!r} needs this rank's share"
+            )
+        if method.feedback == "momentum":
+            ops.zero_where(self.spare[VELOCITY], reduced.own)
+        ops.subtract(x, reduced.own, 1.0)  # last, because a dense own share may be x itself
+        if beta(method) != 1.0:
+            ops.blend(x, self.state[RESIDUAL], beta(method))
+        return replace(reduced, state={**self.spare, **reduced.state})

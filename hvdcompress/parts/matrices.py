@@ -7,7 +7,7 @@ from collections.abc import Generator
 from functools import lru_cache
 from typing import Any, Literal
 
-from hvdcompress.method import Array, Context, TensorSpec, Values
+from hvdcompress.method import Array, Context, TensorSpec, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import codecs
 
@@ -110,7 +110,7 @@ def shrinkage(length: int, world: int) -> float:
 
 
 def all_reduce(
-    x: Array, shrunk: float, name: Values, ctx: Context, ops: Ops, stream: int = 0
+    x: Array, shrunk: float, name: Values, ctx: Context, work: Workspace, stream: int = 0
 ) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum numbers over ranks that were multiplied by :func:`shrinkage`.
 
@@ -121,7 +121,7 @@ def all_reduce(
         shrunk: the factor.
         name: the number format's name.
         ctx: rank, world, step and tensor.
-        ops: the array backend.
+        work: memory, findings and counters of this exchange, and the array ops.
         stream: a number that differs between the sums of one exchange, so that their random numbers differ.
 
     Yields:
@@ -131,6 +131,7 @@ def all_reduce(
         The sum [count] and this rank's share [count] or None, both multiplied by ``shrunk``.
     """
     if name != "fp16":
-        return (yield from codecs.all_reduce(x, name, ctx, ops, stream))
-    total, own = yield from codecs.all_reduce(ops.scaled(x, 1.0 / shrunk), name, ctx, ops)
+        return (yield from codecs.all_reduce(x, name, ctx, work, stream))
+    ops = work.ops
+    total, own = yield from codecs.all_reduce(ops.scaled(x, 1.0 / shrunk), name, ctx, work)
     return ops.scaled(total, shrunk), ops.scaled(own, shrunk) if ctx.needs_own else None

@@ -16,11 +16,11 @@ high_i + i is set.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hvdcompress.method import Array, Context, Sparse, Values
+from hvdcompress.method import Array, Context, Sparse, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec
@@ -28,6 +28,24 @@ from hvdcompress.parts.sums import put
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
+
+
+class Packing(NamedTuple):
+    """How the sparse payloads of a method and a tensor are written. Their length also depends on k.
+
+    Attributes:
+        method: The method's id.
+        values: The number format's name.
+        places: The number of positions that indices refer to.
+        distinct: Whether the indices are distinct.
+        per: Values per entry.
+    """
+
+    method: str
+    values: Values
+    places: int
+    distinct: bool = True
+    per: int = 1
 
 
 def aligned(num_bytes: int) -> int:
@@ -57,18 +75,11 @@ def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
     return min(codings if distinct else codings[:2], key=lambda coding: index_num_bytes(coding, k, n))
 
 
-def num_bytes(k: int, n: int, values: Values, distinct: bool = True, per: int = 1) -> int:
-    """Return the bytes of a sparse payload: header, indices and values.
-
-    Args:
-        k: number of entries.
-        n: number of positions.
-        values: the number format's name.
-        distinct: whether the indices are distinct.
-        per: values per entry.
-    """
-    coding = best_coding(k, n, distinct)
-    return wire.NUM_BYTES + index_num_bytes(coding, k, n) + aligned(codec(values).num_bytes(per * k))
+def num_bytes(k: int, packing: Packing) -> int:
+    """Return the bytes of a sparse payload of k entries: header, indices and values."""
+    _, values, places, distinct, per = packing
+    coding = best_coding(k, places, distinct)
+    return wire.NUM_BYTES + index_num_bytes(coding, k, places) + aligned(codec(values).num_bytes(per * k))
 
 
 def padded(x: Array, ops: Ops) -> Array:
@@ -132,65 +143,50 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
 
 
 @lru_cache(4096)
-def _header(method: str, coding: Coding, values: Values, k: int, n: int, distinct: bool, per: int) -> wire.Header:
-    return wire.Header(method, CODE[coding], codec(values).code, n, k, num_bytes(k, n, values, distinct, per))
+def _header(k: int, packing: Packing) -> wire.Header:
+    method, values, places, distinct, _ = packing
+    coding = best_coding(k, places, distinct)
+    return wire.Header(method, CODE[coding], codec(values).code, places, k, num_bytes(k, packing))
 
 
-def encode(
-    chosen: Sparse,
-    places: int,
-    values: Values,
-    method: str,
-    ctx: Context,
-    ops: Ops,
-    distinct: bool = True,
-    per: int = 1,
-    keep: bool = True,
-) -> Array:
+def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep: bool = True) -> Array:
     """Write a sparse payload.
 
     Args:
-        chosen: ascending indices [k] below ``places``, and values, float32 [per·k].
-        places: number of positions.
-        values: the number format's name.
-        method: the method's id.
-        ctx: rank, step, tensor and seed, for random streams and counters.
-        ops: the array backend.
-        distinct: whether the indices are distinct.
-        per: values per entry.
+        chosen: ascending indices [k] below ``packing.places``, and values, float32 [per·k].
+        packing: how payloads are written.
+        ctx: rank, step, tensor and seed, for random streams.
+        work: memory and counters of this exchange, and the array ops.
         keep: write it into memory that is kept, where the tensor's next payload will be written.
 
     Returns:
-        The payload, uint8 [num_bytes(k, places, values, distinct, per)].
+        The payload, uint8 [num_bytes(k, packing)].
     """
+    ops = work.ops
     k = len(chosen.index)
-    coding = best_coding(k, places, distinct)
-    header = _header(method, coding, values, k, places, distinct, per)
-    new = ctx.buffer if keep else lambda name, n, dtype, ops, like: ops.zeros(n, dtype, like)
-    payload = new("payload", header.length, "uint8", ops, chosen.values)
-    edge, stop = header.length - aligned(width := codec(values).num_bytes(per * k)), header.length
+    coding = best_coding(k, packing.places, packing.distinct)
+    header = _header(k, packing)
+    new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
+    payload = new("payload", header.length, "uint8", chosen.values)
+    numbers = codec(packing.values)
+    width = numbers.num_bytes(packing.per * k)
+    edge, stop = header.length - aligned(width), header.length
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
-    encode_index(chosen.index, coding, places, ops, payload[wire.NUM_BYTES : edge])
-    codec(values).encode(chosen.values, ctx, ops, out=payload[edge : edge + width])
+    encode_index(chosen.index, coding, packing.places, ops, payload[wire.NUM_BYTES : edge])
+    numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
     if edge + width < stop:
         ops.fill(payload[edge + width :], 0)
     return payload
 
 
-def decode(
-    payload: Array, k: int, places: int, values: Values, method: str, ops: Ops, distinct: bool = True, per: int = 1
-) -> Sparse:
+def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
     """Read a sparse payload: the inverse of :func:`encode`.
 
     Args:
         payload: the bytes, uint8.
         k: number of entries.
-        places: number of positions.
-        values: the number format's name.
-        method: the method's id.
+        packing: how payloads are written.
         ops: the array backend.
-        distinct: whether the indices are distinct.
-        per: values per entry.
 
     Returns:
         Indices [k], ascending, and values, float32 [per·k].
@@ -198,10 +194,10 @@ def decode(
     Raises:
         WireError: the bytes are not such a payload.
     """
-    coding = best_coding(k, places, distinct)
-    header = _header(method, coding, values, k, places, distinct, per)
-    wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), header)
-    edge = wire.NUM_BYTES + index_num_bytes(coding, k, places)
-    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, places, ops)
-    width = codec(values).num_bytes(per * k)
-    return Sparse(index, codec(values).decode(payload[edge : edge + width], per * k, ops))
+    coding = best_coding(k, packing.places, packing.distinct)
+    wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
+    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.places)
+    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.places, ops)
+    numbers, count = codec(packing.values), packing.per * k
+    width = numbers.num_bytes(count)
+    return Sparse(index, numbers.decode(payload[edge : edge + width], count, ops))

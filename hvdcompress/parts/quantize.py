@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hvdcompress.method import Array, Context
+from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import seed
@@ -42,19 +42,20 @@ class StochasticCodec:
         """Return the bytes of the norms of ``count`` values."""
         return 4 * -(-count // self.bucket)
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         """Quantize values.
 
         Args:
             x: float32 [count].
             ctx: rank, step, tensor and seed, which select the random stream.
-            ops: the array backend.
+            work: the array ops.
             stream: a number that differs between the calls of one exchange, so that their random numbers differ.
             out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
+        ops = work.ops
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
         edge, key = self._edge(len(x)), seed.private_key(ctx, stream)
         if self.norm == "max":

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdcompress.method import Array, Context
+from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts.sums import put
 from hvdcompress.parts.wire import WireError
@@ -58,19 +58,22 @@ class RangeFloatCodec:
         """Return the bytes of ``count`` values."""
         return self.head + -(-count * self.bits // 8)
 
-    def encode(self, x: Array, ctx: Context | None, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(
+        self, x: Array, ctx: Context | None, work: Workspace, stream: int = 0, out: Array | None = None
+    ) -> Array:
         """Write values; uses no random numbers.
 
         Args:
             x: float32 [count].
             ctx: not used.
-            ops: the array backend.
+            work: the array ops.
             stream: not used.
             out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
+        ops = work.ops
         bounds = ops.float_bounds(x)  # [2] float32
         mantissa: int | Array | None = self.mantissa
         head = [ops.to_bytes(bounds)]

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdcompress.method import Array, Context, Sparse
+from hvdcompress.method import Array, Context, Sparse, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates
 from hvdcompress.parts.candidates import Elements
 
 
 class Wanted(NamedTuple):
-    """How many elements a threshold shall leave above it.
+    """How many elements a threshold should leave above it.
 
     Attributes:
         k: The number that is aimed at.
@@ -35,6 +35,20 @@ class Wanted(NamedTuple):
 Refine = Callable[[Elements, np.float32, Wanted], tuple[np.float32, np.float32 | None]]
 
 
+class Search(NamedTuple):
+    """How a threshold is searched.
+
+    Attributes:
+        start: The first threshold.
+        wanted: How many elements should be above it.
+        refine: Refines it, such as :func:`refine_bisect` or :func:`refine_paper`.
+    """
+
+    start: np.float32
+    wanted: Wanted
+    refine: Refine
+
+
 @lru_cache(4096)
 def num_kept(density: float, n: int) -> int:
     """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
@@ -42,35 +56,37 @@ def num_kept(density: float, n: int) -> int:
     return min(n, max(1, math.floor(n * density * (1 + 1e-12))))
 
 
-def largest(x: Array, counts: Sequence[int], ctx: Context, ops: Ops) -> Sparse:
+def largest(x: Array, counts: Sequence[int], ctx: Context, work: Workspace) -> Sparse:
     """Select the largest |x| of each part of the vector, exactly.
 
     Args:
         x: [n].
         counts: how many of each part in ``ctx.spec.parts``, or [k] for the vector as a whole.
-        ctx: ``ctx.scanned`` may have candidates, by :func:`candidates.scan`.
-        ops: the array backend.
+        ctx: the tensor, or the bucket.
+        work: ``work.scanned`` may have candidates, by :func:`candidates.scan`.
 
     Returns:
         The elements [Σ counts], their indices ascending.
     """
+    ops = work.ops
     sizes = ctx.spec.parts if len(counts) > 1 else (len(x),)
     if not isinstance(x, np.ndarray):  # on a device, to ask for thresholds would cost more than it saves
         index = ops.top_k_parts(x, counts, sizes) if len(sizes) > 1 else ops.top_k(x, *counts)
         return Sparse(index, ops.take(x, index))
     starts = list(itertools.accumulate(sizes[:-1], initial=0))
-    noted = [candidates.of(place, ctx) for place in range(len(sizes))]
+    noted = [candidates.of(index, work) for index in range(len(sizes))]
     enough: list[Sparse] = []
     for near, k, start, size in zip(noted, counts, starts, sizes, strict=True):
         if near is None or len(near.index) < k:
             part = x[start : start + size]
-            index = ops.top_k(part, k)
-            near = Sparse(index, ops.take(part, index))
+            strongest = ops.top_k(part, k)
+            near = Sparse(strongest, ops.take(part, strongest))
         enough.append(near)
     chosen, least = ops.largest_of(enough, counts, starts)
-    for place, (near, k, threshold) in enumerate(zip(noted, counts, least.tolist(), strict=True)):
+    known = candidates.thresholds(ctx, work)
+    for index, (near, k, threshold) in enumerate(zip(noted, counts, least.tolist(), strict=True)):
         if k:
-            candidates.remember(threshold, k, None if near is None else len(near.index), k, place, ctx)
+            candidates.remember(known[:, index], threshold, k, None if near is None else len(near.index), k)
     return chosen
 
 
@@ -80,15 +96,15 @@ def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Spar
     Args:
         x: [n].
         sizes: the parts' numbers of elements.
-        choose: (part, its place, from 0) -> elements of the part.
+        choose: (part, its index, from 0) -> elements of the part.
         ops: the array backend.
 
     Returns:
         The elements of the vector, one part's after another's.
     """
     found, start = [], 0
-    for place, size in enumerate(sizes):
-        index, values = choose(x[start : start + size], place)
+    for number, size in enumerate(sizes):
+        index, values = choose(x[start : start + size], number)
         found.append(Sparse(index + start if start else index, values))
         start += size
     return found[0] if len(found) == 1 else Sparse(*(ops.concat(list(each)) for each in zip(*found, strict=True)))
@@ -181,36 +197,34 @@ def about(density: float, n: int) -> Wanted:
     return Wanted(k, -(-2 * k // 3), capacity(density, n))
 
 
-def above_threshold(
-    x: Array, start: np.float32, wanted: Wanted, refine: Refine, place: int, ctx: Context, ops: Ops
-) -> tuple[Sparse, np.float32]:
+def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
     """Select the elements above a threshold.
 
     Args:
         x: float32 [n].
-        start: the first threshold.
-        wanted: how many elements.
-        refine: such as :func:`refine_bisect` or :func:`refine_paper`.
-        place: which part of the vector x is, from 0.
-        ctx: ``ctx.scanned`` may have candidates, by :func:`candidates.scan`.
-        ops: the array backend.
+        search: how the threshold is searched.
+        index: which part of the vector x is, from 0.
+        ctx: the tensor, or the bucket.
+        work: ``work.scanned`` may have candidates, by :func:`candidates.scan`.
 
     Returns:
         The elements [c], their indices ascending, with c ≤ most, and the threshold. With bisection c ≥ least, unless
         fewer elements are non-zero.
     """
-    near = candidates.of(place, ctx)
-    elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, place, ctx).above, ops)
-    threshold, below = refine(elements, start, wanted)
+    ops, wanted = work.ops, search.wanted
+    near = candidates.of(index, work)
+    elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, index, work).above, ops)
+    threshold, below = search.refine(elements, search.start, wanted)
     chosen = elements.above(threshold, wanted.most)
     if isinstance(x, np.ndarray):  # on a device, candidates cost more than they save
         noted = None if near is None else len(near.index)
-        candidates.remember(float(threshold), len(chosen.index), noted, wanted.most + 1, place, ctx)
+        known = candidates.thresholds(ctx, work)[:, index]
+        candidates.remember(known, float(threshold), len(chosen.index), noted, wanted.most + 1)
     if below is not None and len(chosen.index) < wanted.k:
         # elements of equal magnitude: the first of them fill up
         ties = elements.equal(below, wanted.k - len(chosen.index))
-        index = ops.sort(ops.concat([chosen.index, ties.index]))
-        chosen = Sparse(index, ops.take(x, index))
+        filled = ops.sort(ops.concat([chosen.index, ties.index]))
+        chosen = Sparse(filled, ops.take(x, filled))
     return chosen, threshold
 
 

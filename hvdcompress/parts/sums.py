@@ -25,6 +25,7 @@ from hvdcompress.method import (
     Reduced,
     Route,
     TensorSpec,
+    Workspace,
 )
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Coded, Joined, Sum
@@ -39,13 +40,13 @@ class Codec(Protocol):
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""
 
-    def encode(self, x: Array, ctx: Context, ops: Ops, stream: int = 0, out: Array | None = None) -> Array:
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         """Write values.
 
         Args:
             x: float32 [count].
-            ctx: rank, step, tensor and seed, for random streams and counters.
-            ops: the array backend.
+            ctx: rank, step, tensor and seed, for random streams.
+            work: the counters and the array ops.
             stream: a number that differs between the calls of one exchange, so that their random numbers differ.
             out: uint8 [num_bytes(count)] that receives them; by default a new array.
 
@@ -62,7 +63,7 @@ class Codec(Protocol):
             ops: the array backend.
 
         Returns:
-            The values [count]; decoded, if the array verbs do not know the format.
+            The values [count]; decoded, if the array ops do not know the format.
 
         Raises:
             WireError: the bytes are not such values.
@@ -104,14 +105,16 @@ def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int
     return (world + 1) * codec.num_bytes(-(-count // world))
 
 
-def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> Generator[Any, Any, tuple[Joined, Any]]:
+def scatter(
+    x: Array, codec: Codec, ctx: Context, work: Workspace, stream: int = 0
+) -> Generator[Any, Any, tuple[Joined, Any]]:
     """Sum ``x`` over ranks by scatter-reduce.
 
     Args:
         x: float32 [n].
         codec: the number format.
         ctx: rank, world, step and tensor.
-        ops: the array backend.
+        work: memory, findings and counters of this exchange, and the array ops.
         stream: a number that differs between the sums of one exchange, so that their random numbers differ.
 
     Yields:
@@ -123,6 +126,7 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
     Raises:
         WireError: a shard that came has not the bytes of one.
     """
+    ops = work.ops
     n, shard = len(x), -(-len(x) // ctx.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
     start, stop = bounds[ctx.rank]
@@ -130,7 +134,7 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
 
     def written(values: Array, number: int, out: Array) -> None:
         edge = codec.num_bytes(len(values))
-        codec.encode(values, ctx, ops, first + number, out[:edge])
+        codec.encode(values, ctx, work, first + number, out[:edge])
         if edge < width:
             ops.fill(out[edge:], 0)
 
@@ -139,21 +143,21 @@ def scatter(x: Array, codec: Codec, ctx: Context, ops: Ops, stream: int = 0) -> 
             raise wire.WireError(f"received a shard of {len(piece)} bytes, expected {width}")
         return codec.coded(piece[: codec.num_bytes(count)], count, ops)
 
-    payload = ctx.buffer(f"shards.{stream}", width * ctx.world, "uint8", ops, x)
+    payload = work.buffer(f"shards.{stream}", width * ctx.world, "uint8", x)
     mine = [payload[r * width : (r + 1) * width] for r in range(ctx.world)]
     for r, (a, b) in enumerate(bounds):
         written(x[a:b], r, mine[r])
     pieces = yield AllToAll(payload)
-    summed = ctx.buffer(f"summed.{stream}", stop - start, "float32", ops, x)
+    summed = work.buffer(f"summed.{stream}", stop - start, "float32", x)
     ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
-    again = ctx.buffer(f"again.{stream}", width, "uint8", ops, x)
+    again = work.buffer(f"again.{stream}", width, "uint8", x)
     written(summed, ctx.world, again)
     shards = yield AllGather(again, fixed=True)
     total = Joined([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
     if not ctx.needs_own:
         return total, None
     own = [read(codes, b - a) for codes, (a, b) in zip(mine, bounds, strict=True)]
-    error = ctx.buffer(f"error.{stream}", stop - start, "float32", ops, x)  # of the second encoding
+    error = work.buffer(f"error.{stream}", stop - start, "float32", x)  # of the second encoding
     ops.write(error, total.parts[ctx.rank], 1.0)
     ops.subtract(error, summed, 1.0)
     own[ctx.rank] = Sum([own[ctx.rank], error])
@@ -176,20 +180,20 @@ class Quantizer(Method):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return reduced_num_bytes(spec.size, self.codec, self.route, world)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        payload = self.payload(ctx, ops, like=x)
-        self.codec.encode(x, ctx, ops, out=payload[wire.NUM_BYTES :])
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        payload = self.payload(ctx, work, like=x)
+        self.codec.encode(x, ctx, work, out=payload[wire.NUM_BYTES :])
         return payload
 
-    def payload(self, ctx: Context, ops: Ops, like: Array) -> Array:
+    def payload(self, ctx: Context, work: Workspace, like: Array) -> Array:
         """Return the tensor's payload, the same in every step, with its header; the codes are to be written."""
         header = self._header(ctx.spec.size)
-        payload = ctx.buffer("payload", header.length, "uint8", ops, like)
-        payload[: wire.NUM_BYTES] = ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
+        payload = work.buffer("payload", header.length, "uint8", like)
+        payload[: wire.NUM_BYTES] = work.ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
         return payload
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Array:
-        n = ctx.spec.size
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array:
+        ops, n = work.ops, ctx.spec.size
         return self.codec.decode(self.codes(payload, n, ops), n, ops)
 
     def codes(self, payload: Array, n: int, ops: Ops) -> Array:
@@ -200,15 +204,15 @@ class Quantizer(Method):
     def _header(self, n: int) -> wire.Header:
         return wire.Header(self.id, 0, self.codec.code, n, n, wire.NUM_BYTES + self.codec.num_bytes(n))
 
-    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Communication:
+    def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.route == "gather":
-            pieces = yield AllGather(self.encode(x, state, ctx, ops), fixed=True)
-            return self.summed(pieces, x, ctx, ops)
-        total, own = yield from scatter(x, self.codec, ctx, ops)
+            pieces = yield AllGather(self.encode(x, state, ctx, work), fixed=True)
+            return self.summed(pieces, x, ctx, work)
+        total, own = yield from scatter(x, self.codec, ctx, work)
         return Reduced(total=total, own=own)
 
-    def summed(self, pieces: list[Array], x: Array, ctx: Context, ops: Ops) -> Reduced:
+    def summed(self, pieces: list[Array], x: Array, ctx: Context, work: Workspace) -> Reduced:
         """Decode all ranks' payloads and add them in the order of ranks; ``x``: what this rank encoded."""
-        n = len(x)
+        ops, n = work.ops, len(x)
         shares = [self.codec.coded(self.codes(piece, n, ops), n, ops) for piece in pieces]
         return Reduced(total=Sum(shares), own=shares[ctx.rank])

@@ -100,7 +100,7 @@ class Bucket:
 
     def apart(self, method: Method) -> bool:
         """Whether the method runs on each tensor, and only their payloads travel together."""
-        return self.unasked and not method.joins
+        return self.unasked and method.granularity != "part"
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -236,7 +236,7 @@ class Plan:
                 joins = by.dense
                 key = (DENSE if joins and self._goes_dense(spec, main) else key[0], *key[1:])
             elif by:
-                joins = spec.size < by.apart or all(method.joins for _, method in key[0].stages)
+                joins = spec.size < by.apart or all(method.granularity == "part" for _, method in key[0].stages)
             elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
                 joins = self._goes_dense(spec, main)
                 key = (DENSE if joins else key[0], *key[1:])

@@ -14,9 +14,9 @@ registered; if it is, its round trip through a plan is checked too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from hvdcompress.method import Method
-from hvdcompress.ops.spec import Ops
 from hvdcompress.testing.exchange_checks import (
     check_bytes,
     check_collectives,
@@ -36,12 +36,13 @@ from hvdcompress.testing.result_checks import (
     check_unbiased,
     check_value,
 )
-from hvdcompress.testing.trial import Case, Collective, Trial, adapted, backends, numbers, plan_for, variants
+from hvdcompress.testing.trial import Case, Collective, Settings, Trial, adapted, backends, numbers, plan_for, variants
 
 __all__ = [
     "CHECKS",
     "Case",
     "Collective",
+    "Settings",
     "Trial",
     "adapted",
     "backends",
@@ -87,44 +88,28 @@ def check_method(
     method: Method,
     *,
     worlds: Sequence[int] = (1, 2, 3, 5),
-    sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000),
-    steps: int = 4,
-    ops: Ops | None = None,
-    rounding: float | None = None,
-    unbiased: bool | None = None,
-    seed: int = 0,
     checks: Sequence[Check] = CHECKS,
+    **settings: Unpack[Settings],
 ) -> None:
     """Check that a method conforms.
 
     Args:
         method: the method, with the hyper-parameters to check.
         worlds: numbers of ranks to try.
-        sizes: numbers of elements to try.
-        steps: steps per run; a method with phases needs enough to reach all of them.
-        ops: the array backend (default: that of the CPU drivers).
-        rounding: relative error of one sum of decoded values (default: by the width of its ``values``).
-        unbiased: whether results are unbiased (default: the method's attribute ``unbiased``, else False).
-        seed: seed of the method's random numbers and of the data.
         checks: the checks to run (default: all).
+        **settings: fields of :class:`Settings`: ``sizes`` (default: 0 to 1000 elements), ``steps`` (default: 4),
+            ``ops`` (default: the array backend of the CPU drivers), ``rounding`` (default: by the width of the method's
+            ``values``), ``unbiased`` (default: the method's attribute ``unbiased``, else False), ``seed`` (default: 0).
 
     Raises:
         AssertionError: a check failed; the message names the method, the check, the world and the fault.
     """
+    settings.setdefault("rounding", rounding_of(method))
+    settings.setdefault("unbiased", bool(getattr(method, "unbiased", False)))
     for world in worlds:
         for check in checks:
-            case = Case(
-                method,
-                world,
-                ops,
-                sizes,
-                steps,
-                rounding_of(method) if rounding is None else rounding,
-                bool(getattr(method, "unbiased", False)) if unbiased is None else unbiased,
-                seed,
-            )
             try:
-                check(case)
+                check(Case(method, world, **settings))
             except Exception as error:
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
                 text = f"{method} fails {check.__name__} with {world} ranks: {kind}{error}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.method import Context, Method, Sparse, TensorSpec
+from hvdcompress.method import Context, Method, Sparse, TensorSpec, Workspace
 from hvdcompress.parts import feedback, seed
 from hvdcompress.parts.wire import WireError
 from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for, require, same_states, to_numpy, to_ops
@@ -247,8 +247,9 @@ def check_wire(case: Case) -> None:
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.verb == "AllGather" for sent in c.sent]
     ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
     ops, n = net.ops, case.method.places(ctx.spec)
+    work = Workspace(ops)
     for payload in payloads[:2]:
-        share = case.method.decode(to_ops(ops, payload.copy()), ctx, ops)
+        share = case.method.decode(to_ops(ops, payload.copy()), ctx, work)
         _fits(share, n, "an undamaged payload")
         hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
         for number, u in enumerate(hashes):
@@ -261,7 +262,7 @@ def check_wire(case: Case) -> None:
             else:
                 bad = np.concatenate([bad, bad[:place]])
             try:
-                _fits(case.method.decode(to_ops(ops, bad), ctx, ops), n, "a damaged payload")
+                _fits(case.method.decode(to_ops(ops, bad), ctx, work), n, "a damaged payload")
             except WireError:
                 continue
 

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -306,9 +306,26 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
 # -- the checks -------------------------------------------------------------------------------------------
 
 
+class Settings(TypedDict, total=False):
+    """The optional settings of a case, which ``check_method`` takes as keyword arguments."""
+
+    sizes: Sequence[int]
+    """Numbers of elements to try."""
+    steps: int
+    """Steps per run. A method with phases needs enough to reach all of them."""
+    ops: Ops | None
+    """The array backend. None: that of the CPU drivers."""
+    rounding: float
+    """Relative error of one sum of decoded values."""
+    unbiased: bool
+    """Whether results are unbiased."""
+    seed: int
+    """Seed of the method's random numbers and of the data."""
+
+
 @dataclass
 class Case:
-    """What a check is given: one method in one world. The fields are the arguments of ``check_method``."""
+    """What a check is given: one method in one world. See :class:`Settings` for the other fields."""
 
     method: Method
     world: int = 2

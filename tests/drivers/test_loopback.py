@@ -130,7 +130,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, verbs: list[Any]) -> Loopback:
     """A network whose method yields, on each rank, the verb given for it."""
     method = hvdcompress.get("none")
 
-    def exchange(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         yield verbs[ctx.rank]
         return Reduced(total=x)
 
@@ -186,10 +186,10 @@ def test_a_failing_method_names_tensor_method_round_and_rank(monkeypatch: pytest
     method = hvdcompress.get("topk")
     encode = type(method).encode
 
-    def fails(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def fails(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         if ctx.rank == 1 and ctx.step == 2:
             raise ZeroDivisionError("oh no")
-        return encode(self, x, state, ctx, ops)
+        return encode(self, x, state, ctx, work)
 
     monkeypatch.setattr(type(method), "encode", fails)
     net = Loopback(method, world=3, min_elements=1)

@@ -17,10 +17,9 @@ import pytest
 from hvdcompress import registry
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.saving.snapshot import reshard
-from hvdcompress.method import Array, Context, Sparse, TensorSpec
+from hvdcompress.method import Array, Context, Sparse, TensorSpec, Workspace
 from hvdcompress.methods.topk import TopK
 from hvdcompress.ops.scan import Scan
-from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import candidates, pack, select
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
@@ -53,17 +52,17 @@ class Phased(TopK):
 
     def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0) -> int:
         counts = self.counts(spec) if phase else [spec.size]
-        return pack.num_bytes(sum(counts), spec.size, self.values)
+        return pack.num_bytes(sum(counts), self.packing(spec))
 
-    def scan(self, place: int, ctx: Context, ops: Ops, like: Array) -> Scan:
-        return candidates.scan(self.kept(ctx)[place], place, ctx)
+    def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
+        return candidates.scan(self.kept(ctx)[index], index, work)
 
-    def encode(self, x: Array, state: dict[str, Array], ctx: Context, ops: Ops) -> Array:
-        chosen = select.largest(x, self.kept(ctx), ctx, ops)
-        return pack.encode(chosen, ctx.spec.size, self.values, self.id, ctx, ops)
+    def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
+        chosen = select.largest(x, self.kept(ctx), ctx, work)
+        return pack.encode(chosen, self.packing(ctx.spec), ctx, work)
 
-    def decode(self, payload: Array, ctx: Context, ops: Ops) -> Sparse:
-        return pack.decode(payload, sum(self.kept(ctx)), ctx.spec.size, self.values, self.id, ops)
+    def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
+        return pack.decode(payload, sum(self.kept(ctx)), self.packing(ctx.spec), work.ops)
 
 
 @pytest.fixture(autouse=True)

@@ -62,9 +62,10 @@ class Phased(Method):
     def notices(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "loss" and value > 1.5 * low
 
-    def exchange(self, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def exchange(self, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        ops = work.ops
         index = ops.index_range(len(x), like=x)[:: 2 if ctx.phase else 1]
-        ctx.counters["triggers"] = ctx.triggers
+        work.counters["triggers"] = ctx.triggers
         total = yield AllReduce(ops.take(x, index))
         return Reduced(total=Sparse(index, total), trigger=ops.max_abs(x) > 100)
 

@@ -168,9 +168,9 @@ def test_lengths_are_told_again_where_a_state_is_replaced(how: str, ranks: int) 
 def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = QSGD.encode
 
-    def longer(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def longer(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         extra = ctx.rank if differs == "rank" else ctx.step
-        return np.concatenate([encode(self, x, state, ctx, ops), np.zeros(4 * extra, np.uint8)])
+        return np.concatenate([encode(self, x, state, ctx, work), np.zeros(4 * extra, np.uint8)])
 
     monkeypatch.setattr(QSGD, "encode", longer)
 

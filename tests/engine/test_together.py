@@ -248,10 +248,10 @@ def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.Monke
     plan = plan_of("qsgd", min_elements=1)
     method, spoiled = type(plan.program.main), plan.program.main.encode
 
-    def encode(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def encode(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         if ctx.spec.name == "b":
             raise RuntimeError("spoiled")
-        return spoiled(x, state, ctx, ops)
+        return spoiled(x, state, ctx, work)
 
     monkeypatch.setattr(method, "encode", encode)
     with pytest.raises(ExchangeError, match=r"tensor 'b' \(method qsgd, round 0, rank 0\): RuntimeError: spoiled"):

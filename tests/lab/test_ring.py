@@ -15,7 +15,7 @@ import pytest
 from hvdcompress.lab.scale import ring, ring_errors
 from hvdcompress.lab.scale.ring import Begin, Chosen, Dense, End, Projection, Recoded, simulate
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import fast
 from hvdcompress.parts import codecs, matrices, seed
 from hvdcompress.parts.quantize import StochasticCodec
@@ -253,9 +253,9 @@ def test_each_rounding_draws_numbers_of_its_own() -> None:
     drawn: list[tuple[int, int]] = []
 
     class Noted(StochasticCodec):
-        def encode(self, x: np.ndarray, ctx: Context, ops: object, stream: int = 0) -> np.ndarray:
+        def encode(self, x: np.ndarray, ctx: Context, work: Workspace, stream: int = 0) -> np.ndarray:
             drawn.append((ctx.rank, stream))
-            return super().encode(x, ctx, ops, stream)
+            return super().encode(x, ctx, work, stream)
 
     simulate(vectors(64, 5), [Recoded(Noted(), ctx) for ctx in turns(64, 5)])
     assert len(drawn) == len(set(drawn)) == 5 * 5

@@ -47,7 +47,7 @@ def test_its_test_fails_where_the_method_is_broken(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert new("broken").exit_code == 0
     file = tmp_path / "broken" / "broken.py"
-    file.write_text(file.read_text().replace('spec.size, "fp32")', 'spec.size, "fp32") + 4'))
+    file.write_text(file.read_text().replace("self.packing(spec))", "self.packing(spec)) + 4"))
     done = run(tmp_path / "broken", "pytest", "-q", "-x", "-p", "no:cacheprovider")
     assert done.returncode == 1 and "fails check_bytes" in done.stdout, done.stdout
 

@@ -268,9 +268,10 @@ def _third_party(**methods: Any) -> Method:
         def num_bytes(self, spec: Any, world: int) -> int:
             return 4 * ((spec.size + 1) // 2)
 
-        def exchange(self, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+        def exchange(self, x: Any, state: Any, ctx: Any, work: Any) -> Any:
             from hvdcompress.method import AllReduce, Reduced
 
+            ops = work.ops
             index = ops.index_range(ctx.spec.size, like=x)[::2]
             own = ops.take(x, index)
             total = yield AllReduce(own)
@@ -289,7 +290,7 @@ def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
     """Without feedback, state of the method's own does not change the scale of gradients and results."""
     from hvdcompress.method import AllReduce, Reduced, Slot
 
-    def exchange(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         total = yield AllReduce(x)
         return Reduced(total=total, state={"last": total + 0})
 

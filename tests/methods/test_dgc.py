@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 import hvdcompress
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import seed
 from hvdcompress.plan import load
@@ -196,7 +196,8 @@ def test_count_is_near_k_whatever_the_numbers(u: np.ndarray, density: float) -> 
 
 def first_threshold(u: np.ndarray, **options: Any) -> float:
     method = hvdcompress.get("dgc", **options)
-    return float(method.threshold(u, Context(0, 1, 0, TensorSpec("w", (len(u), 1))), reference))  # type: ignore[attr-defined]
+    ctx = Context(0, 1, 0, TensorSpec("w", (len(u), 1)))
+    return float(method.threshold(u, ctx, Workspace(reference)))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "student t, 1.1 degrees", "lognormal"])
@@ -228,7 +229,7 @@ def test_sample_size_and_places() -> None:
 def test_the_sample_is_the_same_on_all_ranks_and_another_one_each_step() -> None:
     u, method = numbers((50_000,), 1), hvdcompress.get("dgc", density=0.1)
     turns = [Context(rank, 2, step, TensorSpec("w", (50_000, 1))) for rank, step in ((0, 0), (1, 0), (0, 1))]
-    first, other, later = [method.threshold(u, ctx, reference) for ctx in turns]  # type: ignore[attr-defined]
+    first, other, later = [method.threshold(u, ctx, Workspace(reference)) for ctx in turns]  # type: ignore[attr-defined]
     assert first == other != later
 
 

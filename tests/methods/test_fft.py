@@ -12,7 +12,7 @@ from test_rangefloat import mantissa_of
 import hvdcompress
 from hvdcompress import testing
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import spectra
 from hvdcompress.parts.rangefloat import RangeFloatCodec
@@ -200,8 +200,8 @@ def test_the_last_blocks_bins_compare_by_their_energy() -> None:
     trial = Trial(hvdcompress.get("fft", density=0.15), 1)
     trial.allreduce([g], "w")
     method, spec = hvdcompress.get("fft", density=0.15), TensorSpec("w", (5120,))
-    ctx = hvdcompress.method.Context(0, 1, 0, spec)
-    index = method.decode(np.frombuffer(trial.log[0].sent[0], np.uint8), ctx, reference).index
+    ctx = Context(0, 1, 0, spec)
+    index = method.decode(np.frombuffer(trial.log[0].sent[0], np.uint8), ctx, Workspace(reference)).index
     assert np.mean(index >= 2049) == pytest.approx(0.2, abs=0.03)
 
 
@@ -271,9 +271,10 @@ def test_filters_are_collocated_in_both_frameworks() -> None:
     ops, method = reference, hvdcompress.get("fft", order="filters", values="fp32", density=0.1)
     payloads = []
     for g, layout in ((torchs, "oihw"), (slow, "hwio")):
-        ctx = hvdcompress.method.Context(0, 1, 0, TensorSpec("w", g.shape, layout=layout))
-        payloads.append(method.encode(g.ravel(), {}, ctx, ops).tobytes())
-        total = method.invert([method.decode(np.frombuffer(payloads[-1], np.uint8), ctx, ops)], 1e38, ctx, ops)
+        ctx = Context(0, 1, 0, TensorSpec("w", g.shape, layout=layout))
+        work = Workspace(ops)
+        payloads.append(method.encode(g.ravel(), {}, ctx, work).tobytes())
+        total = method.invert([method.decode(np.frombuffer(payloads[-1], np.uint8), ctx, work)], 1e38, ctx, work)
         assert np.linalg.norm(total - g.ravel()) < 0.5 * np.linalg.norm(g)
     assert payloads[0] == payloads[1]
 

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 import hvdcompress
 from hvdcompress.lab.training import numpy_digits
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import candidates, select
 from hvdcompress.testing import Trial, numbers
@@ -335,7 +335,7 @@ def test_scope_tensor_selects_in_each() -> None:
 
 def test_moments_are_taken_in_the_pass_that_adds_the_residual() -> None:
     ctx = Context(0, 1, 0, TensorSpec("w", (1001,)))
-    assert hvdcompress.get("gaussiank").scan(0, ctx, reference, numbers((1001,), 1)).moments
+    assert hvdcompress.get("gaussiank").scan(0, {}, ctx, Workspace(reference), numbers((1001,), 1)).moments
 
 
 def test_bytes_have_one_length_whatever_the_data() -> None:

@@ -12,7 +12,7 @@ import pytest
 import hvdcompress
 from hvdcompress.engine import rehearsal
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import matrices
 from hvdcompress.testing import Trial, numbers
@@ -264,7 +264,7 @@ def test_other_shapes_are_laid_out_likewise(shape: tuple[int, ...]) -> None:
 def pump(method: Any, specs: list[TensorSpec], xs: list[np.ndarray], states: list[dict], phase: int, step: int) -> list:
     """Run one exchange of several ranks, without a driver."""
     turns = [Context(rank, len(xs), step, spec, phase=phase) for rank, spec in enumerate(specs)]
-    running = [method.exchange(x, s, ctx, reference) for x, s, ctx in zip(xs, states, turns, strict=True)]
+    running = [method.exchange(x, s, ctx, Workspace(reference)) for x, s, ctx in zip(xs, states, turns, strict=True)]
     verbs, done = [next(one) for one in running], []
     while not done:
         results = rehearsal.carry_out(verbs)
@@ -622,7 +622,7 @@ def test_damaged_broadcasts_are_refused() -> None:
     method = hvdcompress.get("gradiveq", **SHORT)
     ctx = Context(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
     for d in (0, 4, 2**31 + 5):
-        fitting = method.fit_basis(numbers((96,), 1), ctx, reference)  # type: ignore[attr-defined]
+        fitting = method.fit_basis(numbers((96,), 1), ctx, Workspace(reference))  # type: ignore[attr-defined]
         verb = next(fitting)
         bad = verb.make().copy()
         bad[:4] = np.frombuffer(int(d).to_bytes(4, "little"), np.uint8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.parts.wire import WireError
 from hvdcompress.testing import Collective, Trial, numbers
 
@@ -220,7 +220,7 @@ def test_a_damaged_payload_is_refused() -> None:
     ctx = Context(0, 2, 0, TensorSpec("w", (50,)))
     for collective in net.log:
         payload = np.frombuffer(next(filter(None, reversed(collective.sent))), np.uint8)
-        assert len(method.decode(payload.copy(), ctx, net.ops).index) == 5
+        assert len(method.decode(payload.copy(), ctx, Workspace(net.ops)).index) == 5
         for bad in (payload[:-4], np.r_[payload, payload[:4]], np.r_[payload[:3], ~payload[3:4], payload[4:]]):
             with pytest.raises(WireError):
-                method.decode(np.ascontiguousarray(bad), ctx, net.ops)
+                method.decode(np.ascontiguousarray(bad), ctx, Workspace(net.ops))

@@ -16,7 +16,7 @@ from test_gaussiank import shapes
 import hvdcompress
 from hvdcompress.lab.training import numpy_digits
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.testing import Trial, numbers
 
@@ -213,7 +213,7 @@ def test_candidates_change_nothing() -> None:
         gradient = numbers((4000,), 0, step, kind="heavy")
         u = gradient + memory
         ctx = Context(0, 1, step, TensorSpec("w", (4000,)))
-        chosen, known = method.choose(u, known if step % 2 else FRESH, ctx, reference)  # type: ignore[attr-defined]
+        chosen, known = method.choose(u, known if step % 2 else FRESH, ctx, Workspace(reference))  # type: ignore[attr-defined]
         out = net.allreduce([gradient], "w")[0]
         assert np.flatnonzero(out).tolist() == chosen.index.tolist()
         memory = net.residual("w", 0).ravel()

@@ -110,7 +110,7 @@ SOURCE = """
         def num_bytes(self, spec, world):
             return 4 * spec.size
 
-        def exchange(self, x, state, ctx, ops):
+        def exchange(self, x, state, ctx, work):
             return Reduced(total=(yield AllReduce(x)), own=x.copy())
 """
 

@@ -92,13 +92,13 @@ def feedback_is_switched_off(patch: Patch) -> None:
 
 
 def residual_is_never_updated(patch: Patch) -> None:
-    exchange = feedback.exchange
+    exchange = feedback.Feedback.exchange
 
-    def same(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(method, x, state, spare, ctx, ops)
-        return replace(reduced, state={name: state[name] for name in reduced.state})
+    def same(self: feedback.Feedback, x: Any, ctx: Any, work: Any) -> Any:
+        reduced = yield from exchange(self, x, ctx, work)
+        return replace(reduced, state={name: self.state[name] for name in reduced.state})
 
-    patch.setattr(feedback, "exchange", same)
+    patch.setattr(feedback.Feedback, "exchange", same)
 
 
 def residual_sign_is_flipped(patch: Patch) -> None:
@@ -115,14 +115,14 @@ def own_share_is_added_to_the_residual(patch: Patch) -> None:
 
 def sent_places_are_zeroed_under_low_pass(patch: Patch) -> None:
     """m' = 0 at sent places, where it must be (1 − β)m."""
-    exchange = feedback.exchange
+    exchange = feedback.Feedback.exchange
 
-    def zeroing(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(method, x, state, spare, ctx, ops)
+    def zeroing(self: feedback.Feedback, x: Any, ctx: Any, work: Any) -> Any:
+        reduced = yield from exchange(self, x, ctx, work)
         reduced.state[feedback.RESIDUAL][reduced.own.index] = 0
         return reduced
 
-    patch.setattr(feedback, "exchange", zeroing)
+    patch.setattr(feedback.Feedback, "exchange", zeroing)
 
 
 def beta_is_ignored(patch: Patch) -> None:
@@ -156,8 +156,8 @@ def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
     cls = type(hvdcompress.get("scalecom"))
     exchange = cls.exchange
 
-    def turned(self: Method, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        inner = exchange(self, x, state, ctx, ops)
+    def turned(self: Method, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        inner = exchange(self, x, state, ctx, work)
         verb = next(inner)
         while True:
             verb = replace(verb, root=root(verb, ctx)) if isinstance(verb, Broadcast) else verb
@@ -217,7 +217,8 @@ def ties_go_to_the_highest_index(patch: Patch) -> None:
 
 
 def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
-    def sum_of_halves(x: Any, ctx: Any, ops: Any, stream: int = 0, saturated: Any = None) -> Any:
+    def sum_of_halves(x: Any, ctx: Any, work: Any, stream: int = 0, saturated: Any = None) -> Any:
+        ops = work.ops
         payload, _ = ops.to_fp16(x, 1.0)
         return Half((yield AllReduce(payload)), 1.0), ops.from_fp16(payload, 1.0)
 
@@ -225,7 +226,7 @@ def fp16_is_not_scaled_before_the_sum(patch: Patch) -> None:
 
 
 def saturation_is_not_counted(patch: Patch) -> None:
-    patch.setattr(codecs, "_count_saturated", lambda ctx, count: None)
+    patch.setattr(codecs, "_count_saturated", lambda work, count: None)
 
 
 def bf16_is_cut_off_instead_of_rounded(patch: Patch) -> None:
@@ -245,21 +246,26 @@ def bad_step_is_not_rolled_back(patch: Patch) -> None:
 
 
 def nan_is_not_noticed(patch: Patch) -> None:
-    receive = feedback.receive
+    receive = feedback.Feedback.receive
     blind = FINDERS._replace(all_finite=lambda x: True)
     patch.setattr(reference, "look", lambda x, scan: find(x, scan, blind))
-    patch.setattr(feedback, "receive", lambda *given: receive(*given)._replace(finite=True))
+
+    def believe(self: feedback.Feedback, *given: Any) -> Any:
+        return [found._replace(finite=True) for found in receive(self, *given)]
+
+    patch.setattr(feedback.Feedback, "receive", believe)
 
 
 def residual_is_written_in_place(patch: Patch) -> None:
     """Accumulating into the residual itself: a step that is abandoned cannot be undone then."""
-    receive = feedback.receive
+    receive = feedback.Feedback.receive
 
-    def in_place(method: Method, g: Any, scale: float, place: int, span: slice, state: Any, *rest: Any) -> Any:
-        state[feedback.RESIDUAL][span] += g
-        return receive(method, np.zeros_like(g), scale, place, span, state, *rest)
+    def in_place(self: feedback.Feedback, gradients: Any, indices: Any, spans: Any, *rest: Any) -> Any:
+        for gradient, span in zip(gradients, spans, strict=True):
+            self.state[feedback.RESIDUAL][slice(*span)] += gradient
+        return receive(self, [np.zeros_like(gradient) for gradient in gradients], indices, spans, *rest)
 
-    patch.setattr(feedback, "receive", in_place)
+    patch.setattr(feedback.Feedback, "receive", in_place)
 
 
 def input_is_written(patch: Patch) -> None:
@@ -344,17 +350,17 @@ def broadcasts_are_not_counted(patch: Patch) -> None:
 def formula_forgets_the_header(patch: Patch) -> None:
     num_bytes = pack.num_bytes
     cls = type(hvdcompress.get("topk"))
-    patch.setattr(cls, "num_bytes", lambda self, spec, world: num_bytes(6, spec.size, "fp32") - 24)
+    patch.setattr(cls, "num_bytes", lambda self, spec, world: num_bytes(6, self.packing(spec)) - 24)
 
 
 def verbs_depend_on_the_data(patch: Patch) -> None:
     cls = type(hvdcompress.get("topk"))
     exchange = cls.exchange
 
-    def lazy(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        if ops.max_abs(x) > 0:
+    def lazy(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        if work.ops.max_abs(x) > 0:
             yield AllReduce(np.zeros(1, np.float32))
-        return (yield from exchange(self, x, state, ctx, ops))
+        return (yield from exchange(self, x, state, ctx, work))
 
     patch.setattr(cls, "exchange", lazy)
 

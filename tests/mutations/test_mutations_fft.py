@@ -122,8 +122,8 @@ def own_share_is_what_should_have_been_sent(patch: Patch) -> None:
     """Quantization is forgotten: the residual then lacks its error."""
     exchange = FFT.exchange
 
-    def forgetful(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(self, x, state, ctx, ops)
+    def forgetful(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        reduced = yield from exchange(self, x, state, ctx, work)
         reduced.own = reduced.own._replace(after=1.01 * reduced.own.after)
         return reduced
 

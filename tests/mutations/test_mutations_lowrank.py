@@ -41,8 +41,8 @@ def changed(patch: Patch, id: str, change: Callable[..., Any]) -> None:
     cls = type(hvdcompress.get(id))
     exchange = cls.exchange
 
-    def turned(self: Method, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        inner = exchange(self, x, state, ctx, ops)
+    def turned(self: Method, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        inner = exchange(self, x, state, ctx, work)
         result = None
         while True:
             try:
@@ -59,8 +59,8 @@ def returned(patch: Patch, id: str, change: Callable[..., Any]) -> None:
     cls = type(hvdcompress.get(id))
     exchange = cls.exchange
 
-    def turned(self: Method, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        return change((yield from exchange(self, x, state, ctx, ops)), ctx, state)
+    def turned(self: Method, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        return change((yield from exchange(self, x, state, ctx, work)), ctx, state)
 
     patch.setattr(cls, "exchange", turned)
 
@@ -102,7 +102,7 @@ def nothing_is_made_small(patch: Patch) -> None:
 
 
 def fp16_is_made_small_as_well(patch: Patch) -> None:
-    patch.setattr(matrices, "all_reduce", lambda x, shrunk, name, ctx, ops: codecs.all_reduce(x, name, ctx, ops))
+    patch.setattr(matrices, "all_reduce", lambda x, shrunk, name, ctx, work: codecs.all_reduce(x, name, ctx, work))
 
 
 def p_is_not_summed(patch: Patch) -> None:
@@ -117,8 +117,8 @@ def mean_is_not_shared_out(patch: Patch) -> None:
     patch.setattr(type(hvdcompress.get("gradiveq")), "exchange_compressed", _with_world_1)
 
 
-def _with_world_1(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-    return (yield from COMPRESSED(self, x, state, replace(ctx, world=1), ops))
+def _with_world_1(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+    return (yield from COMPRESSED(self, x, state, replace(ctx, world=1), work))
 
 
 COMPRESSED = type(hvdcompress.get("gradiveq")).exchange_compressed  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def a_trigger_does_not_reset_the_mean(patch: Patch) -> None:
 def changed_turn(patch: Patch, change: Callable[[Any], Any]) -> None:
     cls = type(hvdcompress.get("gradiveq"))
     exchange = cls.exchange
-    patch.setattr(cls, "exchange", lambda self, x, state, ctx, ops: exchange(self, x, state, change(ctx), ops))
+    patch.setattr(cls, "exchange", lambda self, x, state, ctx, work: exchange(self, x, state, change(ctx), work))
 
 
 def one_component_too_few(patch: Patch) -> None:
@@ -170,8 +170,8 @@ def every_rank_makes_its_own_basis(patch: Patch) -> None:
     cls = type(hvdcompress.get("gradiveq"))
     fitted = cls.fit_basis  # type: ignore[attr-defined]
 
-    def own(self: Any, history: Any, ctx: Any, ops: Any) -> Any:
-        new = yield from fitted(self, history, ctx, ops)
+    def own(self: Any, history: Any, ctx: Any, work: Any) -> Any:
+        new = yield from fitted(self, history, ctx, work)
         new["basis"] = new["basis"] * (-1) ** ctx.rank
         return new
 

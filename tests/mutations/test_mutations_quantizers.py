@@ -179,11 +179,12 @@ def the_second_rounding_is_nobodys(patch: Patch) -> None:
     """Scatter forgets the error that the shard's owner made when it encoded the sum."""
     scatter = sums.scatter
 
-    def forget(x: Any, codec: Any, ctx: Any, ops: Any) -> Any:
-        total, _ = yield from scatter(x, codec, ctx, ops)
+    def forget(x: Any, codec: Any, ctx: Any, work: Any) -> Any:
+        total, _ = yield from scatter(x, codec, ctx, work)
         shard = -(-len(x) // ctx.world)
         parts = [x[r * shard : (r + 1) * shard] for r in range(ctx.world)]
-        own = [codec.decode(codec.encode(p, ctx, ops, stream=r), len(p), ops) for r, p in enumerate(parts)]
+        ops = work.ops
+        own = [codec.decode(codec.encode(p, ctx, work, stream=r), len(p), ops) for r, p in enumerate(parts)]
         return total, ops.concat(own)
 
     patch.setattr(sums, "scatter", forget)
@@ -228,8 +229,8 @@ def fields_are_too_wide(patch: Patch) -> None:
 def scalers_are_ones_own(patch: Patch) -> None:
     exchange = TERNGRAD.exchange
 
-    def unshared(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        steps = exchange(self, x, state, ctx, ops)
+    def unshared(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        steps = exchange(self, x, state, ctx, work)
         verb = next(steps)
         yield verb
         words = yield steps.send(verb.x)

@@ -55,10 +55,10 @@ def rounding_is_everybodys(patch: Patch) -> None:
     """The broadcast's error taken over by all ranks, not by the one that wrote it."""
     exchange = GTOPK.exchange
 
-    def all_take_it(self: Any, x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from exchange(self, x, state, ctx, ops)
+    def all_take_it(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        reduced = yield from exchange(self, x, state, ctx, work)
         error = reduced.total.values * np.float32(2.0**-12)
-        return replace(reduced, own=ops.merge(reduced.own, Sparse(reduced.total.index, error), ctx.spec.size))
+        return replace(reduced, own=work.ops.merge(reduced.own, Sparse(reduced.total.index, error), ctx.spec.size))
 
     patch.setattr(GTOPK, "exchange", all_take_it)
 
@@ -96,11 +96,10 @@ def velocity_is_masked_everywhere(patch: Patch) -> None:
 
 
 def _method_before_feedback(patch: Patch, change: Callable[[Method], Method]) -> None:
-    def changed(step: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda method, *rest: step(change(method), *rest)
-
-    patch.setattr(feedback, "receive", changed(feedback.receive))
-    patch.setattr(feedback, "exchange", changed(feedback.exchange))
+    begin = feedback.Feedback.__init__
+    patch.setattr(
+        feedback.Feedback, "__init__", lambda self, method, *rest, **more: begin(self, change(method), *rest, **more)
+    )
 
 
 def momentum_is_ignored(patch: Patch) -> None:
@@ -110,39 +109,32 @@ def momentum_is_ignored(patch: Patch) -> None:
 def momentum_comes_after_the_residual(patch: Patch) -> None:
     """v = m·v + g, as if an optimizer's momentum worked on the residual: what momentum correction corrects."""
 
-    def receive(
-        method: Method,
-        gradients: Any,
-        scale: float,
-        places: Any,
-        spans: Any,
-        state: Any,
-        spare: Any,
-        ctx: Any,
-        ops: Any,
-        *_: Any,
-    ) -> Any:
-        residual, x = np.float32(method.momentum) * state[feedback.RESIDUAL], spare[feedback.RESIDUAL]
-        scans = [method.scan(place, ctx, ops, gradient) for place, gradient in zip(places, gradients, strict=True)]
-        return ops.accumulate_parts(gradients, residual, [1.0] * len(gradients), x, spans, scans)
+    def receive(self: feedback.Feedback, gradients: Any, indices: Any, spans: Any, ctx: Any, work: Any, *_: Any) -> Any:
+        residual = np.float32(self.method.momentum) * self.state[feedback.RESIDUAL]
+        scans = [
+            self.method.scan(index, self.state, ctx, work, gradient)
+            for index, gradient in zip(indices, gradients, strict=True)
+        ]
+        x = self.spare[feedback.RESIDUAL]
+        return work.ops.accumulate_parts(gradients, residual, [1.0] * len(gradients), x, spans, scans)
 
-    def exchange(method: Method, x: Any, state: Any, spare: Any, ctx: Any, ops: Any) -> Any:
-        reduced = yield from method.exchange(x, state, ctx, ops)
-        ops.subtract(x, reduced.own, 1.0)
-        return replace(reduced, state={**spare, **reduced.state})
+    def exchange(self: feedback.Feedback, x: Any, ctx: Any, work: Any) -> Any:
+        reduced = yield from self.method.exchange(x, self.state, ctx, work)
+        work.ops.subtract(x, reduced.own, 1.0)
+        return replace(reduced, state={**self.spare, **reduced.state})
 
-    patch.setattr(feedback, "receive", receive)
-    patch.setattr(feedback, "exchange", exchange)
+    patch.setattr(feedback.Feedback, "receive", receive)
+    patch.setattr(feedback.Feedback, "exchange", exchange)
 
 
 def clipping_forgets_the_workers(patch: Patch) -> None:
     clip = feedback.clipping
-    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, ops: clip(m, g, scale, replace(ctx, world=1), ops))
+    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, work: clip(m, g, scale, replace(ctx, world=1), work))
 
 
 def clipping_is_in_scaled_units(patch: Patch) -> None:
     clip = feedback.clipping
-    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, ops: scale * clip(m, g, 1.0, ctx, ops))
+    patch.setattr(feedback, "clipping", lambda m, g, scale, ctx, work: scale * clip(m, g, 1.0, ctx, work))
 
 
 def the_norm_is_taken_in_float32(patch: Patch) -> None:
@@ -176,12 +168,14 @@ def the_capacity_overflows(patch: Patch) -> None:
 
 
 def thresholds_are_never_used_again(patch: Patch) -> None:
-    patch.setattr(REDSYNC, "known", lambda self, state, ctx, ops: np.float32(0))
+    patch.setattr(REDSYNC, "known", lambda self, state, ctx, work: np.float32(0))
 
 
 def the_search_is_never_repeated(patch: Patch) -> None:
     known = REDSYNC.known
-    patch.setattr(REDSYNC, "known", lambda self, state, ctx, ops: known(replace(self, interval=10**9), state, ctx, ops))
+    patch.setattr(
+        REDSYNC, "known", lambda self, state, ctx, work: known(replace(self, interval=10**9), state, ctx, work)
+    )
 
 
 def a_stale_threshold_is_believed(patch: Patch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as ops
 from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.quantize import StochasticCodec
@@ -32,7 +32,7 @@ def context(rank: int = 0, step: int = 0) -> Context:
 
 
 def read_back(x: np.ndarray, made: Any, ctx: Context | None = None, stream: int = 0) -> np.ndarray:
-    buffer = made.encode(x, ctx or context(), ops, stream)
+    buffer = made.encode(x, ctx or context(), Workspace(ops), stream)
     assert buffer.dtype == np.uint8 and len(buffer) == made.num_bytes(len(x))
     values = made.decode(buffer, len(x), ops)
     assert values.dtype == np.float32 and values.shape == x.shape
@@ -157,7 +157,7 @@ def test_constants(made: StochasticCodec, value: float) -> None:
 @pytest.mark.parametrize("made", CODECS, ids=str)
 def test_damaged_bytes_are_refused_or_read_as_finite(made: StochasticCodec) -> None:
     x, rng = numbers((100,), 6), np.random.default_rng(0)
-    buffer = made.encode(x, context(), ops)
+    buffer = made.encode(x, context(), Workspace(ops))
     for length in (0, 1, len(buffer) - 1):
         with pytest.raises(WireError, match="bytes of quantized values"):
             made.decode(buffer[:length], 100, ops)

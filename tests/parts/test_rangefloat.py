@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hvdcompress.method import Workspace
 from hvdcompress.ops import numpy as ops
 from hvdcompress.parts.codecs import codec
 from hvdcompress.parts.rangefloat import HEAD, RangeFloatCodec
@@ -51,7 +52,7 @@ class Oracle:
 
 def codes_of(x: np.ndarray, made: RangeFloatCodec) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes in a buffer, and the values they decode to."""
-    buffer = made.encode(x, None, ops)
+    buffer = made.encode(x, None, Workspace(ops))
     head = HEAD + (made.mantissa is None)
     assert buffer.dtype == np.uint8 and len(buffer) == made.num_bytes(len(x)) == head + -(-len(x) * made.bits // 8)
     values = made.decode(buffer, len(x), ops)
@@ -61,7 +62,7 @@ def codes_of(x: np.ndarray, made: RangeFloatCodec) -> tuple[np.ndarray, np.ndarr
 
 def mantissa_of(x: np.ndarray, made: RangeFloatCodec) -> int:
     """Return the mantissa bits that a codec has, or that it chooses for x."""
-    return int(made.encode(x, None, ops)[HEAD]) if made.mantissa is None else made.mantissa
+    return int(made.encode(x, None, Workspace(ops))[HEAD]) if made.mantissa is None else made.mantissa
 
 
 floats = st.one_of(
@@ -242,6 +243,6 @@ def test_input_is_not_written_and_need_not_be_contiguous() -> None:
     kept = x.copy()
     x.flags.writeable = False
     made = RangeFloatCodec(9)
-    strided = made.encode(x[::2], None, ops)
-    assert strided.tolist() == made.encode(x[::2].copy(), None, ops).tolist()
+    strided = made.encode(x[::2], None, Workspace(ops))
+    assert strided.tolist() == made.encode(x[::2].copy(), None, Workspace(ops)).tolist()
     assert (x == kept).all()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdcompress
-from hvdcompress.method import Context, Method, Sparse, TensorSpec
+from hvdcompress.method import Context, Method, Sparse, TensorSpec, Workspace
 from hvdcompress.ops import numpy as ops
 from hvdcompress.parts import pack, wire
 from hvdcompress.parts.wire import Header, WireError
@@ -154,13 +154,13 @@ def context(n: int) -> Context:
 
 def payload_of(method: Method, n: int, key: int) -> np.ndarray:
     x = np.random.default_rng(key).normal(size=n).astype(np.float32)
-    return method.encode(x, {}, context(n), ops)
+    return method.encode(x, {}, context(n), Workspace(ops))
 
 
 def decodes_or_raises(method: Method, data: bytes, n: int) -> bool:
     """Decode bytes: any bytes give a vector that fits the tensor, or a WireError."""
     try:
-        share = method.decode(np.frombuffer(data, np.uint8), context(n), ops)
+        share = method.decode(np.frombuffer(data, np.uint8), context(n), Workspace(ops))
     except WireError:
         return False
     index, values = np.asarray(share.index), np.asarray(share.values)
@@ -205,9 +205,13 @@ def test_random_bytes(method: Method, data: bytes, n: int) -> None:
 def test_payload_of_another_method_or_tensor_is_refused() -> None:
     topk, gaussiank = hvdcompress.get("topk", density=0.1), hvdcompress.get("gaussiank", density=0.1)
     with pytest.raises(WireError, match="another method than 'topk'"):
-        topk.decode(np.r_[gaussiank.encode(np.ones(40, np.float32), {}, context(40), ops)], context(40), ops)
+        topk.decode(
+            np.r_[gaussiank.encode(np.ones(40, np.float32), {}, context(40), Workspace(ops))],
+            context(40),
+            Workspace(ops),
+        )
     with pytest.raises(WireError, match="40 elements, this one has 41"):
-        topk.decode(topk.encode(np.ones(40, np.float32), {}, context(40), ops), context(41), ops)
+        topk.decode(topk.encode(np.ones(40, np.float32), {}, context(40), Workspace(ops)), context(41), Workspace(ops))
 
 
 def test_a_header_that_claims_much_allocates_nothing() -> None:
@@ -224,7 +228,7 @@ def test_a_header_that_claims_much_allocates_nothing() -> None:
     for lie in lies:
         data = np.frombuffer(wire.pack(lie) + bytes(64), np.uint8)
         with pytest.raises(WireError):
-            method.decode(data, context(40), ops)
+            method.decode(data, context(40), Workspace(ops))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
@@ -269,6 +273,7 @@ def test_sparse_payload_round_trip_beyond_two_to_the_24() -> None:
     """Indices above 2^24 are exact: nothing passes through float32."""
     n = 2**24 + 5
     index = np.array([0, 2**24 - 1, 2**24, 2**24 + 1, n - 1], np.int32)
-    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), n, "fp32", "topk", context(n), ops)
-    share = pack.decode(payload, 5, n, "fp32", "topk", ops)
+    packing = pack.Packing("topk", "fp32", n)
+    payload = pack.encode(Sparse(index, np.arange(5, dtype=np.float32)), packing, context(n), Workspace(ops))
+    share = pack.decode(payload, 5, packing, ops)
     np.testing.assert_array_equal(share.index, index)

@@ -79,7 +79,7 @@ class Known:
 
     def __call__(self, method: Method) -> tuple[Codec, Codec]:
         """A method's codec before its last collective, and after it."""
-        if method.passes and method.feedback == "none":
+        if method.identity and method.feedback == "none":
             return Codec(), Codec()  # the gradient itself travels
         name = name_of(method)
         if name not in self.codecs:

@@ -26,7 +26,7 @@ def call_of(each: Iterable[Asked], world: int) -> Call:
 
 def status(plan: Plan, world: int) -> list[Call]:
     """What the PyTorch driver asks for once per step: nothing where every tensor is left to Horovod."""
-    return [] if plan.stateless and plan.program.main.passes else [call_of([cost.STATUS], world)]
+    return [] if plan.stateless and plan.program.main.identity else [call_of([cost.STATUS], world)]
 
 
 def buckets_of(plan: Plan, tensors: Mapping[str, tuple[int, ...]], grouping: Grouping = BY_NAME) -> list[Bucket]:

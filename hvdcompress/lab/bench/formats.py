@@ -23,7 +23,7 @@ import torch
 from hvdcompress.lab.output import gradients
 from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import TensorSpec
+from hvdcompress.method import TensorSpec, Workspace
 from hvdcompress.methods.fft import FFT
 from hvdcompress.ops import fast
 from hvdcompress.parts.codecs import codec
@@ -43,7 +43,7 @@ def uniform(x: Vector, bits: int) -> Vector:
 def coded(x: Vector, name: str) -> Vector:
     """Return x [n] float32 as a codec of values writes and reads it."""
     made = codec(name)
-    return np.asarray(made.decode(made.encode(x, None, fast), len(x), fast))  # type: ignore[arg-type]
+    return np.asarray(made.decode(made.encode(x, None, Workspace(fast)), len(x), fast))  # type: ignore[arg-type]
 
 
 def fp8(x: Vector, dtype: torch.dtype) -> Vector:

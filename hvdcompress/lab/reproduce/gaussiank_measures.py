@@ -14,7 +14,7 @@ from scipy.special import ndtr
 from hvdcompress import registry
 from hvdcompress.lab.reproduce import simulate
 from hvdcompress.lab.reproduce.simulate import Moment
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.methods.dgc import DGC
 from hvdcompress.ops import fast
 from hvdcompress.parts import select
@@ -187,8 +187,8 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     """Ways to choose about k of n elements, by name; without what earlier steps would have told them."""
     k = select.num_kept(density, n)
 
-    def fresh() -> Context:
-        return Context(0, 1, 0, TensorSpec("x", (n,), "float32"))
+    def fresh() -> tuple[Context, Workspace]:
+        return Context(0, 1, 0, TensorSpec("x", (n,), "float32")), Workspace(fast)
 
     gaussian = {rule: registry.get("gaussiank", density=density, refine=rule) for rule in ("bisect", "paper")}
     # both as published: our own search looks at fewer elements from count to count
@@ -196,19 +196,19 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     dgc = DGC(density=density)
 
     def sampled(x: Vector) -> Any:
-        context = fresh()
-        start = dgc.threshold(x, context, fast)
-        return select.above_threshold(x, start, select.about(density, n), select.refine_bisect, 0, context, fast)[0]
+        ctx, work = fresh()
+        search = select.Search(dgc.threshold(x, ctx, work), select.about(density, n), select.refine_bisect)
+        return select.above_threshold(x, search, 0, ctx, work)[0]
 
     return {
-        "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
-        "Gaussian-k, paper": lambda x: gaussian["paper"].choose(x, 0, fresh(), fast),  # type: ignore[attr-defined]
-        "our own exact top-k": lambda x: select.largest(x, [k], fresh(), fast),
+        "Gaussian-k, bisect": lambda x: gaussian["bisect"].choose(x, 0, *fresh()),  # type: ignore[attr-defined]
+        "Gaussian-k, paper": lambda x: gaussian["paper"].choose(x, 0, *fresh()),  # type: ignore[attr-defined]
+        "our own exact top-k": lambda x: select.largest(x, [k], *fresh()),
         "exact top-k (numpy.argpartition)": lambda x: np.argpartition(np.abs(x), n - k)[n - k :],
         "exact top-k (torch.topk)": lambda x: torch.topk(torch.from_numpy(x).abs(), k, sorted=False),
         "DGC's sampling": sampled,
-        "RedSync's trimmed top-k": lambda x: redsync["trimmed"].choose(x, np.float32(0), fresh(), fast)[0],  # type: ignore[attr-defined]
-        "RedSync's binary search": lambda x: redsync["paper"].choose(x, np.float32(0), fresh(), fast)[0],  # type: ignore[attr-defined]
+        "RedSync's trimmed top-k": lambda x: redsync["trimmed"].choose(x, np.float32(0), *fresh())[0],  # type: ignore[attr-defined]
+        "RedSync's binary search": lambda x: redsync["paper"].choose(x, np.float32(0), *fresh())[0],  # type: ignore[attr-defined]
     }
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from hvdcompress.lab.cluster import launcher
 from hvdcompress.lab.cluster.hosts import Hosts
 from hvdcompress.lab.scale.ring import Dense, Projection, Recoded, SegmentCodec, ring_allreduce
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.methods.gradiveq import GradiVeQ
 from hvdcompress.ops import fast
 from hvdcompress.parts import codecs
@@ -61,7 +61,7 @@ class Coded:
     def add(self, arrived: Array | None, own: Array, hop: int) -> Array:
         """Decode, add, encode: each hop draws random numbers of its own."""
         total = own if arrived is None else self.codec.decode(arrived, len(own), fast) + own
-        return self.codec.encode(total, self.ctx, fast, stream=hop)
+        return self.codec.encode(total, self.ctx, Workspace(fast), stream=hop)
 
     def decode(self, payload: Array, start: int, stop: int) -> Array:
         """[num_bytes] uint8 -> [stop − start] float32."""

@@ -216,7 +216,7 @@ def exchange_of(bucket: Bucket, world: int) -> Exchange:
     method = bucket.program.main
     phase = imagined.last_phase(method)
     rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
-    passes = rides and method.passes and method.feedback == "none"
+    passes = rides and method.identity and method.feedback == "none"
     specs = bucket.members if bucket.apart(method) else [bucket.spec]
     parts = [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs]
     rounds = [

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.rehearsal import begin, blank_state, rehearse, round_of
+from hvdcompress.engine.rehearsal import begin, blank_state, context_of, rehearse, round_of
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Method, TensorSpec, Verb
 from hvdcompress.ops import fast
 
@@ -97,7 +97,7 @@ def watch(
     gathers = sum(round.verb == "AllGather" for round in small) if small and small[-1].verb == "AllGather" else -1
     whole = _components(method, phase, spec)
     crew = range(min(world, 2 if method.uneven else 1))
-    exchanges = [begin(method, phase, rank, world, spec, x, whole) for rank in crew]
+    exchanges = [begin(method, context_of(method, phase, rank, world, spec), x, whole) for rank in crew]
     asked: list[tuple[Asked, ...]] = []
     seen: dict[int, Array] = {}
     results: list[Any] = [None for _ in crew]

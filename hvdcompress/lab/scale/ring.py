@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdcompress.method import Context
+from hvdcompress.method import Context, Workspace
 from hvdcompress.ops import fast
 from hvdcompress.parts import matrices
 from hvdcompress.parts.sums import Codec
@@ -220,7 +220,7 @@ class Recoded:
     def add(self, arrived: Array | None, own: Array, hop: int) -> Array:
         """Decode, add, encode: each hop draws random numbers of its own."""
         total = own if arrived is None else self.codec.decode(arrived, len(own), fast) + own
-        return self.codec.encode(total, self.ctx, fast, stream=hop)
+        return self.codec.encode(total, self.ctx, Workspace(fast), stream=hop)
 
     def decode(self, payload: Array, start: int, stop: int) -> Array:
         """[num_bytes] uint8 -> [stop − start] float32."""

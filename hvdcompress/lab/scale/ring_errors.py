@@ -15,7 +15,7 @@ from rich.console import Console
 from hvdcompress import registry
 from hvdcompress.lab.output.table import Column, Table
 from hvdcompress.lab.scale.ring import Recoded, segments, simulate
-from hvdcompress.method import Context, TensorSpec
+from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import fast
 from hvdcompress.parts import codecs
 from hvdcompress.parts.sums import Codec, Quantizer
@@ -49,10 +49,12 @@ def error_growth(codecs: Mapping[str, Codec], worlds: Iterable[int], n: int = 65
             xs = [rng.standard_normal(n, np.float32) for _ in range(world)]
             exact = np.sum(xs, axis=0, dtype=np.float64)
             turns = [Context(rank, world, 0, TensorSpec("ring", (n,)), seed) for rank in range(world)]
-            once = [codec.decode(codec.encode(x, ctx, fast), n, fast) for x, ctx in zip(xs, turns, strict=True)]
+            once = [
+                codec.decode(codec.encode(x, ctx, Workspace(fast)), n, fast) for x, ctx in zip(xs, turns, strict=True)
+            ]
             gathered = fast.add_all(once)
             twice = [
-                codec.decode(codec.encode(gathered[a:b], ctx, fast, stream=world), b - a, fast)
+                codec.decode(codec.encode(gathered[a:b], ctx, Workspace(fast), stream=world), b - a, fast)
                 for ctx, (a, b) in zip(turns, segments(n, world), strict=True)
                 if b > a
             ]

@@ -81,7 +81,7 @@ class TorchHandle(Handle):
         for bucket in self.compressor.buckets.values():
             passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
             methods = [bucket.program.at(step) for step in range(1, steps)]
-            passed = sum(passing and method.passes and method.feedback == "none" for method in methods)
+            passed = sum(passing and method.identity and method.feedback == "none" for method in methods)
             probes |= {member.name: (steps - passed) * TorchDoor.probe for member in bucket.members}
         return {**probes, "status": 64 * steps, "watchdog": self.sent().get("watchdog", 0)}
 

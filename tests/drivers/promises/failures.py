@@ -35,8 +35,8 @@ class Faulty:
         self.plan, self.ranks, self.rounds = plan_of(method, **{"bucket_elements": 0, **settings}), (), 0
         original = self.plan.program.main.exchange
 
-        def exchange(x: Any, state: Any, ctx: Any, ops: Any) -> Any:
-            steps, result = original(x, state, ctx, ops), None
+        def exchange(x: Any, state: Any, ctx: Any, work: Any) -> Any:
+            steps, result = original(x, state, ctx, work), None
             fails = ctx.spec.name == "c" and ctx.rank in self.ranks
             for _ in range(self.rounds if fails else 99):
                 try:
