@@ -152,8 +152,7 @@ class Exchange:
         """
         self._expect(Stage.FILLING)
         if not self.is_full:
-            missing = [self.setup.bucket.members[index].name for index in self._intake.missing()]
-            raise RuntimeError(f"bucket {self.name!r} cannot start: no gradient of {', '.join(missing)} has come")
+            raise RuntimeError(self.missing_in_words())
         setup = self.setup
         if self._together is None:
             assert self.x is not None
@@ -396,6 +395,11 @@ class Exchange:
         """Return what this rank waits for, in words, as the first of ``count`` exchanges."""
         more = f", and {count - 1} more" if count > 1 else ""
         return f"tensor {self.name!r} (method {self.setup.method.id}, round {max(self.round, 0)}{more})"
+
+    def missing_in_words(self) -> str:
+        """Return which gradients have not come, in words."""
+        names = [self.setup.bucket.members[index].name for index in self._intake.missing()]
+        return f"bucket {self.name!r} is incomplete: no gradient of {', '.join(map(repr, names))} has come"
 
     def failed(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""

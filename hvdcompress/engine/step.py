@@ -306,6 +306,9 @@ class Step:
 
     def say(self) -> None:
         """Tell all ranks how the step stands on this one, without waiting for them."""
+        if self.agree is Agree.BEFORE_WAITING:
+            with self.errors_wait:
+                self._refuse_missing()
         self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
         self._first = self._tell(0, self.status().numbers())
 
@@ -391,6 +394,7 @@ class Step:
             with self.errors_wait:
                 self._go_on()
         self.hear()
+        self._refuse_missing()
         self._drain()
         # Only now does this rank know whether its own gradients are finite: the first status came before them
         if self.agree is Agree.FIRST_AND_LAST:
@@ -402,6 +406,14 @@ class Step:
             if self.used is not None:
                 self.unused = {name for name, use in zip(self.terms.tensors, everyones_use, strict=True) if not use}
         self.close()
+
+    def _refuse_missing(self) -> None:
+        """Raise an error if an exchange waits for gradients that nobody will give, or the factor was not set."""
+        for exchange in self.exchanges.values():
+            if exchange.stage is Stage.FILLING:
+                raise RuntimeError(f"{exchange.missing_in_words()}: give them, or call fill_missing()")
+        if self.agree is Agree.FIRST_AND_LAST and self.exchanges and self.factor is None:
+            raise RuntimeError("step.factor was not set: 1/world for an average, 1 for a sum")
 
     def _drain(self) -> None:
         """Wait for all exchanges: of transports that go by order round by round, of others whichever has come.

@@ -26,7 +26,9 @@ class Request:
 
     Attributes:
         kind: the collective.
-        payload: this rank's flat array [n]; of a broadcast None, but on the root.
+        payload: this rank's flat array [n], which may be empty; uint8 but for all-reduces. None for a broadcast, except
+            on the root. Its memory belongs to the engine again when ``wait`` has returned on this rank: a transport
+            whose ranks share memory, or that sends from another thread, copies it.
         op: the reduction of an all-reduce.
         gives: of an all-to-all, the bytes for each rank; of a broadcast, (its bytes,).
         gets: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
@@ -61,7 +63,11 @@ class Transport(Protocol):
         """Start a collective; returns at once.
 
         Args:
-            name: equal on all ranks, and different from that of any other collective under way.
+            name: equal on all ranks, and different from that of any other collective under way on this rank. Every step
+                uses the same names, and a faster rank may start a name again before a slower one has its result: keep
+                the messages from each rank in order. After a step that failed, some ranks have started collectives that
+                others never start. A transport by name must not match those with the next step's; the Horovod driver
+                makes no further step with the same names.
             request: what to send.
         """
 

@@ -110,7 +110,7 @@ def test_a_start_without_all_gradients_names_those_that_are_missing() -> None:
     ranks, bucket = ranks_of(PLANS["topk"][0])
     exchange = begun(ranks[0], bucket)
     exchange.add([1], [np.zeros(9, np.float32)])
-    with pytest.raises(RuntimeError, match="no gradient of a, c, d"):
+    with pytest.raises(RuntimeError, match="no gradient of 'a', 'c', 'd' has come"):
         exchange.start()
 
 
