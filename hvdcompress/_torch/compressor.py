@@ -135,7 +135,7 @@ class TensorCompressor(compressor.Compressor):
         """Group the parameters into buckets; returns what the engine sees of them.
 
         Args:
-            ages: where they are in their programs, of those that are not at the start; see :meth:`Rank.ages`.
+            ages: where they are in their programs, of those that are not at the start; see :meth:`RankState.ages`.
         """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping, ages)}
