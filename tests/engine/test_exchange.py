@@ -250,3 +250,41 @@ def test_an_error_of_the_method_names_tensor_round_and_rank(monkeypatch: pytest.
     exchange.start()
     with pytest.raises(ExchangeError, match=r"tensor 'a\+3' \(method topk, round 0, rank 1\): ZeroDivisionError"):
         exchange.resume([exchange.verb.x] * WORLD)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method,linear", [("randomk", True), ("none", True)])
+def test_a_payload_that_a_stock_all_reduce_carries(method: str, linear: bool) -> None:
+    """Averaged or summed, the result is the average; of a method that is not linear, the sum is restored first."""
+    results = {}
+    for factor in (1.0 / WORLD, 1.0):
+        ranks, bucket = ranks_of({"method": method, "min_elements": 1}, {"w": (60,)})
+        exchanges = [begun(local, bucket) for local in ranks]
+        for rank, exchange in enumerate(exchanges):
+            assert exchange.setup.method.linear is linear
+            exchange.add([0], gradients(bucket, rank), [np.empty(60, np.float32)])
+            exchange.start()
+            assert exchange.setup.turn.carried_elements() == len(exchange.verb.x)  # type: ignore[union-attr]
+        total = sum(exchange.verb.x for exchange in exchanges)  # type: ignore[union-attr, misc]
+        for exchange in exchanges:
+            exchange.deliver(exchange.resume_carried(total * np.float32(factor), factor))
+        results[factor] = exchanges[0].outs[0]
+    np.testing.assert_allclose(results[1.0], WORLD * results[0.5], rtol=1e-6)
+    assert np.count_nonzero(results[1.0])
+
+
+def test_a_payload_of_a_method_that_is_not_linear_is_a_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, bucket = ranks_of({"method": "none"}, {"w": (5,)})
+    monkeypatch.setattr(type(bucket.program.main), "linear", False)
+    exchange = begun(ranks[0], bucket)
+    exchange.add([0], [np.ones(5, np.float32)], [np.empty(5, np.float32)])
+    exchange.start()
+    left = exchange.resume_carried(np.full(5, 1.5, np.float32), 0.5)
+    assert left == 0.5 and exchange.reduced[0].total.tolist() == [3.0] * 5  # type: ignore[union-attr]
+    exchange.deliver(left)
+    assert exchange.outs[0].tolist() == [1.5] * 5
+
+
+def test_what_is_waited_for_in_words() -> None:
+    exchange = at(Stage.RUNNING)
+    assert exchange.where() == "tensor 'a+3' (method topk, round 0)"
+    assert exchange.where(3) == "tensor 'a+3' (method topk, round 0, and 2 more)"

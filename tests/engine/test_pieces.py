@@ -1,0 +1,72 @@
+"""Forms of a bucket's vector: one piece or one for each tensor; sparse, of low rank, or dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcompress.engine.pieces import by_tensor, in_form_of, is_compact, scaled, slots_of, whole
+from hvdcompress.method import Sparse, TensorSpec
+from hvdcompress.ops import fast
+from hvdcompress.ops.vectors import Outer, Shares
+from hvdcompress.plan import IN_ORDER, plan_of
+
+(BUCKET,) = plan_of("topk", density=0.5, min_elements=1, bucket_elements=1000).buckets(
+    [TensorSpec("a", (4, 3)), TensorSpec("b", (5,)), TensorSpec("c", (2, 3))], IN_ORDER
+)
+LIKE = np.zeros(1, np.float32)
+FIRST = Sparse(np.array([1, 7, 11, 12, 22], np.int32), np.array([1, 2, 3, 4, 5], np.float32))
+DENSE = np.zeros(23, np.float32)
+DENSE[FIRST.index] = FIRST.values
+
+
+def sparse(index: list[int], values: list[float]) -> Sparse:
+    return Sparse(np.array(index, np.int32), np.array(values, np.float32))
+
+
+EACH = (sparse([1, 7, 11], [1, 2, 3]), sparse([0], [4]), sparse([5], [5]))
+
+
+@pytest.mark.parametrize("pieces", [(FIRST,), EACH, (DENSE,), (DENSE[:12], DENSE[12:17], DENSE[17:])])
+def test_every_form_is_the_same_vector(pieces: tuple[Any, ...]) -> None:
+    np.testing.assert_array_equal(whole(pieces, BUCKET, fast, LIKE), DENSE)
+    np.testing.assert_array_equal(whole(by_tensor(pieces, BUCKET), BUCKET, fast, LIKE), DENSE)
+    np.testing.assert_array_equal(whole(scaled(pieces, 0.5), BUCKET, fast, LIKE), DENSE / 2)
+    assert len(by_tensor(pieces, BUCKET)) == 3
+
+
+def test_a_matrix_of_low_rank_is_dense_where_it_has_to_be() -> None:
+    outer = Outer(np.float32([1, 2, 3, 4]), np.float32([1, 10, 100]), 1)
+    pieces = (outer, sparse([1], [7]), DENSE[:6])
+    dense = whole(pieces, BUCKET, fast, LIKE)
+    np.testing.assert_array_equal(dense[:12].reshape(4, 3), np.outer([1, 2, 3, 4], [1, 10, 100]))
+    assert dense[12:17].tolist() == [0, 7, 0, 0, 0] and dense[17:].tolist() == DENSE[:6].tolist()
+    np.testing.assert_array_equal(whole(scaled(pieces, 3.0), BUCKET, fast, LIKE), 3 * dense)
+
+
+def test_the_past_takes_the_form_of_what_comes() -> None:
+    """One sparse vector or one for each tensor; nothing where the forms are of another kind."""
+    (joined,) = in_form_of([FIRST], EACH, BUCKET, fast)
+    np.testing.assert_array_equal(joined.index, FIRST.index)
+    np.testing.assert_array_equal(joined.values, FIRST.values)
+    for one, other in zip(in_form_of(list(EACH), (FIRST,), BUCKET, fast), EACH, strict=True):
+        np.testing.assert_array_equal(one.index, other.index)
+        np.testing.assert_array_equal(one.values, other.values)
+    assert in_form_of([FIRST], (DENSE,), BUCKET, fast) == () == in_form_of([FIRST], (), BUCKET, fast)
+
+
+def test_what_stays_compact() -> None:
+    outer = Outer(np.float32([1]), np.float32([1]), 1)
+    assert is_compact([FIRST], BUCKET) and is_compact([Shares([FIRST, FIRST])], BUCKET) and is_compact(EACH, BUCKET)
+    assert is_compact([outer] * 3, BUCKET)
+    assert not is_compact([outer], BUCKET), "a matrix of several tensors cannot be cut"
+    assert not is_compact([outer, FIRST, FIRST], BUCKET) and not is_compact([FIRST, DENSE, FIRST], BUCKET)
+    assert not is_compact([DENSE], BUCKET)
+
+
+def test_names_in_a_saved_state() -> None:
+    assert list(slots_of(FIRST)) == ["momentum.index", "momentum.values"]
+    assert list(slots_of(Outer(LIKE, LIKE, 1))) == ["momentum.left", "momentum.right"]
+    assert list(slots_of(DENSE)) == ["momentum"]
