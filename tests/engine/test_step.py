@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threads import ThreadTransport, run
+from threads import Medium, ThreadTransport, run
 
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
@@ -21,7 +21,7 @@ from hvdcompress.method import TensorSpec
 from hvdcompress.methods.qsgd import QSGD
 from hvdcompress.methods.topk import TopK
 from hvdcompress.ops import fast
-from hvdcompress.plan import plan_of
+from hvdcompress.plan import IN_ORDER, plan_of
 from hvdcompress.testing import numbers
 
 SHAPES = {"a": (40, 50), "b": (9,), "c": (300,), "d": (17, 3)}
@@ -283,3 +283,75 @@ def test_state_loaded_before_a_tensor_comes_is_found_when_it_comes() -> None:
         assert exchange.setup.ctx.step == 2
         np.testing.assert_array_equal(exchange.setup.state.slots["residual"], saved[0]["state"][name]["residual"])
         exchange.abandon()
+
+
+# -- errors of one rank -----------------------------------------------------------------------------------
+
+
+def alone(agree: Agree | None = None) -> tuple[Step, Any]:
+    """A step of a rank by itself, and the bucket of two tensors."""
+    plan = plan_of("topk", min_elements=1, density=0.5, bucket_elements=1000)
+    (bucket,) = plan.buckets([TensorSpec("a", (4,)), TensorSpec("b", (6,))], IN_ORDER)
+    local = RankState(plan, 0, 1)
+    transport = ThreadTransport(0, Medium(1, agree is Agree.FIRST_AND_LAST))
+    return Step(local, Collectives(transport, local.observers), TERMS, agree), bucket
+
+
+def test_an_error_waits_for_the_ranks_agreement_and_the_first_one_counts() -> None:
+    step, _ = alone()
+    with step.errors_wait:
+        raise ValueError("first")
+    with step.errors_wait:
+        raise TypeError("second")
+    assert str(step.error) == "first"
+    with pytest.raises(KeyboardInterrupt), step.errors_wait:  # it ends the program, and is no error of the step
+        raise KeyboardInterrupt
+    waiting = step.errors_wait
+    del step
+    with pytest.raises(ValueError, match="nobody is there"), waiting:
+        raise ValueError("nobody is there")
+
+
+@pytest.mark.parametrize("agree", Agree)
+def test_a_gradient_that_never_comes_is_named(agree: Agree) -> None:
+    step, bucket = alone(agree)
+    step.factor = 1.0
+    if agree is Agree.FIRST_AND_LAST:
+        step.say()
+    step.add(bucket, [1], [np.ones(6, np.float32)])
+    if agree is Agree.BEFORE_WAITING:
+        step.say()  # the others are told
+        assert "no gradient of 'a' has come" in str(step.error)
+    with pytest.raises((RuntimeError, PeerError), match="no gradient of 'a' has come"):
+        step.finish()
+
+
+def test_missing_gradients_are_filled_with_zeros() -> None:
+    step, bucket = alone(Agree.BEFORE_WAITING)
+    step.factor, ones = 1.0, np.ones(6, np.float32)
+    step.add(bucket, [1], [ones])
+    step.fill_missing()
+    step.say()
+    step.finish()
+    assert ones.sum() == 3 and step.local.steps() == {"a": 1, "b": 1}
+    assert not step.local.residual("a").any() and step.local.residual("b").sum() == 3  # type: ignore[union-attr]
+
+
+def test_a_factor_that_was_not_set_is_said() -> None:
+    step, bucket = alone(Agree.FIRST_AND_LAST)
+    step.say()
+    step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
+    with pytest.raises(RuntimeError, match=r"step.factor was not set"):
+        step.finish()
+
+
+def test_tensors_of_one_bucket_are_saved_at_one_step() -> None:
+    step, bucket = alone(Agree.BEFORE_WAITING)
+    step.factor = 1.0
+    step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
+    step.say()
+    step.finish()
+    saved = step.local.state_dict()
+    saved["steps"]["b"] = 7
+    with pytest.raises(ValueError, match="at different steps"):
+        step.local.load_state_dict(saved, np.concatenate, [bucket])
