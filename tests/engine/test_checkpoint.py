@@ -325,3 +325,14 @@ def test_names_may_differ_by_what_is_before_a_slash() -> None:
     assert all(back[table] == saved[table] for table in snapshot.TABLES)
     for names in (["w", "c"], ["x/net/a/w", "y/net/a/w", "net/b/w", "c"], [], ["aw", "bw"], list(saved["steps"])):
         assert snapshot.renamed(saved, names) == saved
+
+
+@pytest.mark.parametrize(
+    "table,entry", [("restarts", [1, 2]), ("restarts", [1, 2, -3]), ("restarts", 3), ("steps", -1), ("steps", True)]
+)
+def test_an_entry_that_is_malformed_is_refused_by_its_table(table: str, entry: Any) -> None:
+    net = trained(world=1)
+    saved = net.ranks[0].state_dict()
+    saved[table] = {**saved[table], "a": entry}
+    with pytest.raises(ValueError, match=f"the saved state's '{table}'"):
+        net.ranks[0].load_state_dict(saved, np.concatenate)

@@ -94,3 +94,18 @@ def test_texts_of_different_lengths_are_gathered(ordered: bool) -> None:
     words = ["", "zwölf", "x" * 1000]
     found, _ = run(3, ordered, lambda t: Collectives(t, []).gather_text("error", words[t.rank]))
     assert found == [words] * 3
+
+
+def test_texts_are_charged_with_their_sizes() -> None:
+    """Each rank hands over its text and 8 bytes for its length; as a ring it transmits all but its neighbour's."""
+    words = ["", "a much longer text", "ab"]
+
+    def program(transport: ThreadTransport) -> Any:
+        ledger = Ledger(transport.world, transport.rank)
+        Collectives(transport, [ledger]).gather_text("error", words[transport.rank])
+        return ledger.tensors()["error"]
+
+    found, _ = run(3, True, program)
+    assert [entry.sent for entry in found] == [8 + len(text) for text in words]
+    total = sum(8 + len(text) for text in words)
+    assert [entry.on_wire for entry in found] == [total - 8 - len(words[(rank + 1) % 3]) for rank in range(3)]
