@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ("hvdcompress/engine", "hvdcompress/parts")
@@ -44,19 +45,20 @@ OPERATORS = (
 )  # fmt: skip
 
 
-def silent_lines(file: Path) -> set[int]:
-    """Return the lines of annotations, assertions and error messages."""
-    found: set[int] = set()
+def silent_spans(file: Path) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return where annotations, assertions, error messages and ``zip(strict=…)`` begin and end, as (line, column)."""
+    nodes: list[ast.AST | None] = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Assert | ast.Raise):
-            found |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-        if isinstance(node, ast.AnnAssign) and node.value is None:
-            found.add(node.lineno)
-        if isinstance(node, ast.arg) and node.annotation is not None:
-            found |= set(range(node.annotation.lineno, (node.annotation.end_lineno or 0) + 1))
-        if isinstance(node, ast.FunctionDef) and node.returns is not None:
-            found |= set(range(node.returns.lineno, (node.returns.end_lineno or 0) + 1))
-    return found
+            nodes.append(node)
+        elif isinstance(node, ast.AnnAssign | ast.arg):
+            nodes.append(node.annotation)
+        elif isinstance(node, ast.FunctionDef):
+            nodes.append(node.returns)
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            nodes.append(node.value)
+    there: list[Any] = [node for node in nodes if node is not None]
+    return [((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)) for node in there]
 
 
 def config(folder: Path) -> Path:
@@ -79,7 +81,7 @@ def config(folder: Path) -> Path:
 
 def choose(session: Path, folder: Path, mutants: int, seed: int, job: tuple[int, int]) -> int:
     """Leave one job's share of the drawn mutants in a session; returns how many."""
-    silent = {file: silent_lines(folder / file) for file in _modules(session)}
+    silent = {file: silent_spans(folder / file) for file in _modules(session)}
     with sqlite3.connect(session) as database:
         rows = database.execute(
             "SELECT job_id, module_path, operator_name, start_pos_row, start_pos_col FROM mutation_specs"
@@ -87,7 +89,7 @@ def choose(session: Path, folder: Path, mutants: int, seed: int, job: tuple[int,
         places: dict[tuple, list[str]] = {}
         for job_id, module, operator, row, column in sorted(rows, key=lambda each: each[1:]):
             family = operator.removeprefix("core/").split("_")[0]
-            if family in OPERATORS and row not in silent[module]:
+            if family in OPERATORS and not any(start <= (row, column) < end for start, end in silent[module]):
                 places.setdefault((module, row, column, family), []).append(job_id)
         draw = random.Random(seed)
         drawn = [draw.choice(places[place]) for place in draw.sample(sorted(places), min(mutants, len(places)))]
@@ -111,7 +113,9 @@ def run(folder: Path, mutants: int, seed: int, job: tuple[int, int]) -> list[tup
     environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     subprocess.run([cosmic_ray, "init", str(file), str(session)], cwd=folder, check=True, env=environment)
     if job[0] == 0:  # without a change all tests pass, or every mutant would count as killed
-        subprocess.run([cosmic_ray, "--verbosity", "INFO", "baseline", str(file)], cwd=folder, check=True, env=environment)
+        subprocess.run(
+            [cosmic_ray, "--verbosity", "INFO", "baseline", str(file)], cwd=folder, check=True, env=environment
+        )
     count = choose(session, folder, mutants, seed, job)
     print(f"job {job[0]}: {count} mutants", flush=True)
     subprocess.run([cosmic_ray, "exec", str(file), str(session)], cwd=folder, check=True, env=environment)

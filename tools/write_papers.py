@@ -38,7 +38,7 @@ WORDS = {
         "the learning rate.",
         "Ranks' residuals are not alike enough. With the filter, large batches end 3 to 6 points below dense, with "
         "momentum adapted 0.2 to 3.4. At 48x no setting is within the rule's bounds with the paper's momentum. With it "
-        "adapted four are, and exact selection loses 0.2 to 2.4 points on pictures (median) in the place of 0.9 to 4.9.",
+        "adapted four are, and exact selection loses 0.2 to 2.4 points on pictures (median), not 0.9 to 4.9.",
     ),
     "gradiveq": (
         "Filters of deep nets are correlated. Around a ring at 100 Mbit/s it is 5 to 15 times as fast, dense steps "
