@@ -113,9 +113,7 @@ def run(folder: Path, mutants: int, seed: int, job: tuple[int, int]) -> list[tup
     environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     subprocess.run([cosmic_ray, "init", str(file), str(session)], cwd=folder, check=True, env=environment)
     if job[0] == 0:  # without a change all tests pass, or every mutant would count as killed
-        subprocess.run(
-            [cosmic_ray, "--verbosity", "INFO", "baseline", str(file)], cwd=folder, check=True, env=environment
-        )
+        subprocess.run([cosmic_ray, "baseline", str(file)], cwd=folder, check=True, env=environment)
     count = choose(session, folder, mutants, seed, job)
     print(f"job {job[0]}: {count} mutants", flush=True)
     subprocess.run([cosmic_ray, "exec", str(file), str(session)], cwd=folder, check=True, env=environment)

@@ -258,7 +258,7 @@ class Compressor(TensorCompressor):
             with step.batch():
                 for name, vectors in groups.items():
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))
-            if self.used is not None:
+            if arrival.last and self.used is not None:
                 step.used = [name in arrival.used for name in self.parameters]
 
 

@@ -219,12 +219,13 @@ class Adapter:
 
     def _new_arrivals(self, unused: tuple[bool, ...]) -> Array | None:
         """Return the step in which each element last arrived, this step included."""
-        if self._arrived is None or not all(isinstance(total, Sparse | Shares) for total in self._totals()):
+        totals = self._totals()
+        if self._arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
             return None
         step = self.setup.state.step
         arrived = self.setup.memory.second_buffer("arrived", self._arrived, "int8", self.ops)
         arrived[:] = self._arrived
-        for number, total in enumerate(self._totals()):
+        for number, total in enumerate(totals):
             where = slice(*self._span_of(number))
             for part in _parts(total):
                 self.ops.set_at(arrived[where], part.index, _stamp(step + 1))

@@ -74,12 +74,12 @@ class Side:
         """
         spent = Spent()
         self._gauge = gauge or self.device.timed
-        self._passed: list[list[Turn]] = []
-        exchanges = [self._receive(rank, given, spent) for rank, given in zip(self.ranks, gradients, strict=True)]
+        received = [self._receive(rank, given, spent) for rank, given in zip(self.ranks, gradients, strict=True)]
+        exchanges = [own for own, _ in received]
         for bucket in self.buckets:
             if bucket.spec.name in exchanges[0]:
                 self._exchange([each[bucket.spec.name] for each in exchanges], spent)
-        for rank, own, passed in zip(self.ranks, exchanges, self._passed, strict=True):
+        for rank, (own, passed) in zip(self.ranks, received, strict=True):
             for exchange in own.values():
                 self._measured(spent, "apply", exchange.deliver, 1.0 / self.world)
             self._measured(spent, "apply", conclude, rank, own.values(), passed, Outcome())
@@ -91,8 +91,12 @@ class Side:
         spent.parts[part].add(cost, 1.0 / self.world)
         return result
 
-    def _receive(self, rank: RankState, given: Sequence[Array], spent: Spent) -> dict[str, Exchange]:
-        """All gradients of a rank, up to the first collective of each bucket."""
+    def _receive(self, rank: RankState, given: Sequence[Array], spent: Spent) -> tuple[dict[str, Exchange], list[Turn]]:
+        """Take all gradients of a rank, up to the first collective of each bucket.
+
+        Returns:
+            The exchanges by bucket name, and the turns of the buckets that Horovod reduces itself.
+        """
         exchanges: dict[str, Exchange] = {}
         passed: list[Turn] = []
         rank.begin_round()
@@ -101,8 +105,7 @@ class Side:
                 passed.append(self._measured(spent, "encode", self._pass_on, rank, bucket, gradient))
             else:
                 self._measured(spent, "encode", self._add, rank, bucket, index, gradient, exchanges)
-        self._passed.append(passed)
-        return exchanges
+        return exchanges, passed
 
     def _add(
         self, rank: RankState, bucket: Bucket, index: int, gradient: Array, exchanges: dict[str, Exchange]
