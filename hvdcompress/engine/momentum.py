@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.bucket_state import MomentumState
-from hvdcompress.engine.pieces import Piece, Pieces, clone, copied, end_to_end, in_form_of, is_compact, scaled, whole
+from hvdcompress.engine.pieces import (
+    Piece,
+    Pieces,
+    clone,
+    combined,
+    copied,
+    end_to_end,
+    in_form_of,
+    is_compact,
+    scaled,
+    whole,
+)
 from hvdcompress.engine.setup import Setup
 from hvdcompress.method import Array, Reduced, Sparse
 from hvdcompress.ops.vectors import Outer, Shares
@@ -127,9 +138,11 @@ class Adapter:
         for number, total in enumerate(totals):
             if isinstance(total, Outer):
                 assert one.share is not None
-                ops.write(outs[number], total, as_it_is * (1.0 + one.share * more))
+                change = as_it_is * (1.0 + one.share * more)
                 if old:
-                    ops.subtract(outs[number], old[number], lost)
+                    ops.write(outs[number], combined(total, change, old[number], -lost, ops), 1.0)
+                else:
+                    ops.write(outs[number], total, change)
                 kept.append(copied(total, gain * one.share))
                 continue
             given = []

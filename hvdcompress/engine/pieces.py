@@ -42,8 +42,19 @@ def scaled(pieces: Pieces, factor: float) -> Pieces:
 
 def copied(total: Outer, factor: float) -> Outer:
     """Return ``factor`` times a matrix of low rank, in memory of its own."""
+    return Outer(copied_left(total, factor), clone(total.right), total.terms)
+
+
+def copied_left(total: Outer, factor: float) -> Array:
+    """Return the left factor, times ``factor`` and the scale."""
     left: Any = total.left
-    return Outer(left * np.float32(total.scale * factor).item(), clone(total.right), total.terms)
+    return left * np.float32(total.scale * factor).item()
+
+
+def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops) -> Outer:
+    """Return factor · first + other · second, of the rank of both together: it is written in one pass."""
+    left = [copied_left(first, factor), copied_left(second, other)]
+    return Outer(ops.concat(left), ops.concat([first.right, second.right]), first.terms + second.terms)
 
 
 def end_to_end(shares: Sequence[Sparse], factor: float, ops: Ops) -> Sparse:

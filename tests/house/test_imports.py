@@ -39,6 +39,7 @@ FLOORS: list[set[str]] = [
     {"lab/advise"},
     {"lab/reproduce"},
     {"lab/momentum"},
+    {"lab/to_accuracy"},
     {"lab/commands"},
     {"cli"},
     {"__main__"},

@@ -110,46 +110,5 @@ def cost(
     typer.echo(f"{table.title}\n\n{table.markdown()}")
 
 
-@app.command()
-def race(
-    contenders: Annotated[
-        str,
-        typer.Option(help="noop, dense, fp16, ddp_powersgd_r4, …_r2, …_r1, or METHOD as in `run`, with commas."),
-    ] = "noop,dense,fp16,ddp_powersgd_r4,ddp_powersgd_r2,topk,topk@density=0.002,scalecom_48x,powersgd_r4",
-    seeds: Annotated[str, typer.Option(help="Such as 1-3.")] = "1-3",
-    rate: Annotated[str, typer.Option(help="Of each host's link, such as 100mbit or 10gbit.")] = "1gbit",
-    steps: Annotated[int, typer.Option(min=20, help="Steps per run.")] = 300,
-    target: Annotated[float, typer.Option(help="Accuracy in %.")] = 84.0,
-    folder: FolderOption = Path("build/race"),
-) -> None:
-    """Measure seconds to a target accuracy under DDP, over four emulated hosts. Needs root. Finished runs are kept."""
-    from hvdcompress.lab.cluster.hosts import HostsError
-    from hvdcompress.lab.cluster.launcher import LaunchError
-    from hvdcompress.lab.cluster.rates import Rate
-    from hvdcompress.lab.cluster.stopping import Stopped
-    from hvdcompress.lab.momentum import contenders as table
-    from hvdcompress.lab.momentum import race as racing
-
-    console, names = console_of(), table.split(contenders)
-    try:
-        Rate.parse(rate)
-        for name in names:
-            racing.parse(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        racing.run(names, seeds_of(seeds), rate, steps, folder, console)
-    except (HostsError, LaunchError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except Stopped as stopped:
-        console.print("interrupted: finished runs are kept, and the same command goes on from there")
-        raise typer.Exit(stopped.code) from None
-    asked = {(name, seed, rate, steps) for name in names for seed in seeds_of(seeds)}
-    keys = ("contender", "seed", "rate", "steps")
-    found = [one for one in racing.records(folder) if tuple(one[key] for key in keys) in asked]
-    typer.echo(racing.markdown(found, target))
-
-
 if __name__ == "__main__":
     app()

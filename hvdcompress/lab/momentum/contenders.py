@@ -39,9 +39,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd_r1": {"method": "powersgd", "matrix_rank": 1},
     "powersgd_r2": {"method": "powersgd", "matrix_rank": 2},
     "powersgd_r4": {"method": "powersgd", "matrix_rank": 4},
+    "acpsgd_r4": {"method": "acpsgd", "matrix_rank": 4},
     "signsgd": {"method": "signsgd"},
     "randomk": {"method": "randomk", "density": 0.01},
 }
+NOT_BY_DEFAULT = ("randomk", "signsgd")
 
 
 def _forms(name: str) -> list[str]:
@@ -51,7 +53,7 @@ def _forms(name: str) -> list[str]:
 #: Lists of contenders by a name that ``--contenders`` takes, too.
 GROUPS: dict[str, list[str]] = {
     "main": [DENSE, *_forms("topk"), *_forms("topk@density=0.002")],
-    "defaults": [DENSE, "topk:plain", *(name for name in METHODS if name not in (DENSE, "randomk", "signsgd"))],
+    "defaults": [DENSE, "topk:plain", *(name for name in METHODS if name not in (DENSE, *NOT_BY_DEFAULT))],
     "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _forms(name)), *_forms("topk@density=0.002")],
     "densities": [DENSE, *(one for density in DENSITIES for one in _forms(f"topk@density={density:g}"))],
 }

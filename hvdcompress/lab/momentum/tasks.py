@@ -100,6 +100,24 @@ class Cnn(nn.Sequential):
         )
 
 
+class WideCnn(nn.Sequential):
+    """Two convolutions and two linear layers, one of which has most of the 3.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, 10),
+        )
+
+
 class MnistExample(nn.Module):
     """The net of Horovod's ``pytorch_mnist.py``, with its dropout: 22 thousand parameters."""
 
@@ -128,10 +146,15 @@ def mlp(width: int = 1024) -> nn.Module:
 #: Nets by name. The text nets are small enough for 1500 steps in about 90 seconds on one core.
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
+    "mlp_wide": lambda: mlp(width=2048),  # 5.8 million
     "cnn": Cnn,
+    "cnn_wide": WideCnn,
+    "resnet": lambda: build("resnet", DATA["fashion_mnist"]()),
     "mnist_example": MnistExample,
     "lstm": lambda: ByteLSTM(embedding=64, hidden=192),
+    "lstm_wide": lambda: ByteLSTM(embedding=256, hidden=512),
     "transformer": lambda: ByteTransformer(context=32, width=96),
+    "transformer_wide": lambda: ByteTransformer(context=32, width=256, heads=8),
     "fnn3": lambda: build("fnn3", DATA["fashion_mnist_plain"]()),
     "lenet5": lambda: build("lenet5", DATA["fashion_mnist_plain"]()),
 }
@@ -149,6 +172,11 @@ def images(mean: float, deviation: float = 1.0) -> Images:
     return replace(raw, x=scaled(raw.x), x_held_out=scaled(raw.x_held_out))
 
 
+def shortened(data: Images, held_out: int) -> Images:
+    """Return a data set with the first ``held_out`` of its held-out images."""
+    return replace(data, x_held_out=data.x_held_out[:held_out], y_held_out=data.y_held_out[:held_out])
+
+
 @cache
 def text(context: int) -> Bytes:
     """Return the standard library's source in windows of ``context`` bytes; 256 windows are held out."""
@@ -160,6 +188,7 @@ def text(context: int) -> Bytes:
 #: Data by name; the names of texts begin with "text".
 DATA: dict[str, Callable[[], Any]] = {
     "fashion_mnist": lambda: images(0.286),
+    "fashion_mnist_short": lambda: shortened(images(0.286), 2000),  # for nets whose evaluation takes long
     "fashion_mnist_example": lambda: images(0.1307, 0.3081),  # as pytorch_mnist.py scales MNIST
     "fashion_mnist_plain": cache(training.TASKS["fashion_mnist"].load),
     "text48": lambda: text(48),
@@ -173,23 +202,31 @@ def loss_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
     return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
 
 
-@torch.no_grad()
 def evaluate(net: nn.Module, data: Images | Bytes, metric: Metric) -> float:
     """Return the metric on the whole held-out set. Leaves the net in training mode."""
+    return metric.value(*held_out_sums(net, data))
+
+
+@torch.no_grad()
+def held_out_sums(net: nn.Module, data: Images | Bytes, rank: int = 0, world: int = 1) -> tuple[float, float, float]:
+    """Return a metric's sums over a rank's share of the held-out set: log loss in nats, hits and examples.
+
+    Leaves the net in training mode.
+    """
     net.eval()
     nll = correct = count = 0.0
-    for x, y in _held_out(data):
+    for x, y in _held_out(data, rank, world):
         logits, labels = net(torch.from_numpy(x)).flatten(0, -2), torch.from_numpy(y).flatten()
         nll += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()
         count += labels.numel()
     net.train()
-    return metric.value(nll, correct, count)
+    return nll, correct, count
 
 
-def _held_out(data: Images | Bytes) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def _held_out(data: Images | Bytes, rank: int, world: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return batches of the held-out set; images in larger batches than the data's own, which is faster."""
     if isinstance(data, Bytes):
-        return data.held_out(0, 1)
-    parts = [slice(start, start + CHUNK) for start in range(0, len(data.y_held_out), CHUNK)]
+        return data.held_out(rank, world)
+    parts = [slice(start, start + CHUNK) for start in range(rank * CHUNK, len(data.y_held_out), world * CHUNK)]
     return ((training.prepare(data.x_held_out[part]), data.y_held_out[part]) for part in parts)

@@ -85,19 +85,27 @@ def combinations(a, x, out):
 def outer(left, right, out, factor, subtract):
     """Write factor · leftᵀ · right, for left [r × n], right [r × m], to ``out``, or subtract it from what is there.
 
-    The last four products are added in registers; LLVM makes a loop of its own of each number of them.
+    Four products at a time are added in registers; LLVM makes a loop of its own of each number of the last ones.
     """
     count, width = left.shape[0], out.shape[1]
     first, before = max(count - 4, 0), np.zeros(BLOCK, np.float32)
+    ones = first % 4
     second, third, fourth = min(first + 1, count - 1), min(first + 2, count - 1), min(first + 3, count - 1)
     for i in range(out.shape[0]):
         a, b, c, d = left[first, i], left[second, i], left[third, i], left[fourth, i]
         for start in range(0, width, BLOCK):
             stop = min(start + BLOCK, width)
-            for k in range(first):
+            for k in range(ones):
                 share, row = left[k, i], right[k, start:stop]
                 for j in range(row.size):
                     before[j] = before[j] + share * row[j] if k else share * row[j]
+            for k in range(ones, first, 4):
+                e, f, g, h = left[k, i], left[k + 1, i], left[k + 2, i], left[k + 3, i]
+                r, s = right[k, start:stop], right[k + 1, start:stop]
+                t, u = right[k + 2, start:stop], right[k + 3, start:stop]
+                for j in range(r.size):
+                    value = before[j] + e * r[j] if k else e * r[j]
+                    before[j] = ((value + f * s[j]) + g * t[j]) + h * u[j]
             x, y = right[first, start:stop], right[second, start:stop]
             z, w = right[third, start:stop], right[fourth, start:stop]
             o = out[i, start:stop]

@@ -1,0 +1,135 @@
+"""``python -m hvdcompress.lab.to_accuracy``: train, time, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hvdcompress.lab.momentum.__main__ import seeds_of
+from hvdcompress.lab.output.console import console_of
+
+app = typer.Typer(
+    help="Seconds of training to a target accuracy, over emulated hosts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Driver(StrEnum):
+    """What trains."""
+
+    ddp = "ddp"
+    horovod = "horovod"
+
+
+RacesOption = Annotated[str, typer.Option(help="Trainings, with commas: mlp, cnn, resnet, transformer, lstm.")]
+ContendersOption = Annotated[
+    str,
+    typer.Option(help="noop, dense, fp16, ddp_powersgd_r4, …, or METHOD[@key=value,…][:plain|:cancelled]."),
+]
+DriverOption = Annotated[Driver, typer.Option(help="Who exchanges gradients.")]
+FolderOption = Annotated[Path, typer.Option(help="Folder of the results, a file per run.")]
+CONTENDERS = (
+    "dense,fp16,ddp_powersgd_r1,ddp_powersgd_r2,ddp_powersgd_r4,"
+    "topk,topk@density=0.002,scalecom_48x,powersgd_r4,acpsgd_r4"
+)
+
+
+def _names(text: str, races: list[str]) -> list[str]:
+    from hvdcompress.lab.momentum import contenders as table
+    from hvdcompress.lab.to_accuracy.contenders import parse
+    from hvdcompress.lab.to_accuracy.races import RACES
+
+    if unknown := [race for race in races if race not in RACES]:
+        raise typer.BadParameter(f"unknown race {unknown[0]!r}; available: {', '.join(RACES)}")
+    names = table.split(text)
+    try:
+        for race in races:
+            for name in names:
+                parse(name, RACES[race].task)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return names
+
+
+def _do(work: Callable[[], None]) -> None:
+    """Do what launches ranks, and end as commands of this package end."""
+    from hvdcompress.lab.cluster.hosts import HostsError
+    from hvdcompress.lab.cluster.launcher import LaunchError
+    from hvdcompress.lab.cluster.stopping import Stopped, stoppable
+
+    try:
+        with stoppable():
+            work()
+    except (HostsError, LaunchError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except Stopped as stopped:
+        typer.echo("interrupted: finished runs are kept, and the same command goes on from there", err=True)
+        raise typer.Exit(stopped.code) from None
+
+
+@app.command()
+def train(
+    races: RacesOption = "mlp",
+    contenders: ContendersOption = CONTENDERS,
+    seeds: Annotated[str, typer.Option(help="Such as 1-5 or 1,3.")] = "1-3",
+    lrs: Annotated[
+        str, typer.Option(help="Factors of the learning rate; the best one of the first seed serves the others.")
+    ] = "1",
+    rate: Annotated[str | None, typer.Option(help="Train over emulated hosts with such links, and time it.")] = None,
+    driver: DriverOption = Driver.ddp,
+    folder: FolderOption = Path("build/to_accuracy"),
+) -> None:
+    """Train each contender once per seed. Trainings that have a result are skipped."""
+    from hvdcompress.lab.to_accuracy import run
+
+    chosen, factors = races.split(","), [float(word) for word in lrs.split(",")]
+    names = _names(contenders, chosen)
+    console = console_of()
+    _do(lambda: run.train_all(chosen, driver.value, names, seeds_of(seeds), factors, rate, folder, console))
+
+
+@app.command("time")
+def measure(
+    races: RacesOption = "mlp",
+    contenders: ContendersOption = f"noop,{CONTENDERS}",
+    rates: Annotated[str, typer.Option(help="Speeds of each host's link, with commas.")] = "100mbit,1gbit,10gbit",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
+    turn: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn; it has two steps at least.")] = 2.0,
+    driver: DriverOption = Driver.ddp,
+    folder: FolderOption = Path("build/to_accuracy"),
+) -> None:
+    """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
+    from hvdcompress.lab.cluster.rates import Rate
+    from hvdcompress.lab.to_accuracy import run
+
+    chosen, links = races.split(","), rates.split(",")
+    try:
+        for link in links:
+            Rate.parse(link)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    names = _names(contenders, chosen)
+    console = console_of()
+    _do(lambda: run.time_all(chosen, driver.value, names, links, rounds, turn, folder, console))
+
+
+@app.command()
+def report(folder: FolderOption = Path("build/to_accuracy")) -> None:
+    """Print a Markdown table per training and link."""
+    from hvdcompress.lab.to_accuracy import report as reporting
+
+    text = reporting.markdown(folder)
+    if not text:
+        raise typer.BadParameter(f"no results in {folder}")
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,169 @@
+"""One rank of a comparison; ``run.py`` starts the ranks and reads what rank 0 prints.
+
+    python -m hvdcompress.lab.to_accuracy.rank '{"do": "train", "race": "mlp", …}'
+
+Rank 0 prints a line of JSON per evaluation (``train``) or per contender (``time``). Kernels are compiled before a clock
+starts: each contender first trains a throw-away net of the same shapes for a few steps.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hvdcompress.lab.momentum import tasks
+from hvdcompress.lab.to_accuracy.contenders import parse
+from hvdcompress.lab.to_accuracy.races import RACES, Race
+from hvdcompress.lab.to_accuracy.trainer import TRAINERS, Trainer
+from hvdcompress.lab.training.tasks import Batch
+
+WARM_UP = 3  #: steps before a clock starts; DDP's PowerSGD hook is dense in the first two of them
+TIMEOUT = 1800.0  #: seconds of one launch
+
+
+class Ddp:
+    """torch.distributed over gloo, and what ranks do besides training."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum over the ranks."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def close(self) -> None:
+        """Leave."""
+        dist.destroy_process_group()
+
+
+class Horovod:
+    """The same for Horovod."""
+
+    def __init__(self) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self.rank, self.world = hvd.rank(), hvd.size()
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sum over the ranks."""
+        import horovod.torch as hvd
+
+        return hvd.allreduce(torch.tensor(numbers, dtype=torch.float64), op=hvd.Sum).tolist()
+
+    def close(self) -> None:
+        """Leave."""
+
+
+RANKS: dict[str, Callable[[], Ddp | Horovod]] = {"ddp": Ddp, "horovod": Horovod}
+
+
+def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
+    """Return this rank's batches."""
+    return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world, seed, race.task.batch)
+
+
+def prepare(race: Race, driver: str, name: str, ranks: Ddp | Horovod, seed: int) -> Trainer:
+    """Return a contender's trainer, with initial weights that depend on the seed alone."""
+    torch.manual_seed(seed)
+    return TRAINERS[driver](race.task, parse(name, race.task))
+
+
+def train(ranks: Ddp | Horovod, race: Race, driver: str, contender: str, seed: int) -> None:
+    """Train, and print the score of each evaluation and the seconds of training until then."""
+    throw_away = prepare(race, driver, contender, ranks, seed)
+    batches = batches_of(race, ranks, seed)
+    for _ in range(WARM_UP):
+        throw_away.step(next(batches))
+    throw_away.close()
+    del throw_away
+    trainer, batches = prepare(race, driver, contender, ranks, seed), batches_of(race, ranks, seed)
+    seconds: list[float] = []
+    ranks.sum([0.0])
+    for step in range(1, race.steps + 1):
+        trainer.set_rate(step - 1, race.steps)
+        began = time.perf_counter()
+        trainer.step(next(batches))
+        seconds.append(time.perf_counter() - began)
+        if step % race.every == 0 or step == race.steps:
+            sums = ranks.sum(tasks.held_out_sums(trainer.net, tasks.DATA[race.task.data](), ranks.rank, ranks.world))
+            say(ranks, {"step": step, "seconds": round(sum(seconds), 4), "score": race.task.metric.value(*sums)})
+    say(ranks, {"done": True})
+    trainer.close()
+
+
+def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[str], rounds: int, turn: float) -> None:
+    """Print milliseconds per step of each contender.
+
+    Args:
+        ranks: of this launch.
+        race: the training.
+        driver: a key of ``TRAINERS``.
+        contenders: they take turns.
+        rounds: how many turns each has.
+        turn: how long a turn is, in seconds; it has two steps at least.
+    """
+    trainers = {name: prepare(race, driver, name, ranks, seed=0) for name in contenders}
+    batches = batches_of(race, ranks, seed=0)
+    lengths = {}
+    for name, trainer in trainers.items():
+        times = _times(ranks, trainer, batches, WARM_UP + 2)
+        # Every rank must take as many steps
+        mean = ranks.sum([float(np.median(times[WARM_UP:]))])[0] / ranks.world
+        lengths[name] = max(2, round(turn / mean))
+    found: dict[str, list[list[float]]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            # The first step of a turn meets cold caches, and links that are idle
+            found[name].append(_times(ranks, trainer, batches, 1 + lengths[name])[1:])
+    for name, turns in found.items():
+        say(ranks, {"contender": name, "milliseconds": [[round(1000 * each, 3) for each in one] for one in turns]})
+    for trainer in trainers.values():
+        trainer.close()
+
+
+def _times(ranks: Ddp | Horovod, trainer: Trainer, batches: Iterator[Batch], steps: int) -> list[float]:
+    """Return the seconds of each step of a turn, all ranks beginning together."""
+    ranks.sum([0.0])
+    found = []
+    for _ in range(steps):
+        batch = next(batches)
+        began = time.perf_counter()
+        trainer.step(batch)
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def say(ranks: Ddp | Horovod, record: dict[str, Any]) -> None:
+    """Print a line of JSON on rank 0, at once."""
+    if ranks.rank == 0:
+        print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    """Join the other ranks and do what the command line says."""
+    given = json.loads(sys.argv[1])
+    do, race = given.pop("do"), RACES[given.pop("race")]
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a hang ends with all stacks in the log
+    torch.set_num_threads(1)
+    ranks = RANKS[given["driver"]]()
+    work: dict[str, Callable[..., None]] = {"train": train, "time": measure}
+    work[do](ranks, race, **given)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Start ranks for trainings and for timings, and keep each result in a file, so that the same command goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hvdcompress.lab.cluster import launcher
+from hvdcompress.lab.cluster.hosts import Hosts
+from hvdcompress.lab.to_accuracy.contenders import at_rate, without_rate
+from hvdcompress.lab.to_accuracy.races import RACES, Race
+
+MODULE = "hvdcompress.lab.to_accuracy.rank"
+PORT = 29511  #: on an emulated host
+Record = dict[str, Any]
+
+
+def launch(do: str, race: str, driver: str, rate: str | None, log: Path, **more: Any) -> list[Record]:
+    """Start all ranks of a race, on emulated hosts if there is a ``rate``, and return what rank 0 has printed.
+
+    Raises:
+        launcher.LaunchError: the ranks failed; the message has the end of their output.
+        HostsError: emulated hosts cannot be set up.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    count = RACES[race].task.ranks
+    words = ["-m", MODULE, json.dumps({"do": do, "race": race, "driver": driver, **more})]
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(count, rate)) if rate else None
+        started: list[launcher.Ranks] = []
+        for line in _lines(driver, count, hosts, words):
+            ranks = launcher.Ranks(line, count, log, hosts if driver == "horovod" else None)
+            started.append(stack.enter_context(ranks))
+        while any(each.process.poll() is None for each in started):
+            if any(each.process.poll() for each in started):
+                time.sleep(2.0)  # the others may say what has failed
+                break
+            time.sleep(0.1)
+        failed = any(each.process.poll() for each in started)
+    found = list(_records(log))
+    if failed or not found:
+        raise launcher.LaunchError(f"{race}, {more}: ended without a result\n{launcher.tail(log)}")
+    return found
+
+
+def _lines(driver: str, count: int, hosts: Hosts | None, words: Sequence[str]) -> Iterator[list[str]]:
+    if driver == "horovod":
+        yield launcher.command(count, "gloo", *words, hosts=hosts)
+        return
+    port = PORT if hosts else 20000 + os.getpid() % 40000
+    for rank in range(count):
+        given: Record = {"RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+        given["MASTER_ADDR"] = hosts.names[0] if hosts else "127.0.0.1"
+        line = ["env", *(f"{key}={value}" for key, value in given.items()), sys.executable, *words]
+        yield hosts.command(hosts.names[rank], *line) if hosts else line
+
+
+def _records(log: Path) -> Iterator[Record]:
+    """Yield the lines of JSON in a log; horovodrun puts the rank in front of each."""
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        start = line.find('{"')
+        if start >= 0 and line.endswith("}") and not line.startswith("$"):
+            yield json.loads(line[start:])
+
+
+def _keep(file: Path, record: Record) -> Record:
+    half = file.with_suffix(".half")
+    half.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    half.replace(file)
+    return record
+
+
+def _file(folder: Path, kind: str, key: Record) -> Path:
+    """Return the file of a result: named after its key, which is everything that the result depends on."""
+    text = json.dumps(key, sort_keys=True)
+    return folder / kind / f"{key['race']}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def _shape(race: Race) -> Record:
+    """Return the settings of a race that its results depend on, as plain data."""
+    return {**vars(race), "task": vars(race.task)}
+
+
+# -- trainings ----------------------------------------------------------------------------------------------
+
+
+def train_all(
+    races: Sequence[str],
+    driver: str,
+    contenders: Sequence[str],
+    seeds: Sequence[int],
+    factors: Sequence[float],
+    rate: str | None,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Train what has no result yet.
+
+    With several ``factors`` of the learning rate, a contender's first seed is trained with each of them, and its other
+    seeds with the one that reached the target first.
+
+    Raises:
+        launcher.LaunchError, HostsError: see :func:`launch`.
+        Stopped: Ctrl-C. Finished trainings are kept.
+    """
+    for seed in seeds:
+        for race in races:
+            for contender in contenders:
+                tried = [at_rate(contender, factor) for factor in factors]
+                if seed != seeds[0] and len(tried) > 1:
+                    first = [train(race, driver, name, seeds[0], rate, folder, console) for name in tried]
+                    tried = [best(first)["contender"]]
+                for name in tried:
+                    train(race, driver, name, seed, rate, folder, console)
+
+
+def train(
+    race: str, driver: str, contender: str, seed: int, rate: str | None, folder: Path, console: Console
+) -> Record:
+    """Return the result of a training: it is run if it has not been."""
+    key = {"race": race, "driver": driver, "contender": contender, "seed": seed, "rate": rate}
+    file = _file(folder, "train", {**key, "settings": _shape(RACES[race])})
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    began = time.perf_counter()
+    log = file.with_suffix(".log")
+    found = launch("train", race, driver, rate, log, contender=contender, seed=seed)
+    if not found[-1].get("done"):
+        raise launcher.LaunchError(f"{race} {contender} seed {seed} ended early\n{launcher.tail(log)}")
+    record = _keep(file, {**key, "evaluations": found[:-1]})
+    there = reached(record)
+    when = f"target after {there['step']} steps" if there else "target not reached"
+    console.print(
+        f"{race} {contender}, seed {seed}: {when}, {found[-2]['score']:.2f} at the end "
+        f"({time.perf_counter() - began:.0f} s)",
+        highlight=False,
+    )
+    return record
+
+
+def reached(record: Record) -> Record | None:
+    """Return the first evaluation of a training that has reached the race's target; None if none has."""
+    race = RACES[record["race"]]
+    return next((each for each in record["evaluations"] if race.reached(each["score"])), None)
+
+
+def best(records: Sequence[Record]) -> Record:
+    """Return the training that reached the target first; of several the one with the better score at the end."""
+
+    def rank(record: Record) -> tuple[float, float]:
+        there, race = reached(record), RACES[record["race"]]
+        sign = -1 if race.task.metric.higher_is_better else 1
+        return (there["step"] if there else float("inf"), sign * record["evaluations"][-1]["score"])
+
+    return min(records, key=rank)
+
+
+# -- times --------------------------------------------------------------------------------------------------
+
+
+def time_all(
+    races: Sequence[str],
+    driver: str,
+    contenders: Sequence[str],
+    rates: Sequence[str],
+    rounds: int,
+    turn: float,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Measure milliseconds per step where there is no result yet, all contenders of a race and link in turns.
+
+    Raises:
+        launcher.LaunchError, HostsError: see :func:`launch`.
+        Stopped: Ctrl-C. Links that are finished are kept.
+    """
+    names = list(dict.fromkeys(map(without_rate, contenders)))
+    for rate in rates:
+        for race in races:
+            key = {"race": race, "driver": driver, "rate": rate, "contenders": names, "rounds": rounds, "turn": turn}
+            file = _file(folder, "time", {**key, "settings": _shape(RACES[race])})
+            if file.exists():
+                continue
+            given = {"contenders": names, "rounds": rounds, "turn": turn}
+            found = launch("time", race, driver, rate, file.with_suffix(".log"), **given)
+            record = _keep(file, {**key, "measured": {each["contender"]: each["milliseconds"] for each in found}})
+            console.print(f"{race} at {rate}: {', '.join(said(record))}", highlight=False)
+
+
+def said(record: Record) -> Iterator[str]:
+    """Yield each contender with its median time, for progress."""
+    for name, turns in record["measured"].items():
+        yield f"{name} {statistics.median(each for turn in turns for each in turn):.0f} ms"
+
+
+def records(folder: Path, kind: str) -> list[Record]:
+    """Return all results of a kind, "train" or "time"."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((folder / kind).glob("*.json"))]
