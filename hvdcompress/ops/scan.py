@@ -15,10 +15,13 @@ class Product(NamedTuple):
     Attributes:
         a: [rows × m].
         rows: The number of rows.
+        remove: What aᵀ · product is multiplied by to get a's part of the vector, if that may be subtracted at once;
+            0: it may not. Rows that are orthogonal and have the length l need 1/l².
     """
 
     a: Array
     rows: int
+    remove: float = 0.0
 
 
 class Halves(NamedTuple):
@@ -73,6 +76,7 @@ class Found(NamedTuple):
         signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
         largest: The largest magnitude, or None if it was not asked for.
         product: The product [rows × n/m], to rounding, or None if it was not asked for.
+        removed: Whether a's part was subtracted from the vector, as ``Product.remove`` allowed. Not every backend does.
         saturated: How many elements were clipped when they were converted to float16, as :meth:`Ops.to_fp16` returns
             it; None if that was not asked for.
     """
@@ -85,6 +89,7 @@ class Found(NamedTuple):
     largest: float | None = None
     product: Array | None = None
     saturated: Any = None
+    removed: bool = False
 
 
 Span = tuple[int, int]  #: where a part of a vector begins and ends

@@ -137,7 +137,7 @@ def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
     signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
     largest, product = finders.max_abs(x) if scan.largest else None, None
     if scan.product is not None:
-        a, rows = scan.product
+        a, rows, _ = scan.product
         product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
     saturated = finders.to_fp16(x, *scan.halves)[1] if scan.halves is not None else None
     return Found(finite, moments, offsets, above, signs, largest, product, saturated)

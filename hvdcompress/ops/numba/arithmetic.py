@@ -35,7 +35,7 @@ from hvdcompress.ops.numba.spectra import write_waves
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, sums_of
 from hvdcompress.ops.numba.threads import RANGE, count, in_ranges
 from hvdcompress.ops.numpy.statistics import norms_of
-from hvdcompress.ops.scan import NOTHING, Found, Scan, Span, Velocity
+from hvdcompress.ops.scan import NOTHING, Found, Product, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
     PIECE,
     Finders,
@@ -74,18 +74,40 @@ def accumulate(
         or (scan.above is not None and scan.above < 0)
         or (scan.signs and out.size <= PIECE)
         or scan.halves is not None
-        or (scan.product is not None and not (out.size >= LARGE and scan.product.rows in FEW and plain(scan.product.a)))
+        or (scan.product is not None and not _in_the_pass(scan.product, out.size))
     ):  # rare, or little: one pass for each thing
         if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
             return Found(False)
         return find_rest(out, True, scan, FINDERS)
     if scan.product is not None:
-        a, rows = scan.product
+        a, rows, _ = scan.product
         product = np.empty((rows, out.size * rows // a.size), np.float32)
+        if _may_remove(scan.product) and not clear:
+            return _and_remove(gradient, residual, np.float32(scale), out, scan.product)
         passed = gradient, residual, np.float32(scale), out, clear
         most = matrices.accumulate_products(*passed, a.reshape(rows, -1), product)
         return Found(True, product=product.ravel()) if most < INF_BITS else Found(False)
     return _in_one_pass(gradient, residual, np.float32(scale), out, scan, clear, velocity)
+
+
+def _may_remove(wanted: Product) -> bool:
+    return wanted.remove != 0.0 and wanted.rows <= 4
+
+
+def _in_the_pass(wanted: Product, n: int) -> bool:
+    """Return whether a product with a vector of n elements is best found in the pass that makes the vector."""
+    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if _may_remove(wanted) else LARGE)
+
+
+def _and_remove(gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product) -> Found:
+    """Accumulate, multiply, and remove the product's part, in one pass."""
+    width = wanted.a.size // wanted.rows
+    a, product = np.zeros((4, width), np.float32), np.empty((4, out.size // width), np.float32)
+    a[: wanted.rows] = wanted.a.reshape(wanted.rows, width)
+    most = matrices.accumulate_and_remove(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
+    if most >= INF_BITS:
+        return Found(False)
+    return Found(True, product=product[: wanted.rows].ravel(), removed=True)
 
 
 def accumulate_parts(

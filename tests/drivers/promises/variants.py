@@ -45,6 +45,8 @@ VARIANTS: list[tuple[str, Settings]] = [
     ("dgc", {"density": 0.02, "local_clip_norm": 1.0, "select": "exact"}),
     ("powersgd", {}),
     ("powersgd", {"matrix_rank": 1, "values": "bf16"}),
+    ("acpsgd", {}),
+    ("acpsgd", {"matrix_rank": 1, "values": "fp16"}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain"}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 3, "tensors": "all", "matrix_rank": 1}),
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "values": "qsgd8", "dense_values": "qsgd4"}),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcompress.ops.numba._kernels.arithmetic import accumulate
-from hvdcompress.ops.numba._kernels.compiling import BLOCK, compiled, reordered
+from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled, reordered
 from hvdcompress.ops.numba._kernels.statistics import added, folded
 from hvdcompress.ops.shared import PIECE
 
@@ -53,6 +53,30 @@ def accumulate_products(gradient, residual, scale, out, clear, a, found):
         part = slice(first * width, (first + step) * width)
         most = max(most, accumulate(gradient[part], residual[part], scale, out[part], clear))
         products(a, x[first : first + step], found[:, first : first + step])
+    return most
+
+
+@reordered
+def accumulate_and_remove(gradient, residual, scale, out, a, found, remove):
+    """As ``accumulate_products``, for a [4 × m]; subtracts remove · foundᵀ · a from each row while the cache has it."""
+    a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
+    most, width = np.int32(0), a.shape[1]
+    for i in range(found.shape[1]):
+        row = slice(i * width, (i + 1) * width)
+        g, r, o = gradient[row], residual[row], out[row]
+        total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+        for j in range(width):
+            value = np.float32(scale * g[j] + r[j])
+            o[j] = value
+            most = max(most, value.view(np.int32) & MAGNITUDE)
+            total0 += value * a0[j]
+            total1 += value * a1[j]
+            total2 += value * a2[j]
+            total3 += value * a3[j]
+        found[0, i], found[1, i], found[2, i], found[3, i] = total0, total1, total2, total3
+        total0, total1, total2, total3 = remove * total0, remove * total1, remove * total2, remove * total3
+        for j in range(width):
+            o[j] -= ((total0 * a0[j] + total1 * a1[j]) + total2 * a2[j]) + total3 * a3[j]
     return most
 
 
