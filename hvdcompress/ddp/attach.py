@@ -25,14 +25,17 @@ REFUSED = (
 )
 
 
-def attach(model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Compressor:
+def attach(
+    model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any] = "auto", **settings: Any
+) -> Compressor:
     """Compress what a ``DistributedDataParallel`` model exchanges.
 
     Call it on every rank, before the first backward pass.
 
     Args:
         model: the DDP module, or one that holds it, as accelerate's, Fabric's and torch.compile's do.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
+            low-rank compression (ACP-SGD), which is given up if the first steps show that it does not save time.
         settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 

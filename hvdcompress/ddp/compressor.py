@@ -10,6 +10,7 @@ Units of exchange are the plan's buckets, and state goes by parameter name: DDP'
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
@@ -113,6 +115,7 @@ class Compressor(TensorCompressor):
         self._failure: Exception | None = None  # of the step that has ended, until it is raised
         self._step: Step | None = None  # the last one
         self._stream: Any = None  # of a GPU, the thread's
+        self._began = 0.0  # when the step's first bucket came
 
     def close(self) -> None:
         """Free its process group. Nothing may be under way."""
@@ -134,6 +137,8 @@ class Compressor(TensorCompressor):
         An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
         """
         buffer = bucket.buffer()
+        if self.local.fallback.verdict is Verdict.DENSE:
+            return self._all_reduce(buffer, bucket.is_last())
         if bucket.index() == 0:
             self._begin(buffer)
         assert self._arrivals is not None
@@ -152,9 +157,16 @@ class Compressor(TensorCompressor):
         assert arrival.future is not None
         return arrival.future
 
+    def _all_reduce(self, buffer: torch.Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket as DDP itself does."""
+        self.ledger.steps += last
+        work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step."""
         self.cut_short()
+        self._began = time.perf_counter()
         arrivals: SimpleQueue[Arrival] = SimpleQueue()
         ends = _End()  # freed with the backward pass, which may fail
         weakref.finalize(ends, _cut_short, weakref.ref(self), arrivals).atexit = False
@@ -184,6 +196,8 @@ class Compressor(TensorCompressor):
         self._failure = None
         if failure is not None:
             raise failure
+        if not self.local.paused:
+            self.local.fallback.note(time.perf_counter() - self._began)
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """The bucket's gradients by name, as views.
@@ -243,6 +257,7 @@ class Compressor(TensorCompressor):
             step.loss_scale = self.current_loss_scale()
         step.run(lambda: self._add_all(step, arrivals))
         self.ledger.steps += step.finite
+        self._settle(step)
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
         """Give all gradients to the engine as they come."""

@@ -93,6 +93,9 @@ def factor_of(probe: Sequence[float], world: int) -> float:
     )
 
 
+NUMBERS = 8  #: of a status
+
+
 @dataclass(frozen=True)
 class Status:
     """How a step stands, in eight numbers whose *maxima* over ranks all ranks then read.

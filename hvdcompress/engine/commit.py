@@ -46,7 +46,7 @@ def conclude(
         return
     # All states are made before the first is kept, so an exception leaves the step without effect
     new = {exchange.name: exchange.new_state(outcome.unused) for exchange in exchanges}
-    for turn in () if local.paused else passed:
+    for turn in () if local.uncompressed else passed:
         name = turn.bucket.spec.name
         before = new.get(name) or local.states[name]  # a graph of TensorFlow may have several steps of a tensor
         new[name] = replace(before, step=before.step + 1, restart=turn.restart)

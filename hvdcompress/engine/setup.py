@@ -56,7 +56,7 @@ class Setup:
         self.state = state = local.state_of(turn, like, ops)
         local.note_begun(bucket)
         self.begun_in = local.round
-        self.paused = local.paused
+        self.paused = local.uncompressed
         self.memory = memory = local.memory_of(bucket.spec.name)
         self.dtype = turn.dtype
         # State is kept unscaled. A method without state need not unscale.

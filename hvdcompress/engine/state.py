@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
+from hvdcompress.engine.fallback import Fallback, Verdict
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
@@ -26,6 +27,7 @@ from hvdcompress.plan import Bucket, Plan
 from hvdcompress.registry import get
 
 UNCOMPRESSED = get("none")
+FLUSH = get("none", feedback="plain")  #: sends the residual, too
 SEEN = 10  #: number of steps after which the tensors that have come are taken for all there are
 
 
@@ -76,7 +78,8 @@ class RankState:
         observers: told of every event; the ledger is the first.
         asks_for_trigger: whether this rank asks all ranks to restart their methods' schedules.
         asking: buckets whose method has asked for that in its last exchange.
-        paused: whether gradients are reduced uncompressed, and states stay as they are.
+        paused: whether the user wants gradients to be reduced uncompressed, and states to stay as they are.
+        fallback: whether compression pays.
         round: the number of the step. Where buckets are exchanged by themselves (FSDP2, TensorFlow), a round consists
             of several of :class:`~hvdcompress.engine.step.Step`.
         gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if it was not measured.
@@ -94,6 +97,9 @@ class RankState:
         self.asks_for_trigger = False
         self.asking: set[str] = set()
         self.paused = False
+        # Clipping is of compressed steps only, so steps without it cannot be compared
+        self.fallback = Fallback(plan.fallback and world > 1 and plan.clip_norm is None)
+        self._tries_without = False
         self.round = 0
         self.replaced = False  # a state was replaced since the ranks last forgot lengths
         self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
@@ -106,6 +112,11 @@ class RankState:
         self._claimed_by = 0  # the round by which they should have come
         self._copy: snapshot.Copy = np.concatenate
 
+    @property
+    def uncompressed(self) -> bool:
+        """Whether this step's gradients are reduced uncompressed, and states stay as they are."""
+        return self.paused or self._tries_without
+
     # -- a bucket's next step -------------------------------------------------------------------------------
 
     def turn(self, bucket: Bucket) -> Turn:
@@ -117,9 +128,11 @@ class RankState:
         # A trigger that the ranks agreed on with the status of an earlier step takes effect in this one
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
-        if self.paused:
+        if self.uncompressed:
             return Turn(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
+        if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
+            return Turn(bucket, state, FLUSH, 0, restart)
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
         return Turn(bucket, state, method, phase, restart)
 
@@ -189,6 +202,7 @@ class RankState:
     def begin_round(self) -> None:
         """Begin a new step: from now on :meth:`discard` takes this one back."""
         self.round += 1
+        self._tries_without = self.fallback.uncompressed
         self._can_discard = True
         self._previous = self.states
         self._committed = set()
@@ -397,6 +411,7 @@ class RankState:
         """Return this rank's state as plain data, arrays copied; ``snapshot.py`` has the format."""
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world, "rank": self.rank}
+        head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
         return head | self._tables(self.states.values())
 
@@ -432,6 +447,7 @@ class RankState:
         self._copy = copy
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
+        self.fallback.load(saved.get("fallback"))
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the state that was loaded for a bucket before it came, if there is one."""

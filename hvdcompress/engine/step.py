@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.agreement import JOIN, PeerError, Status, Terms, compare_terms, failure
+from hvdcompress.engine.agreement import JOIN, NUMBERS, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.commit import Outcome, conclude
 from hvdcompress.engine.exchange import Exchange, Stage
@@ -119,6 +119,8 @@ class Step:
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
         used: of each tensor in ``terms.tensors``, whether this rank had a gradient; None if all have. What no rank had
             keeps its state, since no rank uses the result. With ``Agree.FIRST_AND_LAST`` only.
+        votes: numbers of this rank, as many on all ranks, which go along with its last status.
+        voted: the greatest of each of all ranks, when the step is over.
         checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
         errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
         unused: tensors whose results no rank uses: they keep their state.
@@ -139,6 +141,8 @@ class Step:
         self.framework = framework
         self.terms = replace(terms, plan={**terms.plan, "paused": True}) if local.paused else terms
         self.clip_norm = None if local.paused else local.plan.clip_norm
+        self.votes: list[float] = []
+        self.voted: list[float] = []
         self.loss_scale = 1.0
         self.exchanges: dict[str, Exchange] = {}
         self.error: Exception | None = None
@@ -310,7 +314,8 @@ class Step:
             with self.errors_wait:
                 self._refuse_missing()
         self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
-        self._first = self._tell(0, self.status().numbers())
+        votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
+        self._first = self._tell(0, [*self.status().numbers(), *votes])
 
     def _tell(self, round: int, numbers: list[float]) -> Pending:
         return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
@@ -327,7 +332,9 @@ class Step:
         if pending is None:
             return
         self.collectives.advance(pending)
-        status = Status.of(self.collectives.result(pending).tolist())
+        numbers = self.collectives.result(pending).tolist()
+        self.voted = numbers[NUMBERS:]
+        status = Status.of(numbers[:NUMBERS])
         # First, because a rank that has joined gives zeros, which look like other terms, too
         if status.joined:
             raise PeerError(JOIN)
@@ -399,9 +406,10 @@ class Step:
         # Only now does this rank know whether its own gradients are finite: the first status came before them
         if self.agree is Agree.FIRST_AND_LAST:
             self._ask_devices()
-            last = self._tell(1, [float(not self.finite), *map(float, self.used or ())])
+            last = self._tell(1, [float(not self.finite), *self.votes, *map(float, self.used or ())])
             self.collectives.advance(last)
-            non_finite, *everyones_use = self.collectives.result(last)
+            non_finite, *others = self.collectives.result(last).tolist()
+            self.voted, everyones_use = others[: len(self.votes)], others[len(self.votes) :]
             self.finite = not non_finite
             if self.used is not None:
                 self.unused = {name for name, use in zip(self.terms.tensors, everyones_use, strict=True) if not use}

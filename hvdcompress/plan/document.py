@@ -80,6 +80,11 @@ class Document:
         rest = {key: value for key, value in self.value.items() if key not in keys}
         return Document(rest, self.path, self.lines, self.file)
 
+    def with_defaults(self, values: Mapping[str, Any], instead_of: str) -> Document:
+        """Return the same mapping with other keys for one of its own; keys that it has keep their values."""
+        rest = self.without(instead_of).value
+        return Document({**values, **rest}, self.path, self.lines, self.file)
+
     def child(self, key: Any, value: Any = None) -> Document:
         """Return the mapping under ``key``, or ``value`` in its place."""
         value = self.value.get(key) if value is None else value

@@ -18,13 +18,16 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
-    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm",
+    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback",
 )  # fmt: skip
 # integer keys and their defaults
 WHOLE = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
+#: What the method "auto" stands for
+AUTO = {"method": "acpsgd", "matrix_rank": 4, "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
+FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
@@ -51,11 +54,15 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
         clip_norm: 1.0              # norm that the averaged gradient of all tensors together is clipped to; null: none;
                                     # .inf only measures it, for Compressor.gradient_norm()
+        fallback: true              # compare some of the first steps with uncompressed ones, and give compression up if
+                                    # it does not save time: under PyTorch DDP and Horovod, and without clip_norm
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this changed
+
+    The method "auto" is acpsgd of rank 4, with ``fallback``.
 
     Args:
         source: the file's path, or the dict.
@@ -127,18 +134,20 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*WHOLE, "watchdog", "clip_norm"))
+    doc.known_keys((*WHOLE, *FLAGS, "clip_norm"))
     whole = _whole(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
 
 
 def _whole(doc: Document) -> dict[str, Any]:
-    """Return the keys of the whole plan, with their defaults; ``clip_norm`` where it is given."""
+    """Return the keys of the whole plan, with their defaults; ``clip_norm`` and ``fallback`` where they are given."""
     found: dict[str, Any] = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
-    found["watchdog"] = doc.value.get("watchdog", True)
-    if not isinstance(found["watchdog"], bool):
-        raise doc.error("watchdog", f"{found['watchdog']!r} must be true or false")
+    for key, default in FLAGS.items():
+        if not isinstance(flag := doc.value.get(key, default), bool):
+            raise doc.error(key, f"{flag!r} must be true or false")
+        if flag or default:
+            found[key] = flag
     limit = doc.value.get("clip_norm")
     if limit is not None:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -148,6 +157,8 @@ def _whole(doc: Document) -> dict[str, Any]:
 
 
 def _read(doc: Document) -> Plan:
+    if doc.value.get("method") == "auto":
+        doc = doc.with_defaults(AUTO, instead_of="method")
     if "method" not in doc.value:
         raise doc.error("method", "is missing; a plan needs a default method, such as method: topk")
     steps_per_epoch = doc.whole("steps_per_epoch", None, least=1)

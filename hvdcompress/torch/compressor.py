@@ -9,6 +9,7 @@ Average from Sum. ``docs/drivers.md`` says more.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -76,6 +77,7 @@ class Arrivals:
         left: names of gradients that have not been handed back.
         probes: what Horovod reduces where no payload goes along.
         sealed: the first ``decompress`` has been called: every exchange is under way.
+        began: when the first gradient came, in seconds.
     """
 
     def __init__(self, step: Step, probes: Iterator[torch.Tensor]):
@@ -85,6 +87,7 @@ class Arrivals:
         self.order: list[str] = []
         self.left: set[str] = set()
         self.sealed = False
+        self.began = time.perf_counter()
 
 
 class Compressor(TensorCompressor, hvd.compression.Compressor):
@@ -227,6 +230,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals = None
             self._agreed = True
             self.ledger.steps += arrivals.step.finite
+            self._settle(arrivals.step)
+            if not self.local.paused:
+                self.local.fallback.note(time.perf_counter() - arrivals.began)
         return ctx.gradient
 
     # -- a step ---------------------------------------------------------------------------------------------

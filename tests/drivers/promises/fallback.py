@@ -1,0 +1,99 @@
+"""Compression is given up where the first steps show that it does not save time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from harness import assert_close, heavy_tailed, summed
+
+from hvdcompress.engine.fallback import SCHEDULE, Fallback, Verdict
+from promises.registry import promise
+
+SUBJECT = "Fallback"
+SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
+STEPS = sum(count for _, count in SCHEDULE) + 4
+SETTINGS = {"method": "topk", "density": 0.1, "min_elements": 100, "fallback": True, "seed": 3}
+
+
+def _make(door: Any, compressed: float, dense: float) -> Any:
+    """Return a handle whose steps seem to take so many seconds."""
+    handle = door.make(SETTINGS, {}, SHAPES)
+    local = handle.compressor.local
+
+    def note(seconds: float) -> None:
+        assert seconds > 0
+        Fallback.note(local.fallback, dense if local.uncompressed else compressed)
+
+    local.fallback.note = note
+    return handle
+
+
+def _gradients(door: Any, step: int) -> list[dict[str, np.ndarray]]:
+    return [heavy_tailed(SHAPES, step, rank) for rank in range(door.world)]
+
+
+def _mean(everyone: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    sums = {name: sum(each[name].astype(np.float64) for each in everyone) for name in SHAPES}
+    return {name: (total / len(everyone)).astype(np.float32) for name, total in sums.items()}
+
+
+@promise(ranks=2)
+def compression_is_given_up_where_it_does_not_pay(door: Any) -> None:
+    """With `fallback: true`, some of the first steps are exchanged uncompressed. If steps with compression do not take
+    less time on the slowest rank, one step brings all residuals, so that nothing is lost, and from then on results are
+    the exact averages. A Compressor that loads the state does not compare again."""
+    handle = _make(door, compressed=0.2 + 0.1 * door.rank, dense=0.25)
+    compressor, fallback = handle.compressor, handle.compressor.local.fallback
+    total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    exact = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    flushed = -1
+    for step in range(STEPS):
+        everyone = _gradients(door, step)
+        before, was_exact = fallback.verdict, compressor.local.fallback.uncompressed
+        got = handle.reduce(everyone[door.rank])
+        mean = _mean(everyone)
+        if was_exact:
+            assert_close(got, mean, summed(door.world), f"step {step}")
+        if before is Verdict.FLUSH:
+            flushed = step
+        for name in SHAPES:
+            total[name] += got[name]
+            exact[name] += mean[name]
+        if before is not Verdict.DENSE and fallback.verdict is Verdict.DENSE:
+            for name in SHAPES:
+                np.testing.assert_allclose(total[name], exact[name], rtol=1e-4, atol=1e-4 * np.abs(exact[name]).max())
+    assert fallback.verdict is Verdict.DENSE and flushed > 0
+    assert "given up" in compressor.describe()
+    saved = compressor.state_dict()
+    handle.close()
+    other = door.make(SETTINGS, {}, SHAPES)
+    other.compressor.load_state_dict(saved)
+    everyone = _gradients(door, STEPS)
+    assert_close(other.reduce(everyone[door.rank]), _mean(everyone), summed(door.world), "after loading")
+    other.close()
+
+
+@promise(ranks=2)
+def compression_is_kept_where_it_pays(door: Any) -> None:
+    """With `fallback: true`, a single uncompressed step of seconds is enough to keep compression, and steps that are
+    compared leave residuals and step counts as they are, as a pause does."""
+    handle = _make(door, compressed=0.1, dense=3.0)
+    plain = door.make({**SETTINGS, "fallback": False}, {}, SHAPES)
+    local = handle.compressor.local
+    uncompressed = 0
+    for step in range(STEPS):
+        everyone = _gradients(door, step)
+        is_exact = local.fallback.uncompressed
+        got = handle.reduce(everyone[door.rank])
+        if is_exact:
+            uncompressed += 1
+            assert_close(got, _mean(everyone), summed(door.world), f"step {step}")
+        else:
+            want = plain.reduce(everyone[door.rank])
+            for name in SHAPES:
+                np.testing.assert_array_equal(got[name], want[name], err_msg=f"step {step}, {name}")
+    assert uncompressed == 2 and local.fallback.verdict is Verdict.COMPRESS
+    assert "kept" in handle.compressor.describe()
+    handle.close()
+    plain.close()

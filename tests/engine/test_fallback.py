@@ -1,0 +1,90 @@
+"""Compression is given up where it does not pay: what is compared, when it is decided, and what is saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdcompress.engine.fallback import SCHEDULE, Fallback, Verdict
+from hvdcompress.plan import PlanError, load, plan_of
+
+ALL = sum(count for _, count in SCHEDULE)
+
+
+def play(compressed: float, dense: float, steps: int = ALL + 3, ranks: int = 2) -> tuple[list[Fallback], list[bool]]:
+    """Go through steps of these lengths; the last rank is slower by half. Return the ranks and the steps' kinds."""
+    group = [Fallback(on=True) for _ in range(ranks)]
+    kinds = []
+    for _ in range(steps):
+        assert len({each.uncompressed for each in group}) == len({each.verdict for each in group}) == 1
+        kinds.append(group[0].uncompressed)
+        votes = [each.votes() for each in group]
+        assert len({len(each) for each in votes}) == 1
+        voted = [max(each) for each in zip(*votes, strict=True)]
+        for number, each in enumerate(group):
+            each.end_step()
+            each.hear(voted)
+            each.note((dense if kinds[-1] else compressed) * (1.5 if number == ranks - 1 else 1.0))
+    return group, kinds
+
+
+@pytest.mark.parametrize(
+    ("compressed", "dense", "kept", "uncompressed"),
+    [
+        (0.1, 3.0, True, 2),  # one uncompressed step of seconds is enough; the decision is heard in the next
+        (0.1, 0.2, True, 3),
+        (0.2, 0.1, False, None),
+        (0.1, 0.11, True, 9),
+        (0.1, 0.1, False, None),  # it must be worth it
+        (0.098, 0.1, False, None),
+    ],
+)
+def test_the_faster_kind_wins(compressed, dense, kept, uncompressed):
+    group, kinds = play(compressed, dense)
+    assert {each.verdict for each in group} == {Verdict.COMPRESS if kept else Verdict.DENSE}
+    assert kinds[0] is False and kinds[-1] is not kept
+    if uncompressed is not None:
+        assert sum(kinds) == uncompressed
+    assert group[0].seconds == pytest.approx((1.5 * compressed, 1.5 * dense))
+    assert ("kept" if kept else "given up") in str(group[0])
+
+
+def test_before_giving_up_one_step_brings_the_residuals():
+    fallback = play(0.2, 0.1, 13)[0][0]
+    fallback.hear([0.2, 0.1])
+    assert fallback.verdict is Verdict.FLUSH and not fallback.uncompressed
+    assert fallback.end_step() and fallback.verdict is Verdict.DENSE
+    assert not fallback.end_step()
+
+
+def test_what_takes_long_at_first_does_not_count():
+    fallback = Fallback(on=True)
+    for number in range(10):
+        fallback.note(9.0 if number < 4 else 0.1)
+    fallback.note(0.2)
+    assert fallback.votes() == [0.1, 0.2]
+
+
+def test_it_is_off_unless_the_plan_asks():
+    fallback = Fallback()
+    for _ in range(ALL):
+        fallback.note(1.0)
+        assert not fallback.uncompressed and fallback.votes() == []
+
+
+def test_a_decision_is_saved_and_loaded():
+    decided = play(0.2, 0.1)[0][0]
+    other = Fallback(on=True)
+    other.load(decided.state())
+    assert (other.verdict, other.seconds, other.uncompressed) == (Verdict.DENSE, decided.seconds, True)
+    other.load(None)  # of an earlier version
+    assert other.verdict is Verdict.OPEN
+
+
+def test_auto_is_a_plan():
+    plan = plan_of("auto", min_elements=10)
+    assert (plan.program.main.id, plan.program.main.matrix_rank, plan.fallback) == ("acpsgd", 4, True)
+    assert plan_of("auto", matrix_rank=2).program.main.matrix_rank == 2
+    assert load(plan.to_dict()) == plan
+    assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
+    with pytest.raises(PlanError, match="fallback"):
+        load({"method": "topk", "fallback": 1})
