@@ -80,34 +80,31 @@ def accumulate(
             return Found(False)
         return find_rest(out, True, scan, FINDERS)
     if scan.product is not None:
-        a, rows, _ = scan.product
-        product = np.empty((rows, out.size * rows // a.size), np.float32)
-        if _may_remove(scan.product) and not clear:
-            return _and_remove(gradient, residual, np.float32(scale), out, scan.product)
-        passed = gradient, residual, np.float32(scale), out, clear
-        most = matrices.accumulate_products(*passed, a.reshape(rows, -1), product)
-        return Found(True, product=product.ravel()) if most < INF_BITS else Found(False)
+        return _with_product(gradient, residual, np.float32(scale), out, scan.product, clear)
     return _in_one_pass(gradient, residual, np.float32(scale), out, scan, clear, velocity)
-
-
-def _may_remove(wanted: Product) -> bool:
-    return wanted.remove != 0.0 and wanted.rows <= 4
 
 
 def _in_the_pass(wanted: Product, n: int) -> bool:
     """Return whether a product with a vector of n elements is best found in the pass that makes the vector."""
-    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if _may_remove(wanted) else LARGE)
+    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if wanted.remove and wanted.rows <= 4 else LARGE)
 
 
-def _and_remove(gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product) -> Found:
-    """Accumulate, multiply, and remove the product's part, in one pass."""
-    width = wanted.a.size // wanted.rows
-    a, product = np.zeros((4, width), np.float32), np.empty((4, out.size // width), np.float32)
-    a[: wanted.rows] = wanted.a.reshape(wanted.rows, width)
-    most = matrices.accumulate_and_remove(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
+def _with_product(
+    gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product, clear: bool
+) -> Found:
+    """Accumulate and multiply in one pass; of few rows, remove the product's part, too."""
+    rows, width = wanted.rows, wanted.a.size // wanted.rows
+    given = wanted.a.reshape(rows, width)
+    if rows > 4 or clear:
+        product = np.empty((rows, out.size // width), np.float32)
+        most = matrices.accumulate_products(gradient, residual, scale, out, clear, given, product)
+    else:
+        a, product = np.zeros((4, width), np.float32), np.empty((4, out.size // width), np.float32)
+        a[:rows] = given
+        most = matrices.accumulate_few_products(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
     if most >= INF_BITS:
         return Found(False)
-    return Found(True, product=product[: wanted.rows].ravel(), removed=True)
+    return Found(True, product=product[:rows].ravel(), removed=rows <= 4 and not clear and wanted.remove != 0)
 
 
 def accumulate_parts(

@@ -57,8 +57,11 @@ def accumulate_products(gradient, residual, scale, out, clear, a, found):
 
 
 @reordered
-def accumulate_and_remove(gradient, residual, scale, out, a, found, remove):
-    """As ``accumulate_products``, for a [4 × m]; subtracts remove · foundᵀ · a from each row while the cache has it."""
+def accumulate_few_products(gradient, residual, scale, out, a, found, remove):
+    """As ``accumulate_products``, for a [4 × m], a row at a time.
+
+    Unless it is 0, remove · foundᵀ · a is subtracted from each row while the cache has it.
+    """
     a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
     most, width = np.int32(0), a.shape[1]
     for i in range(found.shape[1]):
@@ -75,7 +78,7 @@ def accumulate_and_remove(gradient, residual, scale, out, a, found, remove):
             total3 += value * a3[j]
         found[0, i], found[1, i], found[2, i], found[3, i] = total0, total1, total2, total3
         total0, total1, total2, total3 = remove * total0, remove * total1, remove * total2, remove * total3
-        for j in range(width):
+        for j in range(width if remove != 0 else 0):
             o[j] -= ((total0 * a0[j] + total1 * a1[j]) + total2 * a2[j]) + total3 * a3[j]
     return most
 
@@ -106,11 +109,27 @@ def combinations(a, x, out):
 
 
 @compiled
+def outer_of_eight(left, right, out, factor):
+    """As ``outer``, of eight rows: all products are added in registers, in three quarters of the time."""
+    for i in range(out.shape[0]):
+        a, b, c, d = left[0, i], left[1, i], left[2, i], left[3, i]
+        e, f, g, h = left[4, i], left[5, i], left[6, i], left[7, i]
+        r, s, t, u, v, w, x, y = right[0], right[1], right[2], right[3], right[4], right[5], right[6], right[7]
+        o = out[i]
+        for j in range(o.size):
+            half = ((a * r[j] + b * s[j]) + c * t[j]) + d * u[j]
+            o[j] = ((((half + e * v[j]) + f * w[j]) + g * x[j]) + h * y[j]) * factor
+
+
+@compiled
 def outer(left, right, out, factor, subtract):
     """Write factor · leftᵀ · right, for left [r × n], right [r × m], to ``out``, or subtract it from what is there.
 
     Four products at a time are added in registers; LLVM makes a loop of its own of each number of the last ones.
     """
+    if left.shape[0] == 8 and not subtract:  # rank 4, with the momentum to take back
+        outer_of_eight(left, right, out, factor)
+        return
     count, width = left.shape[0], out.shape[1]
     first, before = max(count - 4, 0), np.zeros(BLOCK, np.float32)
     ones = first % 4
