@@ -270,6 +270,8 @@ def test_a_payload_that_a_stock_all_reduce_carries(method: str, linear: bool) ->
         results[factor] = exchanges[0].outs[0]
     np.testing.assert_allclose(results[1.0], WORLD * results[0.5], rtol=1e-6)
     assert np.count_nonzero(results[1.0])
+    if method == "none":
+        np.testing.assert_allclose(results[1.0], sum(gradients(bucket, rank)[0] for rank in range(WORLD)), rtol=1e-6)
 
 
 def test_a_payload_of_a_method_that_is_not_linear_is_a_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,3 +290,64 @@ def test_what_is_waited_for_in_words() -> None:
     exchange = at(Stage.RUNNING)
     assert exchange.where() == "tensor 'a+3' (method topk, round 0)"
     assert exchange.where(3) == "tensor 'a+3' (method topk, round 0, and 2 more)"
+
+
+def test_observers_are_told_of_work_before_and_after_the_collectives() -> None:
+    from hvdcompress.engine.telemetry.observer import Observer
+
+    class Log(Observer):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def encoded(self, rank: int, name: str, seconds: float) -> None:
+            self.seen.append("encoded")
+
+        def answered(self, rank: int, name: str, what: Any) -> None:
+            self.seen.append("answered")
+
+        def decoded(self, rank: int, name: str, seconds: float) -> None:
+            self.seen.append("decoded")
+
+    ranks, bucket = ranks_of(PLANS["topk"][0])
+    log = Log()
+    ranks[0].observers.append(log)
+    exchanges = [begun(local, bucket) for local in ranks]
+    for rank, exchange in enumerate(exchanges):
+        exchange.add(range(len(bucket.members)), gradients(bucket, rank))
+    to_the_end(exchanges)
+    answered = log.seen.index("answered")
+    assert set(log.seen[:answered]) == {"encoded"}
+    assert set(log.seen[answered:]) == {"answered", "decoded"}
+
+
+def test_tensors_that_no_rank_uses_keep_their_residuals() -> None:
+    ranks, bucket = ranks_of({**PLANS["topk"][0], "min_elements": 1})
+    for step in range(2):
+        exchanges = [begun(local, bucket) for local in ranks]
+        for rank, exchange in enumerate(exchanges):
+            exchange.add(range(len(bucket.members)), gradients(bucket, rank, step))
+        to_the_end(exchanges)
+        before = [local.states[bucket.spec.name].slots["residual"].copy() if step else None for local in ranks]
+        for local, exchange in zip(ranks, exchanges, strict=True):
+            conclude(local, [exchange], [], Outcome(True, False, {"c"} if step else set()))
+    (start, stop) = bucket.spans[[member.name for member in bucket.members].index("c")]
+    for local, kept in zip(ranks, before, strict=True):
+        now = local.states[bucket.spec.name].slots["residual"]
+        assert kept is not None
+        np.testing.assert_array_equal(now[start:stop], kept[start:stop])
+        assert (now[:start] != kept[:start]).any() and (now[stop:] != kept[stop:]).any()
+
+
+@pytest.mark.parametrize(
+    ("plan", "dtype", "passes"),
+    [
+        ({"method": "none"}, "float32", True),
+        ({"method": "none"}, "float16", False),
+        ({"method": "none", "feedback": "plain"}, "float32", False),
+        ({"method": "fp16"}, "float32", False),
+    ],
+)
+def test_what_a_stock_all_reduce_does_alone(plan: dict[str, Any], dtype: str, passes: bool) -> None:
+    made = plan_of(plan, min_elements=1)
+    (bucket,) = made.buckets([TensorSpec("a", (40, 50), dtype)])
+    assert RankState(made, 0, WORLD).turn(bucket).passes is passes
