@@ -137,7 +137,7 @@ class Compressor(TensorCompressor):
         An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
         """
         buffer = bucket.buffer()
-        if self.local.fallback.verdict is Verdict.DENSE:
+        if self.local.fallback.verdict is Verdict.DENSE and self.plan.clip_norm is None:
             return self._all_reduce(buffer, bucket.is_last())
         if bucket.index() == 0:
             self._begin(buffer)

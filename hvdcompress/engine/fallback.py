@@ -49,10 +49,11 @@ class Fallback:
     @property
     def uncompressed(self) -> bool:
         """Whether the next step is exchanged uncompressed."""
-        return self._turn()[0] if self._compares else self.verdict is Verdict.DENSE
+        return self._turn()[0] if self.compares else self.verdict is Verdict.DENSE
 
     @property
-    def _compares(self) -> bool:
+    def compares(self) -> bool:
+        """Whether nothing is decided yet."""
         return self.on and self.verdict is Verdict.OPEN
 
     def _turn(self) -> tuple[bool, int]:
@@ -66,7 +67,7 @@ class Fallback:
 
     def note(self, seconds: float) -> None:
         """Note what a step took on this rank; one after each step."""
-        if not self._compares:
+        if not self.compares:
             return
         kind, before = self._turn()
         # The first step of a turn meets cold caches, and buffers that are not there yet
@@ -76,13 +77,13 @@ class Fallback:
 
     def votes(self) -> list[float]:
         """Return what to compare with the other ranks in the next step; nothing if it is too early or decided."""
-        if not self._compares or not all(self._times.values()):
+        if not self.compares or not all(self._times.values()):
             return []
         return [statistics.median(self._times[kind]) for kind in (False, True)]
 
     def hear(self, voted: Sequence[float]) -> None:
         """Take the greatest of the ranks' :meth:`votes`, and decide if that is possible."""
-        if not voted or not self._compares:
+        if not voted or not self.compares:
             return
         compressed, dense = voted
         first = sum(count for _, count in SCHEDULE[:2])

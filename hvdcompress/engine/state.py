@@ -97,8 +97,7 @@ class RankState:
         self.asks_for_trigger = False
         self.asking: set[str] = set()
         self.paused = False
-        # Clipping is of compressed steps only, so steps without it cannot be compared
-        self.fallback = Fallback(plan.fallback and world > 1 and plan.clip_norm is None)
+        self.fallback = Fallback(plan.fallback and world > 1)
         self._tries_without = False
         self.round = 0
         self.replaced = False  # a state was replaced since the ranks last forgot lengths

@@ -55,7 +55,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
         clip_norm: 1.0              # norm that the averaged gradient of all tensors together is clipped to; null: none;
                                     # .inf only measures it, for Compressor.gradient_norm()
         fallback: true              # compare some of the first steps with uncompressed ones, and give compression up if
-                                    # it does not save time: under PyTorch DDP and Horovod, and without clip_norm
+                                    # it does not save time: under PyTorch DDP and Horovod
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none

@@ -119,6 +119,8 @@ def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[
     batches = batches_of(race, ranks, seed=0)
     lengths = {}
     for name, trainer in trainers.items():
+        while trainer.compares:
+            trainer.step(next(batches))
         times = _times(ranks, trainer, batches, WARM_UP + 2)
         # Every rank must take as many steps
         mean = ranks.sum([float(np.median(times[WARM_UP:]))])[0] / ranks.world

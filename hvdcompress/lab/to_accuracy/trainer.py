@@ -58,6 +58,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.rate_at(step, steps) * self.contender.lr
 
+    @property
+    def compares(self) -> bool:
+        """Whether the contender compares steps with and without compression, and has not decided yet."""
+        compressor = getattr(self, "compressor", None)
+        return compressor is not None and compressor.local.fallback.compares
+
     def step(self, batch: Batch) -> None:
         """Take one training step."""
         self.optimizer.zero_grad()
@@ -127,7 +133,7 @@ class HorovodTrainer(Trainer):
         compression: Any = hvd.Compression.fp16 if self.baseline == FP16 else hvd.Compression.none
         if self.baseline is None:
             method, settings = settings_of(contender, task)
-            compression = Compressor(method, named, **settings)
+            compression = self.compressor = Compressor(method, named, **settings)
         else:  # Horovod caches tensors by name, and a process trains several contenders
             named = [(f"{contender.name}.{name}", parameter) for name, parameter in named]
         self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)

@@ -16,9 +16,9 @@ STEPS = sum(count for _, count in SCHEDULE) + 4
 SETTINGS = {"method": "topk", "density": 0.1, "min_elements": 100, "fallback": True, "seed": 3}
 
 
-def _make(door: Any, compressed: float, dense: float) -> Any:
+def _make(door: Any, compressed: float, dense: float, **settings: Any) -> Any:
     """Return a handle whose steps seem to take so many seconds."""
-    handle = door.make(SETTINGS, {}, SHAPES)
+    handle = door.make({**SETTINGS, **settings}, {}, SHAPES)
     local = handle.compressor.local
 
     def note(seconds: float) -> None:
@@ -97,3 +97,26 @@ def compression_is_kept_where_it_pays(door: Any) -> None:
     assert "kept" in handle.compressor.describe()
     handle.close()
     plain.close()
+
+
+@promise(ranks=2)
+def uncompressed_steps_are_clipped_too(door: Any) -> None:
+    """With `fallback: true` and `clip_norm`, steps that are compared, and those after compression was given up, are
+    clipped as compressed ones are."""
+    handle = _make(door, compressed=0.3, dense=0.2, clip_norm=0.5)
+    fallback = handle.compressor.local.fallback
+    for step in range(STEPS):
+        everyone = _gradients(door, step)
+        is_exact = fallback.uncompressed
+        got = handle.reduce(everyone[door.rank])
+        norm = np.sqrt(sum(float((each.astype(np.float64) ** 2).sum()) for each in got.values()))
+        assert norm <= 0.5 * (1 + 1e-5), step
+        if is_exact:
+            mean = _mean(everyone)
+            whole = np.sqrt(sum(float((each.astype(np.float64) ** 2).sum()) for each in mean.values()))
+            assert abs(handle.compressor.gradient_norm() - whole) < 1e-4 * whole
+            clipped = {name: (each * (0.5 / (whole + 1e-6))).astype(np.float32) for name, each in mean.items()}
+            for name in SHAPES:
+                np.testing.assert_allclose(got[name], clipped[name], rtol=1e-4, atol=1e-7)
+    assert fallback.verdict is Verdict.DENSE
+    handle.close()

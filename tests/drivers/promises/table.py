@@ -94,7 +94,11 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     **{
         (door, promise): Exempt("only drivers of PyTorch compare steps")
         for door in ("loopback", "tensorflow", "mpi")
-        for promise in ("compression_is_given_up_where_it_does_not_pay", "compression_is_kept_where_it_pays")
+        for promise in (
+            "compression_is_given_up_where_it_does_not_pay",
+            "compression_is_kept_where_it_pays",
+            "uncompressed_steps_are_clipped_too",
+        )
     },
     ("loopback", "bfloat16_goes_through"): Exempt("numpy has no bfloat16"),
     ("loopback", "different_plans_are_one_message"): Exempt(f"{_ONE_OBJECT}: there is one plan"),
