@@ -137,7 +137,9 @@ class Compressor(TensorCompressor):
         An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
         """
         buffer = bucket.buffer()
-        if self.local.fallback.verdict is Verdict.DENSE and self.plan.clip_norm is None:
+        if self.local.fallback.verdict is Verdict.DENSE:
+            if bucket.index() == 0 and self.plan.clip_norm is not None:
+                _at_the_end_of_backward(self._clip)
             return self._all_reduce(buffer, bucket.is_last())
         if bucket.index() == 0:
             self._begin(buffer)
@@ -163,6 +165,13 @@ class Compressor(TensorCompressor):
         work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
+    def _clip(self) -> None:
+        """Clip the averaged gradients, once DDP has written all of them."""
+        assert self.plan.clip_norm is not None
+        scale = self.current_loss_scale()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
+        self.local.gradient_norm = norm.item() / scale
+
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step."""
         self.cut_short()
@@ -170,9 +179,7 @@ class Compressor(TensorCompressor):
         arrivals: SimpleQueue[Arrival] = SimpleQueue()
         ends = _End()  # freed with the backward pass, which may fail
         weakref.finalize(ends, _cut_short, weakref.ref(self), arrivals).atexit = False
-        # DDP puts its own callback in line after this one, and before the one that this one puts there
-        queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-        queue_callback(lambda ends=ends: queue_callback(self._raise))
+        _at_the_end_of_backward(lambda ends=ends: self._raise())  # type: ignore[misc]
         if self._transport is None:
             self._transport = joined(self._parent, buffer.device, self.watchdog)
         if buffer.is_cuda and self._stream is None:
@@ -275,6 +282,13 @@ class Compressor(TensorCompressor):
                     step.add(self.buckets[name], list(vectors), list(vectors.values()))
             if arrival.last and self.used is not None:
                 step.used = [name in arrival.used for name in self.parameters]
+
+
+def _at_the_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is under way is over, after DDP's own work there."""
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    # DDP puts its own callback in line after this one, and before the one that this one puts there
+    queue_callback(lambda: queue_callback(call))
 
 
 class _End:
