@@ -233,7 +233,7 @@ class TensorCompressor(compressor.Compressor):
             )
         step = Step(self.local, collectives, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
-        step.votes = [] if self.local.paused else self.local.fallback.votes()
+        step.votes = [] if self.local.uncompressed else self.local.fallback.votes()
         return step
 
     def _settle(self, step: Step) -> None:

@@ -25,7 +25,6 @@ from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
@@ -137,9 +136,10 @@ class Compressor(TensorCompressor):
         An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
         """
         buffer = bucket.buffer()
-        if self.local.fallback.verdict is Verdict.DENSE:
-            if bucket.index() == 0 and self.plan.clip_norm is not None:
-                _at_the_end_of_backward(self._clip)
+        if self.local.fallback.uncompressed and not self.local.paused:
+            if bucket.index() == 0:
+                self._began = time.perf_counter()
+                _at_the_end_of_backward(self._end_uncompressed)
             return self._all_reduce(buffer, bucket.is_last())
         if bucket.index() == 0:
             self._begin(buffer)
@@ -165,12 +165,13 @@ class Compressor(TensorCompressor):
         work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    def _clip(self) -> None:
-        """Clip the averaged gradients, once DDP has written all of them."""
-        assert self.plan.clip_norm is not None
-        scale = self.current_loss_scale()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
-        self.local.gradient_norm = norm.item() / scale
+    def _end_uncompressed(self) -> None:
+        """Clip the averaged gradients, once DDP has written all of them, and note what the step took."""
+        if self.plan.clip_norm is not None:
+            scale = self.current_loss_scale()
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
+            self.local.gradient_norm = norm.item() / scale
+        self.local.fallback.note(self._began, time.perf_counter())
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step."""
@@ -204,7 +205,7 @@ class Compressor(TensorCompressor):
         if failure is not None:
             raise failure
         if not self.local.paused:
-            self.local.fallback.note(time.perf_counter() - self._began)
+            self.local.fallback.note(self._began, time.perf_counter())
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """The bucket's gradients by name, as views.

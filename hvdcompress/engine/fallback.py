@@ -1,8 +1,8 @@
 """Give compression up where it does not pay: compare steps with and without it, once, in the beginning.
 
-A plan with ``fallback: true`` exchanges some of its first steps uncompressed, as in ``Compressor.paused()``. The ranks
-compare what both kinds of steps take on the slowest of them. If compression saves less than a twentieth, one more step
-brings all residuals, and from then on gradients are reduced uncompressed.
+A plan with ``fallback: true`` exchanges some of its first steps uncompressed, as in ``Compressor.paused()``. With the
+status of compressed steps, the ranks compare what both kinds of steps take on the slowest of them. If compression saves
+less than a twentieth, one more step brings all residuals, and from then on gradients are reduced uncompressed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from enum import StrEnum
 from typing import Any
 
 #: The kinds of the first steps: whether they are uncompressed, and how many there are
-SCHEDULE = ((False, 10), (True, 3), (False, 6), (True, 6))
+SCHEDULE = ((False, 10), (True, 1), (False, 3), (True, 4), (False, 6), (True, 4))
 SETTLING = 4  #: of the first steps, in which kernels are compiled, so many do not count
-LONG = 0.3  #: seconds that a single uncompressed step must take more, to be enough
-CLEAR = 1.3  #: how many times as long one kind must take to be refused after the first turn
+LONG = 0.3  #: seconds that a single uncompressed exchange must take more, to be enough
+CLEAR = 1.3  #: how many times as long one kind must take to be refused after its first turn
 WORTH = 0.95  #: compressed steps must take less than this part of uncompressed ones
+_FIRST = sum(count for _, count in SCHEDULE[:4]) + 1  # steps until the first turns can be compared
+_ALL = sum(count for _, count in SCHEDULE) + 1
 
 
 class Verdict(StrEnum):
@@ -37,14 +39,17 @@ class Fallback:
     Attributes:
         on: whether steps are compared at all.
         verdict: what was decided; equal on all ranks.
-        seconds: of steps with and without compression that count, on the slowest rank, once something is decided.
+        seconds: of steps with and without compression, on the slowest rank, once something is decided.
     """
 
     on: bool = False
     verdict: Verdict = Verdict.OPEN
     seconds: tuple[float, float] = (0.0, 0.0)
     _steps: int = 0
-    _times: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    _last: tuple[bool, bool, float] | None = None  # of the last step: its kind, whether it counts, when it began
+    # by kind: from the first gradient to the last result, and from one step's first gradient to the next one's
+    _exchanges: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    _whole: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     @property
     def uncompressed(self) -> bool:
@@ -65,34 +70,42 @@ class Fallback:
             before -= count
         return False, before
 
-    def note(self, seconds: float) -> None:
-        """Note what a step took on this rank; one after each step."""
+    def note(self, began: float, ended: float) -> None:
+        """Note when a step's first gradient came on this rank, and when its last result was there, in seconds."""
         if not self.compares:
             return
-        kind, before = self._turn()
+        if self._last is not None:
+            kind, counts, before = self._last
+            if counts:
+                self._whole[kind].append(began - before)
+        kind, number = self._turn()
         # The first step of a turn meets cold caches, and buffers that are not there yet
-        if before >= (SETTLING if self._steps < SCHEDULE[0][1] else 1) or (kind and not self._times[True]):
-            self._times[kind].append(seconds)
+        counts = number >= (SETTLING if self._steps < SCHEDULE[0][1] else 1)
+        if counts or (kind and not self._exchanges[kind]):
+            self._exchanges[kind].append(ended - began)
+        self._last = (kind, counts, began)
         self._steps += 1
 
     def votes(self) -> list[float]:
         """Return what to compare with the other ranks in the next step; nothing if it is too early or decided."""
-        if not self.compares or not all(self._times.values()):
+        if not self.compares or not all(self._exchanges.values()):
             return []
-        return [statistics.median(self._times[kind]) for kind in (False, True)]
+        whole = [statistics.median_low(self._whole[kind] or [0.0]) for kind in (False, True)]
+        return [*whole, *(statistics.median_low(self._exchanges[kind]) for kind in (False, True))]
 
     def hear(self, voted: Sequence[float]) -> None:
         """Take the greatest of the ranks' :meth:`votes`, and decide if that is possible."""
         if not voted or not self.compares:
             return
-        compressed, dense = voted
-        first = sum(count for _, count in SCHEDULE[:2])
-        if self._steps == SCHEDULE[0][1] + 1:
+        compressed, dense, *exchanges = voted
+        if self._steps < _FIRST:
+            # A whole step may have an evaluation in it, so a single one says nothing
+            compressed, dense = exchanges
             decided = dense > CLEAR * compressed + LONG
-        elif self._steps == first:
+        elif self._steps < _ALL:
             decided = max(dense, compressed) > CLEAR * min(dense, compressed)
         else:
-            decided = self._steps >= sum(count for _, count in SCHEDULE)
+            decided = True
         if decided:
             self.seconds = (compressed, dense)
             self.verdict = Verdict.COMPRESS if compressed < WORTH * dense else Verdict.FLUSH
@@ -111,7 +124,8 @@ class Fallback:
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Take over what was decided, if it was; what is not decided is compared from the beginning."""
         self.verdict, self.seconds = Verdict.OPEN, (0.0, 0.0)
-        self._steps, self._times = 0, {False: [], True: []}
+        self._steps, self._last = 0, None
+        self._exchanges, self._whole = {False: [], True: []}, {False: [], True: []}
         if saved:
             self.verdict = Verdict(saved["verdict"])
             compressed, dense = saved["seconds"]
@@ -122,6 +136,6 @@ class Fallback:
         compressed, dense = (1000 * each for each in self.seconds)
         kept = "kept" if self.verdict is Verdict.COMPRESS else "given up"
         return (
-            f"compression is {kept}: from the first gradient to the last result, a step took {compressed:.1f} ms with "
-            f"it, and {dense:.1f} ms without (fallback: false in the plan does not compare)"
+            f"compression is {kept}: a step took {compressed:.1f} ms with it, and {dense:.1f} ms without "
+            "(fallback: false in the plan does not compare)"
         )

@@ -232,7 +232,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self.ledger.steps += arrivals.step.finite
             self._settle(arrivals.step)
             if not self.local.paused:
-                self.local.fallback.note(time.perf_counter() - arrivals.began)
+                self.local.fallback.note(arrivals.began, time.perf_counter())
         return ctx.gradient
 
     # -- a step ---------------------------------------------------------------------------------------------

@@ -10,28 +10,31 @@ from hvdcompress.plan import PlanError, load, plan_of
 ALL = sum(count for _, count in SCHEDULE)
 
 
-def play(compressed: float, dense: float, steps: int = ALL + 3, ranks: int = 2) -> tuple[list[Fallback], list[bool]]:
+def play(compressed: float, dense: float, steps: int = ALL + 5, ranks: int = 2) -> tuple[list[Fallback], list[bool]]:
     """Go through steps of these lengths; the last rank is slower by half. Return the ranks and the steps' kinds."""
     group = [Fallback(on=True) for _ in range(ranks)]
-    kinds = []
+    kinds: list[bool] = []
+    now = [0.0] * ranks
     for _ in range(steps):
         assert len({each.uncompressed for each in group}) == len({each.verdict for each in group}) == 1
         kinds.append(group[0].uncompressed)
-        votes = [each.votes() for each in group]
+        votes = [[] if kinds[-1] else each.votes() for each in group]
         assert len({len(each) for each in votes}) == 1
         voted = [max(each) for each in zip(*votes, strict=True)]
         for number, each in enumerate(group):
             each.end_step()
             each.hear(voted)
-            each.note((dense if kinds[-1] else compressed) * (1.5 if number == ranks - 1 else 1.0))
+            seconds = (dense if kinds[-1] else compressed) * (1.5 if number == ranks - 1 else 1.0)
+            each.note(now[number], now[number] + seconds)
+            now[number] += seconds
     return group, kinds
 
 
 @pytest.mark.parametrize(
     ("compressed", "dense", "kept", "uncompressed"),
     [
-        (0.1, 3.0, True, 2),  # one uncompressed step of seconds is enough; the decision is heard in the next
-        (0.1, 0.2, True, 3),
+        (0.1, 3.0, True, 1),  # one uncompressed step of seconds is enough
+        (0.1, 0.2, True, 5),
         (0.2, 0.1, False, None),
         (0.1, 0.11, True, 9),
         (0.1, 0.1, False, None),  # it must be worth it
@@ -49,25 +52,35 @@ def test_the_faster_kind_wins(compressed, dense, kept, uncompressed):
 
 
 def test_before_giving_up_one_step_brings_the_residuals():
-    fallback = play(0.2, 0.1, 13)[0][0]
-    fallback.hear([0.2, 0.1])
+    fallback = play(0.2, 0.1, 19)[0][0]
+    fallback.hear([0.2, 0.1, 0.2, 0.1])
     assert fallback.verdict is Verdict.FLUSH and not fallback.uncompressed
     assert fallback.end_step() and fallback.verdict is Verdict.DENSE
     assert not fallback.end_step()
 
 
 def test_what_takes_long_at_first_does_not_count():
-    fallback = Fallback(on=True)
-    for number in range(10):
-        fallback.note(9.0 if number < 4 else 0.1)
-    fallback.note(0.2)
-    assert fallback.votes() == [0.1, 0.2]
+    fallback, now = Fallback(on=True), 0.0
+    for number in range(12):
+        seconds = 9.0 if number < 4 else 0.1
+        fallback.note(now, now + seconds / 2)
+        now += seconds
+    assert fallback.votes() == pytest.approx([0.1, 0.0, 0.05, 0.05])
+
+
+def test_an_evaluation_between_steps_decides_nothing():
+    """A whole step that takes long once is not the median; a single uncompressed step is judged by its exchange."""
+    group, _ = play(0.1, 0.1, 11)
+    now = 100.0  # an evaluation after the uncompressed step
+    group[0].note(now, now + 0.1)
+    group[0].hear(group[0].votes())
+    assert group[0].verdict is Verdict.OPEN
 
 
 def test_it_is_off_unless_the_plan_asks():
     fallback = Fallback()
     for _ in range(ALL):
-        fallback.note(1.0)
+        fallback.note(1.0, 2.0)
         assert not fallback.uncompressed and fallback.votes() == []
 
 

@@ -21,9 +21,14 @@ def _make(door: Any, compressed: float, dense: float, **settings: Any) -> Any:
     handle = door.make({**SETTINGS, **settings}, {}, SHAPES)
     local = handle.compressor.local
 
-    def note(seconds: float) -> None:
-        assert seconds > 0
-        Fallback.note(local.fallback, dense if local.uncompressed else compressed)
+    now = 0.0
+
+    def note(began: float, ended: float) -> None:
+        nonlocal now
+        assert ended > began
+        seconds = dense if local.fallback.uncompressed else compressed
+        Fallback.note(local.fallback, now, now + seconds)
+        now += seconds
 
     local.fallback.note = note
     return handle
@@ -93,7 +98,7 @@ def compression_is_kept_where_it_pays(door: Any) -> None:
             want = plain.reduce(everyone[door.rank])
             for name in SHAPES:
                 np.testing.assert_array_equal(got[name], want[name], err_msg=f"step {step}, {name}")
-    assert uncompressed == 2 and local.fallback.verdict is Verdict.COMPRESS
+    assert uncompressed == 1 and local.fallback.verdict is Verdict.COMPRESS
     assert "kept" in handle.compressor.describe()
     handle.close()
     plain.close()
