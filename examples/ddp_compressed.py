@@ -20,7 +20,7 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = torch.nn.parallel.DistributedDataParallel(model)
-ddp.attach(model, "scalecom", density=0.01)
+ddp.attach(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 mine = train.nonzero().flatten()[dist.get_rank() :: dist.get_world_size()]

@@ -23,7 +23,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),
-    compression=Compressor("scalecom", model.named_parameters(), density=0.01),
+    compression=Compressor("auto", model.named_parameters()),
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 

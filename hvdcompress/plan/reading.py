@@ -25,7 +25,7 @@ WHOLE = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
 #: What the method "auto" stands for
-AUTO = {"method": "acpsgd", "matrix_rank": 4, "fallback": True}
+AUTO = {"method": "acpsgd", "matrix_rank": 8, "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
@@ -62,7 +62,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this changed
 
-    The method "auto" is acpsgd of rank 4, with ``fallback``.
+    The method "auto" is acpsgd of rank 8, with ``fallback``.
 
     Args:
         source: the file's path, or the dict.

@@ -95,7 +95,7 @@ def test_a_decision_is_saved_and_loaded():
 
 def test_auto_is_a_plan():
     plan = plan_of("auto", min_elements=10)
-    assert (plan.program.main.id, plan.program.main.matrix_rank, plan.fallback) == ("acpsgd", 4, True)
+    assert (plan.program.main.id, plan.program.main.matrix_rank, plan.fallback) == ("acpsgd", 8, True)
     assert plan_of("auto", matrix_rank=2).program.main.matrix_rank == 2
     assert load(plan.to_dict()) == plan
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()

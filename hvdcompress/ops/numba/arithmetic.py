@@ -86,7 +86,7 @@ def accumulate(
 
 def _in_the_pass(wanted: Product, n: int) -> bool:
     """Return whether a product with a vector of n elements is best found in the pass that makes the vector."""
-    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if wanted.remove and wanted.rows <= 4 else LARGE)
+    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if wanted.remove else LARGE)
 
 
 def _with_product(
@@ -95,16 +95,18 @@ def _with_product(
     """Accumulate and multiply in one pass; of few rows, remove the product's part, too."""
     rows, width = wanted.rows, wanted.a.size // wanted.rows
     given = wanted.a.reshape(rows, width)
-    if rows > 4 or clear:
+    if clear:
         product = np.empty((rows, out.size // width), np.float32)
         most = matrices.accumulate_products(gradient, residual, scale, out, clear, given, product)
     else:
-        a, product = np.zeros((4, width), np.float32), np.empty((4, out.size // width), np.float32)
+        room = 4 if rows <= 4 else 8
+        kernel = matrices.accumulate_few_products if rows <= 4 else matrices.accumulate_eight_products
+        a, product = np.zeros((room, width), np.float32), np.empty((room, out.size // width), np.float32)
         a[:rows] = given
-        most = matrices.accumulate_few_products(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
+        most = kernel(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
     if most >= INF_BITS:
         return Found(False)
-    return Found(True, product=product[:rows].ravel(), removed=rows <= 4 and not clear and wanted.remove != 0)
+    return Found(True, product=product[:rows].ravel(), removed=wanted.remove != 0 and not clear)
 
 
 def accumulate_parts(

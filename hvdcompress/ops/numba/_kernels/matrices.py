@@ -83,6 +83,37 @@ def accumulate_few_products(gradient, residual, scale, out, a, found, remove):
     return most
 
 
+@reordered
+def accumulate_eight_products(gradient, residual, scale, out, a, found, remove):
+    """As ``accumulate_few_products``, for a [8 × m]."""
+    a0, a1, a2, a3, a4, a5, a6, a7 = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    most, width, zero = np.int32(0), a.shape[1], np.float32(0)
+    for i in range(found.shape[1]):
+        row = slice(i * width, (i + 1) * width)
+        g, r, o = gradient[row], residual[row], out[row]
+        t0, t1, t2, t3, t4, t5, t6, t7 = zero, zero, zero, zero, zero, zero, zero, zero
+        for j in range(width):
+            value = np.float32(scale * g[j] + r[j])
+            o[j] = value
+            most = max(most, value.view(np.int32) & MAGNITUDE)
+            t0 += value * a0[j]
+            t1 += value * a1[j]
+            t2 += value * a2[j]
+            t3 += value * a3[j]
+            t4 += value * a4[j]
+            t5 += value * a5[j]
+            t6 += value * a6[j]
+            t7 += value * a7[j]
+        found[0, i], found[1, i], found[2, i], found[3, i] = t0, t1, t2, t3
+        found[4, i], found[5, i], found[6, i], found[7, i] = t4, t5, t6, t7
+        t0, t1, t2, t3 = remove * t0, remove * t1, remove * t2, remove * t3
+        t4, t5, t6, t7 = remove * t4, remove * t5, remove * t6, remove * t7
+        for j in range(width if remove != 0 else 0):
+            half = (t0 * a0[j] + t1 * a1[j]) + (t2 * a2[j] + t3 * a3[j])
+            o[j] -= half + ((t4 * a4[j] + t5 * a5[j]) + (t6 * a6[j] + t7 * a7[j]))
+    return most
+
+
 @compiled
 def combinations(a, x, out):
     """Write a · x to ``out``, for a [r × n], x [n × m]."""
