@@ -248,9 +248,16 @@ class TensorCompressor(compressor.Compressor):
             log.warn_once(str(fallback))
 
     def describe(self) -> str:
-        """Return which method each group of tensors gets, and the memory of its state, on this rank."""
+        """Return which method each group of tensors gets, the memory of its state, and whether compression is kept."""
+        return super().describe() + self._decision()
+
+    def summary(self) -> str:
+        """Return what was done so far on this rank, as a table, and whether compression is kept, and why."""
+        return super().summary() + self._decision()
+
+    def _decision(self) -> str:
         fallback = self.local.fallback
-        return super().describe() + (f"\n{fallback}" if fallback.verdict is not Verdict.OPEN else "")
+        return f"\n{fallback}" if fallback.on and not fallback.compares else ""
 
     def _note_frozen(self) -> None:
         """Look which parameters are frozen by now; ranks compare that, as all else that they must have alike."""
