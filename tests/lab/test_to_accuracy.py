@@ -68,9 +68,14 @@ def test_seconds_are_steps_times_milliseconds(tmp_path):
     assert entries["topk"].seconds == {1: 2.0, 2: 2.0}  # at the rate that was best on the first seed
     assert not entries["fp16"].arrives  # the second seed does not
     assert comparison.alternative is entries["dense"]
-    table = report.markdown(tmp_path)
+    table = report.markdown([comparison])
     assert "0.12 (0.12 to 0.12)" in table
     assert "not reached" in table
+    saved, plot = tmp_path / "all.json", tmp_path / "plot.svg"
+    done = CliRunner().invoke(app, ["report", "--folder", str(tmp_path), "--save", str(saved), "--plot", str(plot)])
+    assert done.exit_code == 0 and table in done.output
+    assert report.markdown(report.comparisons(saved)) == table
+    assert "PowerSGD" not in plot.read_text() and "top-k, 1 %" in plot.read_text()
 
 
 def test_nothing_to_report(tmp_path):

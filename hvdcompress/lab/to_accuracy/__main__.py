@@ -121,14 +121,27 @@ def measure(
 
 
 @app.command()
-def report(folder: FolderOption = Path("build/to_accuracy")) -> None:
+def report(
+    folder: Annotated[Path, typer.Option(help="Folder of the results, or a file that --save has written.")] = Path(
+        "build/to_accuracy"
+    ),
+    save: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write all results into one file.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the first training's.")] = None,
+) -> None:
     """Print a Markdown table per training and link."""
     from hvdcompress.lab.to_accuracy import report as reporting
+    from hvdcompress.lab.to_accuracy import run
 
-    text = reporting.markdown(folder)
-    if not text:
+    found = reporting.comparisons(folder)
+    if not found:
         raise typer.BadParameter(f"no results in {folder}")
-    typer.echo(text)
+    typer.echo(reporting.markdown(found))
+    if save is not None:
+        run.save(folder, save)
+    if plot is not None:
+        from hvdcompress.lab.to_accuracy import plots
+
+        typer.echo(f"written: {plots.draw([each for each in found if each.race == found[0].race], plot)}")
 
 
 if __name__ == "__main__":

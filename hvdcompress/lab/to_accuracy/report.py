@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.momentum.report import gap_of
 from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, without_rate
@@ -98,7 +99,7 @@ def _target(race: Race) -> str:
 
 
 def comparisons(folder: Path) -> list[Comparison]:
-    """Return what the results of a folder can be combined to."""
+    """Return what the results of a folder, or of a file, can be combined to; the slowest links first."""
     trainings: dict[tuple[str, str, str], list[Record]] = {}
     for record in records(folder, "train"):
         key = (record["race"], record["driver"], without_rate(record["contender"]))
@@ -111,7 +112,8 @@ def comparisons(folder: Path) -> list[Comparison]:
             # What a driver exchanges does not depend on it, so DDP's trainings serve for Horovod's times
             runs = trainings.get((race, driver, name)) or trainings.get((race, "ddp", name), [])
             comparison.entries[name] = entry_of(name, turns, runs)
-    return list(found.values())
+    order = list(RACES)
+    return sorted(found.values(), key=lambda each: (order.index(each.race), each.driver, Rate.parse(each.rate).slower))
 
 
 def entry_of(name: str, turns: list[list[float]], runs: Sequence[Record]) -> Entry:
@@ -176,7 +178,7 @@ def table_of(comparison: Comparison) -> Table[Entry]:
     return Table(columns, rows, title=comparison.title)
 
 
-def markdown(folder: Path) -> str:
-    """Return all tables as Markdown; nothing if there are no results."""
-    tables = [table_of(each) for each in comparisons(folder)]
+def markdown(found: Sequence[Comparison]) -> str:
+    """Return all tables as Markdown."""
+    tables = [table_of(each) for each in found]
     return "\n".join(f"### {table.title}\n\n{table.markdown()}" for table in tables)

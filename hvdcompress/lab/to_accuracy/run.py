@@ -204,6 +204,17 @@ def said(record: Record) -> Iterator[str]:
         yield f"{name} {statistics.median(each for turn in turns for each in turn):.0f} ms"
 
 
-def records(folder: Path, kind: str) -> list[Record]:
-    """Return all results of a kind, "train" or "time"."""
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((folder / kind).glob("*.json"))]
+def records(place: Path, kind: str) -> list[Record]:
+    """Return all results of a kind, "train" or "time", of a folder or of a file that :func:`save` has written."""
+    if place.is_file():
+        return json.loads(place.read_text(encoding="utf-8"))[kind]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted((place / kind).glob("*.json"))]
+
+
+def save(place: Path, file: Path) -> None:
+    """Write all results into one file, a line each."""
+    kinds = []
+    for kind in ("train", "time"):
+        lines = ",\n".join(json.dumps(record) for record in records(place, kind))
+        kinds.append(f'"{kind}": [\n{lines}\n]')
+    file.write_text("{" + ",\n".join(kinds) + "}\n", encoding="utf-8")
