@@ -114,6 +114,7 @@ class Compressor(TensorCompressor):
         self._failure: Exception | None = None  # of the step that has ended, until it is raised
         self._step: Step | None = None  # the last one
         self._stream: Any = None  # of a GPU, the thread's
+        self._is_plain = False  # the step under way goes without the engine
         self._began = 0.0  # when the step's first bucket came
 
     def close(self) -> None:
@@ -136,13 +137,13 @@ class Compressor(TensorCompressor):
         An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
         """
         buffer = bucket.buffer()
-        if self.local.fallback.uncompressed and not self.local.paused:
-            if bucket.index() == 0:
-                self._began = time.perf_counter()
-                _at_the_end_of_backward(self._end_uncompressed)
-            return self._all_reduce(buffer, bucket.is_last())
         if bucket.index() == 0:
-            self._begin(buffer)
+            # Ranks that compare parameters do so in the engine
+            tries = self.local.fallback.uncompressed and not self.local.paused
+            self._is_plain = tries and not self.plan.verify_every
+            (self._begin_uncompressed if self._is_plain else self._begin)(buffer)
+        if self._is_plain:
+            return self._all_reduce(buffer, bucket.is_last())
         assert self._arrivals is not None
         devices = [buffer.device] if buffer.is_cuda else None
         arrival = Arrival(bucket.is_last(), buffer, torch.futures.Future(devices=devices))
@@ -164,6 +165,13 @@ class Compressor(TensorCompressor):
         self.ledger.steps += last
         work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
+
+    def _begin_uncompressed(self, _: torch.Tensor) -> None:
+        """The first bucket of a step that goes without the engine."""
+        self.cut_short()
+        self._began = time.perf_counter()
+        self.local.begin_round()  # discard() has nothing to take back
+        _at_the_end_of_backward(self._end_uncompressed)
 
     def _end_uncompressed(self) -> None:
         """Clip the averaged gradients, once DDP has written all of them, and note what the step took."""
