@@ -7,7 +7,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 NAV: dict[str, list[str]] = {
-    "Start": ["quickstart", "advise"],
+    "Start": ["quickstart", "which-method", "advise"],
     "Guides": [
         "guides/ddp",
         "guides/lightning",

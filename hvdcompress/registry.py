@@ -57,7 +57,7 @@ def available() -> list[str]:
     """Return the ids of all methods, sorted.
 
     >>> available()[:3]
-    ['bf16', 'dgc', 'fft']
+    ['acpsgd', 'bf16', 'dgc']
     """
     return list(classes())
 

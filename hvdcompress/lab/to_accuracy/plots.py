@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 
+from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.output import plots
 from hvdcompress.lab.to_accuracy.contenders import NOOP, baseline_of
 from hvdcompress.lab.to_accuracy.report import Comparison, Entry
@@ -45,7 +46,7 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> Path:
         panels = figure.subplots(1, len(comparisons), sharey=True, squeeze=False)[0]
         for axes, comparison in zip(panels, comparisons, strict=True):
             _panel(axes, [comparison.entries[name] for name in names])
-            axes.set_title(f"{comparison.rate}/s", fontsize=10)
+            axes.set_title(str(Rate.parse(comparison.rate)), fontsize=10)
         plots.name_lines(panels[0], [LABELS.get(name, name) for name in names])
         label = f"Seconds of training to the target: {comparisons[0].title}, and other links"
         drawn = plots.svg(figure, file.stem, label)
@@ -54,9 +55,15 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> Path:
 
 
 def _panel(axes: Axes, entries: Sequence[Entry]) -> None:
+    """Draw bars up to four times the shortest one; longer ones are cut, with their seconds."""
+    shown = max(entry.mean for entry in entries if entry.mean < 4 * min(each.mean for each in entries))
     for line, entry in enumerate(entries):
         axes.barh(line, entry.mean, color=plots.colour(1 if baseline_of(entry.name) else 0), height=0.6)
+        if entry.mean > shown:
+            axes.text(1.28 * shown, line, f"{entry.mean:.0f} …", ha="right", va="center", fontsize=8, color=plots.GRID)
+            continue
         seconds = list(entry.seconds.values())
         axes.scatter(seconds, [line] * len(seconds), color=plots.INK, s=5, zorder=3)
+    axes.set_xlim(0, 1.3 * shown)
     axes.set_xlabel("seconds")
     axes.grid(visible=False, axis="y")
