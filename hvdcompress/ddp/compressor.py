@@ -179,7 +179,7 @@ class Compressor(TensorCompressor):
             scale = self.current_loss_scale()
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
             self.local.gradient_norm = norm.item() / scale
-        self.local.fallback.note(self._began, time.perf_counter())
+        self.local.note_step(self._began, time.perf_counter())
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step."""
@@ -212,8 +212,7 @@ class Compressor(TensorCompressor):
         self._failure = None
         if failure is not None:
             raise failure
-        if not self.local.paused:
-            self.local.fallback.note(self._began, time.perf_counter())
+        self.local.note_step(self._began, time.perf_counter())
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """The bucket's gradients by name, as views.

@@ -225,6 +225,13 @@ class RankState:
         self.asking -= self._committed
         self._committed = set()
 
+    def note_step(self, began: float, ended: float) -> None:
+        """Tell :attr:`fallback` of a step; see :meth:`Fallback.note`. Steps of a pause or a warm-up do not count."""
+        if self.paused or not self.fallback.compares:
+            return
+        if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):
+            self.fallback.note(began, ended)
+
     # -- what ranks have alike ------------------------------------------------------------------------------
 
     def verifies(self) -> bool:

@@ -231,8 +231,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._agreed = True
             self.ledger.steps += arrivals.step.finite
             self._settle(arrivals.step)
-            if not self.local.paused:
-                self.local.fallback.note(arrivals.began, time.perf_counter())
+            self.local.note_step(arrivals.began, time.perf_counter())
         return ctx.gradient
 
     # -- a step ---------------------------------------------------------------------------------------------

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from hvdcompress.engine.bucket_state import BucketState
 from hvdcompress.engine.fallback import SCHEDULE, Fallback, Verdict
+from hvdcompress.engine.state import RankState
+from hvdcompress.method import TensorSpec
+from hvdcompress.ops import fast
 from hvdcompress.plan import PlanError, load, plan_of
 
 ALL = sum(count for _, count in SCHEDULE)
@@ -82,6 +89,22 @@ def test_it_is_off_unless_the_plan_asks():
     for _ in range(ALL):
         fallback.note(1.0, 2.0)
         assert not fallback.uncompressed and fallback.votes() == []
+
+
+def test_steps_of_a_warm_up_and_of_a_pause_do_not_count():
+    plan = plan_of("topk", density=0.1, min_elements=1, warmup={"steps": 3}, fallback=True)
+    (bucket,) = plan.buckets([TensorSpec("w", (40, 50))])
+    local = RankState(plan, 0, 2)
+    state = BucketState.zeros(bucket, np.zeros(1, np.float32), fast)
+    for step in range(3):
+        local.put([replace(state, step=step)])
+        local.note_step(step, step + 1.0)
+    assert local.fallback._steps == 0
+    local.put([replace(state, step=3)])
+    local.note_step(3.0, 4.0)
+    local.paused = True
+    local.note_step(4.0, 5.0)
+    assert local.fallback._steps == 1
 
 
 def test_a_decision_is_saved_and_loaded():
