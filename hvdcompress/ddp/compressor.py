@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
@@ -143,7 +145,7 @@ class Compressor(TensorCompressor):
             self._is_plain = tries and not self.plan.verify_every
             (self._begin_uncompressed if self._is_plain else self._begin)(buffer)
         if self._is_plain:
-            return self._all_reduce(buffer, bucket.is_last())
+            return self._all_reduce(bucket)
         assert self._arrivals is not None
         devices = [buffer.device] if buffer.is_cuda else None
         arrival = Arrival(bucket.is_last(), buffer, torch.futures.Future(devices=devices))
@@ -160,9 +162,18 @@ class Compressor(TensorCompressor):
         assert arrival.future is not None
         return arrival.future
 
-    def _all_reduce(self, buffer: torch.Tensor, last: bool) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket as DDP itself does."""
-        self.ledger.steps += last
+    def _all_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a DDP bucket as DDP itself does."""
+        buffer = bucket.buffer()
+        num_bytes: Counter[str] = Counter()  # by the name of our bucket
+        for parameter in bucket.parameters():
+            ours, _ = self._place[self._names[id(parameter)]]
+            num_bytes[ours.spec.name] += parameter.numel() * buffer.element_size()
+        for observer in self.local.observers:
+            for name, count in num_bytes.items():
+                observer.begun(self.local.rank, name, count)
+                observer.sent(self.local.rank, name, Sent("AllReduce", None, count))
+        self.ledger.steps += bucket.is_last()
         work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -70,6 +70,11 @@ def compression_is_given_up_where_it_does_not_pay(door: Any) -> None:
                 np.testing.assert_allclose(total[name], exact[name], rtol=1e-4, atol=1e-4 * np.abs(exact[name]).max())
     assert fallback.verdict is Verdict.DENSE and flushed > 0
     assert "given up" in compressor.describe()
+    before = compressor.ledger.bytes_sent()
+    handle.reduce(_gradients(door, STEPS)[door.rank])
+    sent = compressor.ledger.bytes_sent() - before
+    dense = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
+    assert dense <= sent <= dense + 200, "what is sent uncompressed is counted"
     compressor.discard()  # of an uncompressed step there is nothing to take back
     saved = compressor.state_dict()
     handle.close()
