@@ -51,6 +51,7 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 
 FINITE, NO_OTHER = Found(True), NOTHING[:2] + NOTHING[4:]  # all of a scan but what is above
 FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
+MIDDLE = 1 << 18  #: the same, where a pass saves another one that would remove the product's part
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
 )
@@ -86,7 +87,7 @@ def accumulate(
 
 def _in_the_pass(wanted: Product, n: int) -> bool:
     """Return whether a product with a vector of n elements is best found in the pass that makes the vector."""
-    return plain(wanted.a) and wanted.rows in FEW and n >= (PIECE if wanted.remove else LARGE)
+    return plain(wanted.a) and wanted.rows in FEW and n >= (MIDDLE if wanted.remove else LARGE)
 
 
 def _with_product(
