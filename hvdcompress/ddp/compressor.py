@@ -143,7 +143,13 @@ class Compressor(TensorCompressor):
             # Ranks that compare parameters do so in the engine
             tries = self.local.fallback.uncompressed and not self.local.paused
             self._is_plain = tries and not self.plan.verify_every
-            (self._begin_uncompressed if self._is_plain else self._begin)(buffer)
+            self.cut_short()
+            self._began = time.perf_counter()
+            if self._is_plain:
+                self.local.begin_round()  # discard() has nothing to take back
+                _at_the_end_of_backward(self._end_uncompressed)
+            else:
+                self._begin(buffer)
         if self._is_plain:
             return self._all_reduce(bucket)
         assert self._arrivals is not None
@@ -177,13 +183,6 @@ class Compressor(TensorCompressor):
         work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    def _begin_uncompressed(self, _: torch.Tensor) -> None:
-        """The first bucket of a step that goes without the engine."""
-        self.cut_short()
-        self._began = time.perf_counter()
-        self.local.begin_round()  # discard() has nothing to take back
-        _at_the_end_of_backward(self._end_uncompressed)
-
     def _end_uncompressed(self) -> None:
         """Clip the averaged gradients, once DDP has written all of them, and note what the step took."""
         if self.plan.clip_norm is not None:
@@ -193,9 +192,7 @@ class Compressor(TensorCompressor):
         self.local.note_step(self._began, time.perf_counter())
 
     def _begin(self, buffer: torch.Tensor) -> None:
-        """The first bucket of a step."""
-        self.cut_short()
-        self._began = time.perf_counter()
+        """The first bucket of a step in the engine."""
         arrivals: SimpleQueue[Arrival] = SimpleQueue()
         ends = _End()  # freed with the backward pass, which may fail
         weakref.finalize(ends, _cut_short, weakref.ref(self), arrivals).atexit = False

@@ -75,7 +75,7 @@ class Group:
         self._server.listen(self.ranks)
         words = ["-m", MODULE, path, self.name, self.device]
         if self.name == "ddp":
-            lines = [self._ddp_line(rank, words) for rank in range(self.ranks)]
+            lines = [launcher.rank_line(rank, self.ranks, words, self.hosts) for rank in range(self.ranks)]
         else:
             lines = [self._launch_line(words)]
         # without hosts=, which would make MPI's collectives rings: each rank chooses for itself
@@ -87,13 +87,6 @@ class Group:
         # what horovodrun would call, after some 7 seconds
         line = [launcher.mpirun() or "mpirun", "-np", str(self.ranks), "-H", self.hosts.slots, "-bind-to", "none"]
         return self.hosts.command(self.hosts.names[0], *line, "-mca", "pml", "ob1", sys.executable, *words)
-
-    def _ddp_line(self, rank: int, words: list[str]) -> list[str]:
-        address = self.hosts.names[0] if self.hosts else "127.0.0.1"
-        port = 29511 if self.hosts else 20000 + os.getpid() % 40000
-        given = {"RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
-        line = ["env", *(f"{key}={value}" for key, value in given.items()), sys.executable, *words]
-        return self.hosts.command(self.hosts.names[rank], *line) if self.hosts else line
 
     def join(self) -> None:
         """Wait until all ranks have met, and let them sleep.

@@ -96,6 +96,22 @@ def command(ranks: int, controller: str, *program: str, hosts: Hosts | None = No
     return [shown(part) if os.sep in part else part for part in parts]
 
 
+def rank_line(rank: int, ranks: int, program: Sequence[str], hosts: Hosts | None = None) -> list[str]:
+    """The command line of one rank of torch.distributed, without torchrun: on the host of that number, or on this one.
+
+    Args:
+        rank: which one.
+        ranks: how many there are.
+        program: Python's arguments.
+        hosts: emulated hosts, one rank each.
+    """
+    address = hosts.names[0] if hosts else "127.0.0.1"
+    port = 29511 if hosts else 20000 + os.getpid() % 40000
+    given = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
+    line = ["env", *(f"{key}={value}" for key, value in given.items()), sys.executable, *program]
+    return hosts.command(hosts.names[rank], *line) if hosts else line
+
+
 def environment(ranks: int, hosts: Hosts | None = None) -> dict[str, str]:
     """The variables that ranks need in their environment beyond ours."""
     added = {

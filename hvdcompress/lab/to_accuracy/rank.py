@@ -75,7 +75,7 @@ def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
     return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world, seed, race.task.batch)
 
 
-def prepare(race: Race, driver: str, name: str, ranks: Ddp | Horovod, seed: int) -> Trainer:
+def prepare(race: Race, driver: str, name: str, seed: int) -> Trainer:
     """Return a contender's trainer, with initial weights that depend on the seed alone."""
     torch.manual_seed(seed)
     return TRAINERS[driver](race.task, parse(name, race.task))
@@ -83,13 +83,13 @@ def prepare(race: Race, driver: str, name: str, ranks: Ddp | Horovod, seed: int)
 
 def train(ranks: Ddp | Horovod, race: Race, driver: str, contender: str, seed: int) -> None:
     """Train, and print the score of each evaluation and the seconds of training until then."""
-    throw_away = prepare(race, driver, contender, ranks, seed)
+    throw_away = prepare(race, driver, contender, seed)
     batches = batches_of(race, ranks, seed)
     for _ in range(WARM_UP):
         throw_away.step(next(batches))
     throw_away.close()
     del throw_away
-    trainer, batches = prepare(race, driver, contender, ranks, seed), batches_of(race, ranks, seed)
+    trainer, batches = prepare(race, driver, contender, seed), batches_of(race, ranks, seed)
     seconds: list[float] = []
     ranks.sum([0.0])
     for step in range(1, race.steps + 1):
@@ -115,7 +115,7 @@ def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[
         rounds: how many turns each has.
         turn: how long a turn is, in seconds; it has two steps at least.
     """
-    trainers = {name: prepare(race, driver, name, ranks, seed=0) for name in contenders}
+    trainers = {name: prepare(race, driver, name, seed=0) for name in contenders}
     batches = batches_of(race, ranks, seed=0)
     lengths = {}
     for name, trainer in trainers.items():

@@ -15,9 +15,9 @@ from pathlib import Path
 from hvdcompress.lab.cluster.rates import Rate
 from hvdcompress.lab.momentum.report import gap_of
 from hvdcompress.lab.output.table import MISSING, Column, Table
-from hvdcompress.lab.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, without_rate
+from hvdcompress.lab.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, parse, without_rate
 from hvdcompress.lab.to_accuracy.races import RACES, Race
-from hvdcompress.lab.to_accuracy.run import Record, best, reached, records
+from hvdcompress.lab.to_accuracy.run import Record, best, median_of, reached, records
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 
@@ -30,18 +30,16 @@ class Entry:
         name: the contender, without a factor of the learning rate.
         turns: milliseconds of the steps of each turn; empty if it was not timed.
         runs: its trainings by seed, at its best learning rate.
-        tried: how many learning rates the best is of.
     """
 
     name: str
     turns: list[list[float]]
     runs: dict[int, Record] = field(default_factory=dict)
-    tried: int = 1
 
     @cached_property
     def milliseconds(self) -> float:
         """The median time of a step."""
-        return statistics.median(each for turn in self.turns for each in turn)
+        return median_of(self.turns)
 
     @cached_property
     def seconds(self) -> dict[int, float]:
@@ -125,7 +123,7 @@ def entry_of(name: str, turns: list[list[float]], runs: Sequence[Record]) -> Ent
         return Entry(name, turns)
     seed = min(min(each) for each in by_rate.values())
     first = best([each[seed] for each in by_rate.values() if seed in each])
-    return Entry(name, turns, by_rate[first["contender"]], len(by_rate))
+    return Entry(name, turns, by_rate[first["contender"]])
 
 
 def table_of(comparison: Comparison) -> Table[Entry]:
@@ -158,10 +156,7 @@ def table_of(comparison: Comparison) -> Table[Entry]:
 
     def rate(entry: Entry) -> str:
         run = next(iter(entry.runs.values()), None)
-        if run is None:
-            return MISSING
-        words = [word for word in run["contender"].replace(":", ",").replace("@", ",").split(",") if word[:3] == "lr="]
-        return words[0].removeprefix("lr=") if words else "1"
+        return MISSING if run is None else f"{parse(run['contender'], race.task).lr:g}"
 
     columns: list[Column[Entry]] = [
         Column("contender", "contender", lambda entry: entry.name, align="left"),

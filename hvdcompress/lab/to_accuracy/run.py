@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,7 +19,6 @@ from hvdcompress.lab.to_accuracy.contenders import at_rate, without_rate
 from hvdcompress.lab.to_accuracy.races import RACES, Race
 
 MODULE = "hvdcompress.lab.to_accuracy.rank"
-PORT = 29511  #: on an emulated host
 Record = dict[str, Any]
 
 
@@ -39,7 +36,11 @@ def launch(do: str, race: str, driver: str, rate: str | None, log: Path, **more:
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(count, rate)) if rate else None
         started: list[launcher.Ranks] = []
-        for line in _lines(driver, count, hosts, words):
+        if driver == "horovod":
+            lines = [launcher.command(count, "gloo", *words, hosts=hosts)]
+        else:
+            lines = [launcher.rank_line(rank, count, words, hosts) for rank in range(count)]
+        for line in lines:
             ranks = launcher.Ranks(line, count, log, hosts if driver == "horovod" else None)
             started.append(stack.enter_context(ranks))
         while any(each.process.poll() is None for each in started):
@@ -52,18 +53,6 @@ def launch(do: str, race: str, driver: str, rate: str | None, log: Path, **more:
     if failed or not found:
         raise launcher.LaunchError(f"{race}, {more}: ended without a result\n{launcher.tail(log)}")
     return found
-
-
-def _lines(driver: str, count: int, hosts: Hosts | None, words: Sequence[str]) -> Iterator[list[str]]:
-    if driver == "horovod":
-        yield launcher.command(count, "gloo", *words, hosts=hosts)
-        return
-    port = PORT if hosts else 20000 + os.getpid() % 40000
-    for rank in range(count):
-        given: Record = {"RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-        given["MASTER_ADDR"] = hosts.names[0] if hosts else "127.0.0.1"
-        line = ["env", *(f"{key}={value}" for key, value in given.items()), sys.executable, *words]
-        yield hosts.command(hosts.names[rank], *line) if hosts else line
 
 
 def _records(log: Path) -> Iterator[Record]:
@@ -198,10 +187,15 @@ def time_all(
             console.print(f"{race} at {rate}: {', '.join(said(record))}", highlight=False)
 
 
+def median_of(turns: Sequence[Sequence[float]]) -> float:
+    """Return the median over all steps of all turns."""
+    return statistics.median(each for turn in turns for each in turn)
+
+
 def said(record: Record) -> Iterator[str]:
     """Yield each contender with its median time, for progress."""
     for name, turns in record["measured"].items():
-        yield f"{name} {statistics.median(each for turn in turns for each in turn):.0f} ms"
+        yield f"{name} {median_of(turns):.0f} ms"
 
 
 def records(place: Path, kind: str) -> list[Record]:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcompress import ddp
+from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress.lab.momentum import tasks
 from hvdcompress.lab.momentum.contenders import Contender
 from hvdcompress.lab.momentum.study import OPTIMIZER_MOMENTUM
@@ -47,6 +49,7 @@ class Trainer:
     def __init__(self, task: Task, contender: Contender):
         self.task, self.contender = task, contender
         self.baseline = baseline_of(contender.name)
+        self.compressor: TensorCompressor | None = None
         self.net: nn.Module = tasks.NETS[task.net]()
         self.model: nn.Module = self.net
         self.optimizer = task.make_optimizer(
@@ -61,8 +64,7 @@ class Trainer:
     @property
     def compares(self) -> bool:
         """Whether the contender compares steps with and without compression, and has not decided yet."""
-        compressor = getattr(self, "compressor", None)
-        return compressor is not None and compressor.local.fallback.compares
+        return self.compressor is not None and self.compressor.local.fallback.compares
 
     def step(self, batch: Batch) -> None:
         """Take one training step."""
@@ -84,12 +86,9 @@ class DdpTrainer(Trainer):
     """The net in DDP, with a contender's communication hook."""
 
     def __init__(self, task: Task, contender: Contender):
-        from hvdcompress import ddp
-
         super().__init__(task, contender)
         baseline = self.baseline or ""
         powersgd = baseline.startswith(POWERSGD)
-        self.compressor: ddp.Compressor | None = None
         model = DistributedDataParallel(
             self.net, broadcast_buffers=False, **({"bucket_cap_mb": ONE_BUCKET} if powersgd else {})
         )
@@ -116,7 +115,7 @@ class DdpTrainer(Trainer):
     def close(self) -> None:
         """Free the Compressor's process group when all ranks have come here."""
         dist.barrier()
-        if self.compressor:
+        if isinstance(self.compressor, ddp.Compressor):
             self.compressor.close()
 
 

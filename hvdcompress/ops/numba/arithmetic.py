@@ -95,19 +95,16 @@ def _with_product(
 ) -> Found:
     """Accumulate and multiply in one pass; of few rows, remove the product's part, too."""
     rows, width = wanted.rows, wanted.a.size // wanted.rows
-    given = wanted.a.reshape(rows, width)
+    room = 4 if rows <= 4 else 8
+    kernel = matrices.accumulate_few_products if rows <= 4 else matrices.accumulate_eight_products
+    a, product = np.zeros((room, width), np.float32), np.empty((room, out.size // width), np.float32)
+    a[:rows] = wanted.a.reshape(rows, width)
+    most = kernel(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
     if clear:
-        product = np.empty((rows, out.size // width), np.float32)
-        most = matrices.accumulate_products(gradient, residual, scale, out, clear, given, product)
-    else:
-        room = 4 if rows <= 4 else 8
-        kernel = matrices.accumulate_few_products if rows <= 4 else matrices.accumulate_eight_products
-        a, product = np.zeros((room, width), np.float32), np.empty((room, out.size // width), np.float32)
-        a[:rows] = given
-        most = kernel(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
+        _clear(gradient)
     if most >= INF_BITS:
         return Found(False)
-    return Found(True, product=product[:rows].ravel(), removed=wanted.remove != 0 and not clear)
+    return Found(True, product=product[:rows].ravel(), removed=wanted.remove != 0)
 
 
 def accumulate_parts(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.ops.numba._kernels.arithmetic import accumulate
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled, reordered
 from hvdcompress.ops.numba._kernels.statistics import added, folded
 from hvdcompress.ops.shared import PIECE
@@ -43,22 +42,9 @@ def products(a, x, out):
                 out[fourth, i] = total3
 
 
-@compiled
-def accumulate_products(gradient, residual, scale, out, clear, a, found):
-    """Returns the greatest magnitude's bits. ``a`` and ``found`` are matrices."""
-    most, width = np.int32(0), a.shape[1]
-    x = out.reshape(found.shape[1], width)
-    step = max(4 * BLOCK // width, 1)  # rows that stay in the cache
-    for first in range(0, x.shape[0], step):
-        part = slice(first * width, (first + step) * width)
-        most = max(most, accumulate(gradient[part], residual[part], scale, out[part], clear))
-        products(a, x[first : first + step], found[:, first : first + step])
-    return most
-
-
 @reordered
 def accumulate_few_products(gradient, residual, scale, out, a, found, remove):
-    """As ``accumulate_products``, for a [4 × m], a row at a time.
+    """Accumulate, and write a · outᵀ to ``found``, for a [4 × m]; returns the greatest magnitude's bits.
 
     Unless it is 0, remove · foundᵀ · a is subtracted from each row while the cache has it.
     """
