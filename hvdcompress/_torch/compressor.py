@@ -15,7 +15,6 @@ from hvdcompress._torch.optimizers import Optimizers, TorchReader
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
@@ -235,29 +234,6 @@ class TensorCompressor(compressor.Compressor):
         step.unused = set(self._frozen)
         step.votes = [] if self.local.uncompressed else self.local.fallback.votes()
         return step
-
-    def _settle(self, step: Step) -> None:
-        """At the end of a step that went well: decide whether to go on compressing, if the ranks have compared."""
-        fallback = self.local.fallback
-        if self.local.paused or not step.finite:
-            return
-        before = fallback.verdict
-        gives_up = fallback.end_step()
-        fallback.hear(step.voted)
-        if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
-            log.warn_once(str(fallback))
-
-    def describe(self) -> str:
-        """Return which method each group of tensors gets, the memory of its state, and whether compression is kept."""
-        return super().describe() + self._decision()
-
-    def summary(self) -> str:
-        """Return what was done so far on this rank, as a table, and whether compression is kept, and why."""
-        return super().summary() + self._decision()
-
-    def _decision(self) -> str:
-        fallback = self.local.fallback
-        return f"\n{fallback}" if fallback.on and not fallback.compares else ""
 
     def _note_frozen(self) -> None:
         """Look which parameters are frozen by now; ranks compare that, as all else that they must have alike."""

@@ -73,6 +73,7 @@ class ShardedCompressor(TensorCompressor):
     """
 
     driver = "FSDP"
+    never_falls_back = "under FSDP each module's gradients are exchanged in a step of their own"
     grouping = IN_ORDER
 
     def __init__(

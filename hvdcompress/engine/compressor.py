@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.safety.watchdog import Limits, Place, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import loss_scale_now
+from hvdcompress.engine.step import Step, loss_scale_now
+from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -41,11 +43,17 @@ class Compressor(ABC):
         ledger: bytes and seconds so far, on this rank.
     """
 
+    never_falls_back = ""  #: why the driver does not compare steps with uncompressed ones; empty if it does
+
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
         self.plan = plan
         self.loss_scale = loss_scale
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
+        if self.local.fallback.on and self.never_falls_back:
+            self.local.fallback.on = False
+            if rank == 0:
+                log.warn_once(f"fallback has no effect: {self.never_falls_back}. Compression is kept in any case")
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
         self.watchdog = Watchdog(rank, world, lambda: _place(myself()), lambda: _pulse(myself()), limits)
@@ -108,6 +116,21 @@ class Compressor(ABC):
         """Whether the ranks that this Compressor was made for are no more, as after a reset of an elastic training."""
         return False
 
+    def _settle(self, step: Step) -> None:
+        """At the end of a step: decide whether to go on compressing, if the ranks have compared."""
+        fallback = self.local.fallback
+        if self.local.paused or not step.finite:
+            return
+        before = fallback.verdict
+        gives_up = fallback.end_step()
+        fallback.hear(step.voted)
+        if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
+            log.warn_once(str(fallback))
+
+    def _decision(self) -> str:
+        fallback = self.local.fallback
+        return f"\n{fallback}" if fallback.on and not fallback.compares else ""
+
     # -- what users say and ask -----------------------------------------------------------------------------
 
     def observe(self, **metrics: float) -> None:
@@ -164,16 +187,16 @@ class Compressor(ABC):
         self.local.observers.append(observer)
 
     def describe(self) -> str:
-        """Which method each group of tensors gets, and the memory that its state takes on this rank."""
-        return describe(self._buckets())
+        """Which method each group of tensors gets, the memory of its state on this rank, and whether it is kept."""
+        return describe(self._buckets()) + self._decision()
 
     def summary(self) -> str:
         """What was done so far on this rank: a table within 80 columns, a line for each program of methods.
 
         It has tensors, elements, bytes, the compression ratio, the norm of the residuals and seconds, as
-        :func:`hvdcompress.engine.telemetry.summary.summary` says.
+        :func:`hvdcompress.engine.telemetry.summary.summary` says. With ``fallback: true`` it tells what was decided.
         """
-        return summary(self.figures(), self.ledger, self.local.rank)
+        return summary(self.figures(), self.ledger, self.local.rank) + self._decision()
 
     def log_to(self, writer: Writer, step: int | None = None) -> None:
         """Write this rank's figures to a writer of TensorBoard's events, under ``hvdcompress/``.

@@ -52,9 +52,21 @@ def copied_left(total: Outer, factor: float) -> Array:
 
 
 def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops) -> Outer:
-    """Return factor · first + other · second, of the rank of both together: it is written in one pass."""
-    left = [copied_left(first, factor), copied_left(second, other)]
-    return Outer(ops.concat(left), ops.concat([first.right, second.right]), first.terms + second.terms)
+    """Return factor · first + other · second as one matrix of low rank, which is written in one pass.
+
+    It has the rank of both together; or that of ``first``, where the rows of its basis combine to those of ``second``,
+    as with ACP-SGD, whose every step begins with a factor of the step before.
+    """
+    is_right = first.basis == "right"
+    basis, mine = (first.right, first.left) if is_right else (first.left, first.right)
+    theirs, rows = (second.right, second.left) if is_right else (second.left, second.right)
+    weights = ops.coordinates(theirs, basis, first.terms) if first.basis else None
+    if weights is None:
+        left = ops.concat([copied_left(first, factor), copied_left(second, other)])
+        return Outer(left, ops.concat([first.right, second.right]), first.terms + second.terms)
+    added = ops.combine(weights * (second.scale * other), rows, second.terms, centre=False)
+    total = (mine * (first.scale * factor) + added).astype(np.float32)
+    return Outer(total, basis, first.terms) if is_right else Outer(basis, total, first.terms)
 
 
 def end_to_end(shares: Sequence[Sparse], factor: float, ops: Ops) -> Sparse:

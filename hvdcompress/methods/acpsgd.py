@@ -110,7 +110,9 @@ class ACPSGD(PowerSGD):
         def approximation(factor: Array) -> Outer:
             # no sum of r products exceeds float32: the basis has elements of at most 1
             factor = ops.scaled(factor, 1.0 / small, FLOAT32_MAX / (r + 1))
-            return Outer(basis, factor, r) if ctx.phase == 1 else Outer(factor, basis, r)
+            if ctx.phase == 1:
+                return Outer(basis, factor, r, basis="left")
+            return Outer(factor, basis, r, basis="right")
 
         if found.removed:
             share: Any = Sparse(ops.zeros(0, "int32", x), ops.zeros(0, "float32", x))  # x is the residual already

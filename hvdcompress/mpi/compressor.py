@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -165,6 +166,7 @@ class Compressor(compressor.Compressor):
             return self._reduce(arrays, op, out)
 
     def _reduce(self, arrays: Mapping[str, Array], op: Op, out: Mapping[str, Array] | None) -> dict[str, Array]:
+        began = time.perf_counter()
         self._transport.begin()
         self.local.begin_round()
         error: Exception | None = None
@@ -180,12 +182,15 @@ class Compressor(compressor.Compressor):
         step = self._step = Step(self.local, self._collectives, tensors.terms, Agree.FIRST_AND_LAST)
         step.loss_scale = scale
         step.error = error
+        step.votes = [] if self.local.uncompressed else self.local.fallback.votes()
         step.factor = 1.0 / self.local.world if op == "average" else 1.0
         try:
             step.run(lambda: self._add_all(step, tensors, given, outs))
         finally:
             self._step = None
         self.ledger.steps += step.finite
+        self._settle(step)
+        self.local.note_step(began, time.perf_counter())
         self.local.warn_of_what_is_idle()
         return outs
 

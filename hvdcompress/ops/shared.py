@@ -20,6 +20,7 @@ FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negat
 PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
 MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  #: of MurmurHash3's finalizer
 NEGLIGIBLE = 1e-6  #: a remainder of a row below this share of the row is the rounding of float32, and no direction
+SPANNED = 1e-5  #: of the largest element: a rest of combinations up to it comes from the rounding of float32
 
 # -- indices and statistics ---------------------------------------------------------------------------------------
 

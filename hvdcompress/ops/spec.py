@@ -669,3 +669,18 @@ class Ops(Protocol):
         Returns:
             [count × m] float64.
         """
+
+    def coordinates(self, x: Array, basis: Array, rows: int) -> Array | None:
+        """Return the weights of the rows of ``basis`` in the rows of ``x``, which are combinations of them.
+
+        It uses no matrix library either.
+
+        Args:
+            x: [count × m] float32.
+            basis: [rows × m] float32, orthonormal; rows may be zero.
+            rows: The number of rows.
+
+        Returns:
+            [rows × count] float64, as :meth:`combine` takes them; None where the rows of ``x`` are no such
+            combinations, to the rounding of float32, or where the host would have to wait for a device to tell.
+        """

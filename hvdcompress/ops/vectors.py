@@ -6,7 +6,7 @@ A coded vector is decoded where it is written (:meth:`hvdcompress.ops.spec.Ops.w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -161,12 +161,14 @@ class Outer(NamedTuple):
         right: rows right_i [terms × k] float32.
         terms: their number, 1 or more.
         scale: rounded to float32 first. It multiplies the sum.
+        basis: the factor with orthonormal rows, "left" or "right", if they span that of the step before.
     """
 
     left: Array
     right: Array
     terms: int
     scale: float = 1.0
+    basis: Literal["left", "right"] | None = None
 
     @property
     def size(self) -> int:

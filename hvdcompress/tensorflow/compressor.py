@@ -114,6 +114,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ``clip_norm``, which graphs cannot.
     """
 
+    never_falls_back = "in TensorFlow the ranks agree for each tensor, and not for a step"
+
     def __init__(
         self,
         method: str | Method | Plan | Mapping[str, Any],

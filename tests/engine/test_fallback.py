@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdcompress.engine.bucket_state import BucketState
+from hvdcompress.engine.compressor import Compressor
 from hvdcompress.engine.fallback import SCHEDULE, Fallback, Verdict
 from hvdcompress.engine.state import RankState
+from hvdcompress.engine.telemetry import log
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.plan import PlanError, load, plan_of
@@ -124,3 +128,22 @@ def test_auto_is_a_plan():
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
     with pytest.raises(PlanError, match="fallback"):
         load({"method": "topk", "fallback": 1})
+
+
+class _NoSteps(Compressor):
+    """A driver that has no end of a step."""
+
+    never_falls_back = "gradients come alone"
+
+    def residual(self, name: str) -> None: ...
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None: ...
+
+    def _waits_for(self) -> None: ...
+
+
+def test_a_driver_that_cannot_compare_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    log.warn_once.cache_clear()
+    compressor = _NoSteps(plan_of("auto"), rank=0, world=2)
+    assert not compressor.local.fallback.on
+    assert "fallback has no effect: gradients come alone" in caplog.text

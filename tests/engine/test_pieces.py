@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from hvdcompress.engine.pieces import by_tensor, in_form_of, is_compact, scaled, slots_of, whole
+from hvdcompress.engine.pieces import by_tensor, combined, in_form_of, is_compact, scaled, slots_of, whole
 from hvdcompress.method import Sparse, TensorSpec
 from hvdcompress.ops import fast
+from hvdcompress.ops.shared import outer_sum
 from hvdcompress.ops.vectors import Outer, Shares
 from hvdcompress.plan import IN_ORDER, plan_of
 
@@ -70,3 +71,24 @@ def test_names_in_a_saved_state() -> None:
     assert list(slots_of(FIRST)) == ["momentum.index", "momentum.values"]
     assert list(slots_of(Outer(LIKE, LIKE, 1))) == ["momentum.left", "momentum.right"]
     assert list(slots_of(DENSE)) == ["momentum"]
+
+
+@pytest.mark.parametrize("basis", ["left", "right"])
+def test_two_matrices_on_one_basis_have_the_rank_of_one(basis: Literal["left", "right"]) -> None:
+    rng = np.random.default_rng(0)
+    shared = fast.orthonormalise(rng.standard_normal(2 * 50).astype(np.float32), 2)
+    turned = (np.array([[2.0, 1.0], [0.5, -3.0]]) @ shared.reshape(2, 50)).astype(np.float32).ravel()
+    one, two = (rng.standard_normal(2 * 30).astype(np.float32) for _ in range(2))
+    if basis == "right":
+        first, second = Outer(one, shared, 2, 0.5, basis), Outer(two, turned, 2)
+    else:
+        first, second = Outer(shared, one, 2, 0.5, basis), Outer(turned, two, 2)
+    joint, apart = (
+        combined(first, 3.0, second, -0.9, fast),
+        combined(first._replace(basis=None), 3.0, second, -0.9, fast),
+    )
+    assert joint.terms == 2 and apart.terms == 4
+    np.testing.assert_allclose(outer_sum(joint), outer_sum(apart), atol=1e-5)
+    other = rng.standard_normal(len(shared)).astype(np.float32)
+    elsewhere = Outer(other, two, 2) if basis == "left" else Outer(two, other, 2)
+    assert combined(first, 3.0, elsewhere, -0.9, fast).terms == 4

@@ -159,6 +159,24 @@ def test_dependent_rows_are_zero_or_filled(backend: Any) -> None:
     put.check()
 
 
+@pytest.mark.parametrize("rows,columns", [(1, 1), (3, 7), (4, 513), (8, 3000)])
+def test_coordinates_of_combinations(backend: Any, rows: int, columns: int) -> None:
+    """A backend finds them as the reference does, to the bit, or says that it does not look."""
+    basis = reference.orthonormalise(vector("normal", rows * columns, 3), rows)
+    weights = np.linspace(-2, 3, 2 * rows).reshape(rows, 2)
+    x = (weights.T @ basis.reshape(rows, columns)).astype(np.float32).ravel()
+    expected = reference.coordinates(x, basis, rows)
+    assert expected is not None
+    np.testing.assert_allclose(expected.reshape(rows, 2), weights, atol=1e-5)
+    put = Put(backend)
+    found = backend.coordinates(put(x), put(basis), rows)
+    assert found is None if backend.__name__.endswith(("torch", "triton")) else get(found) == get(expected)
+    if rows < columns:  # elsewhere nothing is left out
+        x[0] += 0.01
+        assert reference.coordinates(x, basis, rows) is None
+        assert backend.coordinates(put(x), put(basis), rows) is None
+
+
 @pytest.mark.parametrize("rows,columns", [(2, 9), (6, 40), (12, 7)])
 @pytest.mark.parametrize("dropped", [0.0, 0.01, 0.3, 0.9])
 @pytest.mark.parametrize("centre", [True, False])

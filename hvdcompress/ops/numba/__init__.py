@@ -38,7 +38,7 @@ from hvdcompress.ops.numba.floats import (
     to_bf16,
     to_fp16,
 )
-from hvdcompress.ops.numba.matrices import matmul, matmul_transposed, orthonormalise
+from hvdcompress.ops.numba.matrices import coordinates, matmul, matmul_transposed, orthonormalise
 from hvdcompress.ops.numba.memory import set_at, take, take_by_age
 from hvdcompress.ops.numba.selection import (
     chunk_argmax,
@@ -78,7 +78,7 @@ from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
-    "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize",
+    "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
     "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
     "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
     "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",

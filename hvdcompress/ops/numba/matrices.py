@@ -8,7 +8,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import matrices as kernels
 from hvdcompress.ops.numba.arrays import plain
 from hvdcompress.ops.numpy.matrices import drawn
-from hvdcompress.ops.shared import NEGLIGIBLE
+from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 FEW, MANY = range(2, 9), 1 << 18  #: rows and elements for which the matrix library needs longer than to read them
@@ -37,3 +37,11 @@ def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
             done[number] = drawn(key, number, done.shape[1])
             kernels.orthogonalise(done, number, NEGLIGIBLE)
     return done.astype(np.float32).ravel()
+
+
+def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
+    if not (plain(x) and plain(basis)):
+        return reference.coordinates(x, basis, rows)
+    wide = basis.reshape(rows, -1).astype(np.float64)
+    weights, spanned = kernels.coordinates(x.reshape(-1, wide.shape[1]).astype(np.float64), wide, SPANNED)
+    return weights.T.ravel() if spanned else None

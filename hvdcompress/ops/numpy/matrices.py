@@ -8,10 +8,10 @@ import numpy as np
 
 from hvdcompress.ops.numpy.codes import uniform
 from hvdcompress.ops.numpy.statistics import fold
-from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul_transposed
+from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED, centred, combined, matmul, matmul_transposed
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
+__all__ = ["combine", "coordinates", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -27,6 +27,13 @@ def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
             left = _remainder(drawn(key, number, given.shape[1]), done[:number])
         done[number] = left
     return done.astype(np.float32).ravel()
+
+
+def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
+    given, wide = x.reshape(-1, basis.size // rows).astype(np.float64), _wide(basis, rows, centre=False)
+    weights = fold((given[:, None] * wide).reshape(-1, wide.shape[1])).reshape(-1, rows)
+    rest = given.ravel() - combined(weights, wide)
+    return weights.T.ravel() if np.abs(rest).max() <= SPANNED * np.abs(given).max() else None
 
 
 def drawn(key: Array, number: int, size: int) -> Array:

@@ -42,7 +42,15 @@ from hvdcompress.ops.torch.floats import (
     to_bf16,
     to_fp16,
 )
-from hvdcompress.ops.torch.matrices import combine, matmul, matmul_transposed, orthonormalise, permute, principal
+from hvdcompress.ops.torch.matrices import (
+    combine,
+    coordinates,
+    matmul,
+    matmul_transposed,
+    orthonormalise,
+    permute,
+    principal,
+)
 from hvdcompress.ops.torch.memory import (
     asarray,
     concat,
@@ -73,7 +81,7 @@ from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms
 
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
-    "chunk_argmax", "chunk_positions", "combine", "concat", "count_above", "dense", "dequantize",
+    "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
     "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
     "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
     "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",

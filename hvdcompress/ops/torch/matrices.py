@@ -11,7 +11,7 @@ from hvdcompress.ops.shared import NEGLIGIBLE, centred, combined, matmul, matmul
 from hvdcompress.ops.torch.codes import uniform
 from hvdcompress.ops.vectors import Array, NumpyArray
 
-__all__ = ["combine", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
+__all__ = ["combine", "coordinates", "matmul", "matmul_transposed", "orthonormalise", "permute", "principal"]
 
 
 def permute(x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
@@ -57,6 +57,10 @@ def principal(x: Array, rows: int, least: int, most: int, dropped: float, centre
 
 def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
     return combined(weights.view(-1, rows).double(), _wide(x, rows, centre))
+
+
+def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
+    return None  # to look for a rest would make the host wait
 
 
 def _wide(x: Array, rows: int, centre: bool) -> Array:

@@ -216,6 +216,22 @@ def orthogonalise(rows, number, negligible):
 
 
 @compiled
+def coordinates(x, basis, spanned):
+    """Return the products of rows of x and of the basis, and whether these combine to x, up to ``spanned``."""
+    weights, most, rest = np.empty((x.shape[0], basis.shape[0])), 0.0, 0.0
+    for i in range(x.shape[0]):
+        row, total = x[i], np.zeros(x.shape[1])
+        for k in range(basis.shape[0]):
+            other = basis[k]
+            share = weights[i, k] = dot(row, other)
+            for j in range(row.size):
+                total[j] += share * other[j]
+        for j in range(row.size):
+            most, rest = max(most, abs(row[j])), max(rest, abs(row[j] - total[j]))
+    return weights, rest <= spanned * most
+
+
+@compiled
 def to_length_1(row, least):
     """Divide a row by its length; without a length above ``least`` it becomes 0, which returns False."""
     length = np.sqrt(dot(row, row))
