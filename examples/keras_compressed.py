@@ -7,7 +7,7 @@ import horovod.tensorflow as hvd
 import keras
 from sklearn.datasets import load_digits
 
-from hvdcompress.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
+from hvdcompress.horovod.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
 
 hvd.init()
 keras.utils.set_random_seed(0)

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.optimizers import SGD
-from hvdcompress.tensorflow import Compressor
 
 hvd.init()
 keras.utils.set_random_seed(0)

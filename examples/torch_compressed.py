@@ -7,7 +7,7 @@ import horovod.torch as hvd
 import torch
 from sklearn.datasets import load_digits
 
-from hvdcompress.torch import Compressor
+from hvdcompress.horovod.torch import Compressor
 
 hvd.init()
 torch.manual_seed(0)

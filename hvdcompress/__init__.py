@@ -1,6 +1,6 @@
 """Gradient compression for data-parallel training, plugged into the unmodified Horovod optimizer.
 
-Importing this package imports no framework: ``hvdcompress.torch`` and the other drivers do.
+Importing this package imports no framework: ``hvdcompress.horovod.torch`` and the other drivers do.
 """
 
 from hvdcompress.optimizers import without_momentum

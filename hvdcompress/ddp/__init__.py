@@ -5,14 +5,13 @@ from hvdcompress import ddp
 model = torch.nn.parallel.DistributedDataParallel(model)
 compressor = ddp.attach(model, "scalecom", density=0.01)
 
-``torchrun -m hvdcompress.ddp`` does so in a script that is not touched, :func:`fsdp` between the replicas of a sharded
-model, and :mod:`hvdcompress.integrations` inside frameworks that make the module themselves.
+``torchrun -m hvdcompress.ddp`` does so in a script that is not touched, :mod:`hvdcompress.fsdp` between the replicas of
+a sharded model, and :mod:`hvdcompress.integrations` inside frameworks that make the module themselves.
 """
 
 from hvdcompress.ddp.attach import attach, hook
 from hvdcompress.ddp.compressor import Compressor
-from hvdcompress.ddp.sharded import ShardedCompressor, fsdp
 from hvdcompress.ddp.transport import PeerLost
 from hvdcompress.engine.agreement import PeerError
 
-__all__ = ["Compressor", "PeerError", "PeerLost", "ShardedCompressor", "attach", "fsdp", "hook"]
+__all__ = ["Compressor", "PeerError", "PeerLost", "attach", "hook"]

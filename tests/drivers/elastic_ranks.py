@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 
-from hvdcompress.torch import Compressor
+from hvdcompress.horovod.torch import Compressor
 
 faulthandler.dump_traceback_later(200, exit=True)
 torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 from horovod.common.elastic import ObjectState
 
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.tensorflow import Compressor
+from hvdcompress.horovod.tensorflow import Compressor
 
 faulthandler.dump_traceback_later(200, exit=True)
 out = Path(sys.argv[1])

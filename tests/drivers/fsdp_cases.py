@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hvdcompress
-from hvdcompress import ddp
-from hvdcompress.ddp.sharded import ShardedCompressor
+from hvdcompress import fsdp
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 from hvdcompress.testing import numbers
@@ -83,7 +82,7 @@ def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
         model = sharded(both["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
         settings = {"density": 0.05, "min_elements": 1, "optimizer": optimizer, "optimizer_momentum": "cancel"}
-        compressor = ddp.fsdp(model, "topk", replicas=both["replicate"], **settings)
+        compressor = fsdp.attach(model, "topk", replicas=both["replicate"], **settings)
         for step in range(8):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -96,7 +95,7 @@ def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
     must_raise(
         ValueError,
         ["different momentum", "optimizer_momentum"],
-        lambda: ddp.fsdp(model, "topk", replicas=both["replicate"], min_elements=1, optimizer=mixed),
+        lambda: fsdp.attach(model, "topk", replicas=both["replicate"], min_elements=1, optimizer=mixed),
         gather,
     )
 
@@ -107,7 +106,7 @@ def accumulation_without_an_exchange() -> None:
     both, grads, sent = mesh(), [], []
     for waits in (True, False):
         model = sharded(both["shard"])
-        compressor = ddp.fsdp(model, "none", replicas=both["replicate"])
+        compressor = fsdp.attach(model, "none", replicas=both["replicate"])
         for step in range(4):
             model.set_requires_all_reduce(not waits or step in (2, 3))
             loss_of(model, step).backward()
@@ -123,7 +122,7 @@ def averages_are_those_of_all_ranks() -> None:
     """Sharded and uncompressed it is what one big batch gives."""
     both, plain = mesh(), net()
     model = sharded(both["shard"])
-    ddp.fsdp(model, "none", replicas=both["replicate"])
+    fsdp.attach(model, "none", replicas=both["replicate"])
     loss_of(model, 0).backward()
     loss_of(plain, 0).backward()
     for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -133,7 +132,7 @@ def averages_are_those_of_all_ranks() -> None:
 
 @case
 def replicas_get_what_loopback_gives() -> None:
-    both, plain = mesh(), ShardedCompressor.reduce
+    both, plain = mesh(), fsdp.Compressor.reduce
     group = both["replicate"].get_group()
     for method, settings in (
         ("scalecom", {"density": 0.05}),
@@ -151,13 +150,13 @@ def replicas_get_what_loopback_gives() -> None:
             plain(self, name, gradient)
             seen.append((name, before, gradient.numpy().copy()))
 
-        ShardedCompressor.reduce = noting
+        fsdp.Compressor.reduce = noting
         try:
             model = sharded(both["shard"])
-            compressor = ddp.fsdp(model, method, replicas=both["replicate"], **settings)
+            compressor = fsdp.attach(model, method, replicas=both["replicate"], **settings)
             weights = steps(model, 0, 4)
         finally:
-            ShardedCompressor.reduce = plain
+            fsdp.Compressor.reduce = plain
         assert len(seen) == 4 * len(LAYERS) == compressor.ledger.steps
         loopback = Loopback(method, world=REPLICAS, bucket_elements=0, **settings)
         for everyone in zip(*gather(seen, group), strict=True):
@@ -177,7 +176,7 @@ def sharded_training_goes_on_from_saved_state_to_the_bit() -> None:
         model = sharded(both["shard"])
         for name, parameter in model.named_parameters() if weights else ():
             parameter.to_local().detach().copy_(torch.from_numpy(weights[name]))
-        return model, ddp.fsdp(model, "scalecom", replicas=both["replicate"], density=0.02)
+        return model, fsdp.attach(model, "scalecom", replicas=both["replicate"], density=0.02)
 
     model, compressor = model_of(None)
     middle = steps(model, 0, 3)
@@ -195,7 +194,7 @@ def sharded_training_goes_on_from_saved_state_to_the_bit() -> None:
 @case
 def what_does_not_go_is_refused() -> None:
     both = mesh()
-    attach = lambda model, **more: ddp.fsdp(model, "topk", replicas=both["replicate"], **more)  # noqa: E731
+    attach = lambda model, **more: fsdp.attach(model, "topk", replicas=both["replicate"], **more)  # noqa: E731
     must_raise(ValueError, ["no FSDPModule", "fully_shard"], lambda: attach(net()), gather)
     must_raise(ValueError, ["one dimension", "mesh['shard']"], lambda: attach(sharded(both)), gather)
     must_raise(ValueError, ["bucket_elements"], lambda: attach(sharded(both["shard"]), bucket_elements=9), gather)
@@ -208,7 +207,7 @@ def a_parameter_without_a_gradient_is_an_error() -> None:
     model = net()
     model.register_parameter("idle", torch.nn.Parameter(torch.zeros(8, 8)))
     fully_shard(model, mesh=both["shard"])
-    ddp.fsdp(model, "topk", replicas=both["replicate"])
+    fsdp.attach(model, "topk", replicas=both["replicate"])
     must_raise(Exception, ["(root)", "have a gradient"], loss_of(model, 0).backward, gather, False)
 
 
@@ -216,7 +215,7 @@ def a_parameter_without_a_gradient_is_an_error() -> None:
 def an_error_in_one_replica_is_the_others_within_seconds() -> None:
     both = mesh()
     model = sharded(both["shard"])
-    compressor = ddp.fsdp(model, "topk", replicas=both["replicate"])
+    compressor = fsdp.attach(model, "topk", replicas=both["replicate"])
     steps(model, 0, 2)
 
     def fails(*rest):
@@ -235,7 +234,7 @@ def discarded_and_paused_steps_of_all_modules_leave_no_trace() -> None:
     for extra in (True, False):
         model = sharded(both["shard"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        compressor = ddp.fsdp(model, "topk", replicas=both["replicate"], density=0.05, min_elements=1)
+        compressor = fsdp.attach(model, "topk", replicas=both["replicate"], density=0.05, min_elements=1)
         for step in range(6):
             if extra and step % 2:
                 loss_of(model, 100 + step).backward()
@@ -260,7 +259,7 @@ def traces_of_a_sharded_net() -> None:
     both, found = mesh(), {}
     for method, settings in METHODS.items():
         model = sharded(both["shard"])
-        compressor = ddp.fsdp(model, method, replicas=both["replicate"], **{"min_elements": 1, **settings})
+        compressor = fsdp.attach(model, method, replicas=both["replicate"], **{"min_elements": 1, **settings})
         compressor.local.optimizer = SGD(momentum=0.9).read
         recorder = Recorder(dist.get_rank(), LAYERS)
         compressor.watch(recorder)

@@ -12,7 +12,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvdcompress.torch import Compressor, PeerError
+from hvdcompress.horovod.torch import Compressor, PeerError
 
 faulthandler.dump_traceback_later(40, exit=True)
 out = Path(sys.argv[1])

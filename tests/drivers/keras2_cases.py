@@ -15,7 +15,7 @@ import tensorflow as tf
 from harness import case
 from horovod.tensorflow import allgather_object
 
-from hvdcompress.tensorflow import Compressor
+from hvdcompress.horovod.tensorflow import Compressor
 
 
 def trained(comp: Compressor, passes: int, batches: int = 12) -> tuple[tf.keras.Model, list[float]]:

@@ -16,14 +16,14 @@ from harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, s
 from tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
 from hvdcompress.engine.telemetry.observer import Observer
-from hvdcompress.keras import (
+from hvdcompress.horovod.keras import (
     BroadcastCallback,
     DistributedOptimizer,
     MetricAverageCallback,
     ObserveCallback,
     load_model,
 )
-from hvdcompress.tensorflow import Compressor
+from hvdcompress.horovod.tensorflow import Compressor
 
 
 class Applied:
@@ -371,7 +371,7 @@ def a_saved_model_is_not_loaded_with_a_plain_optimizer() -> None:
         model.fit(x, x[:, :1], verbose=0, batch_size=16)
         path = str(OUT / f"model-{number}-{hvd.rank()}.keras")
         model.save(path)
-        refused(ValueError, ["hvdcompress.keras.load_model"], lambda p=path: keras.saving.load_model(p))
+        refused(ValueError, ["hvdcompress.horovod.keras.load_model"], lambda p=path: keras.saving.load_model(p))
         assert keras.saving.load_model(path, compile=False).count_params() == model.count_params()
         again = load_model(path, "topk", density=0.1)
         assert type(again.optimizer).__name__ == type(plain).__name__

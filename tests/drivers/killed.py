@@ -11,7 +11,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvdcompress.torch import Compressor
+from hvdcompress.horovod.torch import Compressor
 
 faulthandler.dump_traceback_later(90, exit=True)
 out = Path(sys.argv[1])

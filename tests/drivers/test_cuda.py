@@ -23,8 +23,8 @@ pytest.importorskip("horovod.torch")
 from elsewhere import CUDA, Device, Elsewhere, Horovod, each, plain  # noqa: E402
 
 from hvdcompress.engine.agreement import PeerError  # noqa: E402
-from hvdcompress.torch import compressor as driver  # noqa: E402
-from hvdcompress.torch import transport  # noqa: E402
+from hvdcompress.horovod.torch import compressor as driver  # noqa: E402
+from hvdcompress.horovod.torch import transport  # noqa: E402
 
 SIZES = (600, 300)
 STEPS = 3

@@ -148,7 +148,7 @@ def test_one_parameter_has_one_driver() -> None:
     hvd = pytest.importorskip("horovod.torch")
     torch = pytest.importorskip("torch")
     from hvdcompress import ddp
-    from hvdcompress.torch import Compressor
+    from hvdcompress.horovod.torch import Compressor
 
     hvd.init()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -24,8 +24,8 @@ from tf_model import (
 )
 from timeline import check_names
 
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.ops import pool
-from hvdcompress.tensorflow import Compressor
 
 # TensorFlow makes errors of its own of ours; they carry our words
 IN_A_GRAPH = tf.errors.OpError

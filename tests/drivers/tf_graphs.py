@@ -14,7 +14,7 @@ from harness import assert_close, case, summed
 from promises.failures import Faulty
 from tf_model import SHAPES, Model, compressor, everyone, reference, refused
 
-from hvdcompress.tensorflow import Compressor
+from hvdcompress.horovod.tensorflow import Compressor
 
 EQUAL = dict.fromkeys(("backbone", "neck", "head"), (40, 30))  #: tensors that nothing but their variables tells apart
 

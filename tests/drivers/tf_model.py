@@ -15,7 +15,7 @@ import tensorflow as tf
 from doors.tensorflow import TensorFlowDoor, TensorFlowHandle, yardstick
 from harness import heavy_tailed
 
-from hvdcompress.tensorflow import Compressor
+from hvdcompress.horovod.tensorflow import Compressor
 
 SHAPES = TensorFlowDoor.shapes
 

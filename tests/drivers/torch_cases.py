@@ -11,7 +11,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 from doors.torch import PAIR, TorchDoor, TorchHandle, backward
-from harness import EXACT, OUT, Skip, assert_close, case, summed
+from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
 from promises.interactions import all_features_at_once
 from promises.variants import VARIANTS
 from timeline import check_names
@@ -25,14 +25,28 @@ from torch_model import (
 )
 
 import hvdcompress
+from hvdcompress.horovod.torch import Compressor, attach
 from hvdcompress.loopback import Loopback
-from hvdcompress.torch import Compressor
 
 
 @case
 def equals_loopback_with_predivide() -> None:
     for method in ("none", "topk", "scalecom"):
         against_loopback(f"pre.{method}", method, 3, gradient_predivide_factor=2.0)
+
+
+@case
+def one_call_attaches_to_an_optimizer() -> None:
+    params = parameters("attach")
+    sgd = torch.optim.SGD(params.values(), lr=1.0)
+    opt = attach(sgd, params.items(), "topk", op=hvd.Sum, density=0.1)
+    net = Loopback("topk", world=hvd.size(), density=0.1)
+    for step in range(3):
+        everyone = [gradients(params, step, rank) for rank in range(hvd.size())]
+        got = reduce_once(opt, params, everyone[hvd.rank()])
+        assert_close(got, net.allreduce_many(everyone, op="sum")[0], REORDERED, f"step {step}")
+    assert opt.compressor.ledger.steps == 3
+    assert attach(sgd, params.items()).compressor.plan.fallback, "auto is the default"
 
 
 @case

@@ -9,8 +9,8 @@ import torch
 from doors.torch import backward
 from harness import REORDERED, assert_close, heavy_tailed
 
+from hvdcompress.horovod.torch import Compressor
 from hvdcompress.loopback import Loopback
-from hvdcompress.torch import Compressor
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (5,), "d": (1,), "e": (8, 131)}
 

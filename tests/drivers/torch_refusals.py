@@ -17,7 +17,7 @@ from torch_model import gradients, optimizer, parameters, reduce_once
 
 import hvdcompress
 from hvdcompress import ddp
-from hvdcompress.torch import Compressor, PeerError
+from hvdcompress.horovod.torch import Compressor, PeerError
 
 
 def must_raise(kind: Any, words: list[str], run: Callable[[], object]) -> None:
@@ -130,7 +130,8 @@ def parameters_of_a_compressor_cannot_be_attached_to() -> None:
 def nothing_happens_on_import() -> None:
     """No hook is registered that a program did not ask for, and Horovod's interface is implemented."""
     words = (
-        "import os, torch; from torch.optim import optimizer; before = dict(os.environ); import hvdcompress.torch; "
+        "import os, torch; from torch.optim import optimizer; before = dict(os.environ); "
+        "import hvdcompress.horovod.torch; "
         "assert not optimizer._global_optimizer_pre_hooks and dict(os.environ) == before"
     )
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}

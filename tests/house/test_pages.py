@@ -26,10 +26,10 @@ HEADING = summary((), Ledger(2, 0), 0).splitlines()[0]  # of the table that summ
 PUBLIC = (
     "hvdcompress",
     "hvdcompress.loopback",
-    "hvdcompress.torch",
+    "hvdcompress.horovod.torch",
     "hvdcompress.ddp",
-    "hvdcompress.tensorflow",
-    "hvdcompress.keras",
+    "hvdcompress.horovod.tensorflow",
+    "hvdcompress.horovod.keras",
     "hvdcompress.mpi",
     "hvdcompress.method",
     "hvdcompress.testing",
@@ -241,10 +241,12 @@ class TestTheChecksNotice:
     def test_a_diff_that_is_not_the_scripts(self, diff: str) -> None:
         assert list(untrue(f"+a = 1\n-b = 2\n{diff}", "a = 1\n")) == [diff]
 
-    @pytest.mark.parametrize("code", ["from hvdcompress.torch import Compresor", "from hvdcompress.pytorch import x"])
+    @pytest.mark.parametrize(
+        "code", ["from hvdcompress.horovod.torch import Compresor", "from hvdcompress.pytorch import x"]
+    )
     def test_a_wrong_import(self, code: str) -> None:
         assert len(list(wrong_names(code))) == 1
-        assert not list(wrong_names("from hvdcompress.torch import Compressor\nfrom hvdcompress import ddp"))
+        assert not list(wrong_names("from hvdcompress.horovod.torch import Compressor\nfrom hvdcompress import ddp"))
 
     def test_an_example_that_fails(self) -> None:
         text = "```python\nx = 1\n```\n\nthen\n```python\nassert x == 2\n```\n"

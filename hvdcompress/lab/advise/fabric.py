@@ -91,7 +91,7 @@ class Horovod(Fabric):
 
     def wrap(self, model: torch.nn.Module, plan: Plan | None, optimizer: torch.optim.Optimizer) -> Any:
         """The model, the stock optimizer around its own, and the Compressor inside it."""
-        from hvdcompress.torch import Compressor
+        from hvdcompress.horovod.torch import Compressor
 
         names = list(model.named_parameters())
         compressor = Compressor(plan, names) if plan else None

@@ -80,7 +80,7 @@ class OverHorovod(OverTorch):
         if self.stock:
             compression = Timed(getattr(hvd.Compression, self.stock), clock)
         else:
-            from hvdcompress.torch import Compressor
+            from hvdcompress.horovod.torch import Compressor
 
             self.compressor = compression = Compressor(what["settings"], self.named.items())
             compression.watch(clock)

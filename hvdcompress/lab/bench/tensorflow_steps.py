@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.lab import nets
 from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.tensorflow import Compressor
 
 # one core per rank: threads of several ranks would fight for the same ones
 tf.config.threading.set_intra_op_parallelism_threads(1)

@@ -125,7 +125,7 @@ class HorovodTrainer(Trainer):
     def __init__(self, task: Task, contender: Contender):
         import horovod.torch as hvd
 
-        from hvdcompress.torch import Compressor
+        from hvdcompress.horovod.torch import Compressor
 
         super().__init__(task, contender)
         named = list(self.net.named_parameters())

@@ -177,7 +177,7 @@ class Torch(_Torch):
         """As :class:`Training` says."""
         import torch
 
-        from hvdcompress.torch import Compressor
+        from hvdcompress.horovod.torch import Compressor
 
         model = self._module(shapes)
         self.compressor = Compressor(method, model.named_parameters(), **settings)
@@ -216,7 +216,7 @@ class TensorFlow(Training):
         """As :class:`Training` says."""
         import tensorflow as tf
 
-        from hvdcompress.tensorflow import Compressor
+        from hvdcompress.horovod.tensorflow import Compressor
 
         self.compressor = Compressor(method, names=list(shapes), **settings)
         self.variables = {name: tf.Variable(tf.zeros(shape)) for name, shape in shapes.items()}

@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 import hvdcompress
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.lab.training import loop, models_tensorflow
 from hvdcompress.lab.training.experiment import Run
 from hvdcompress.lab.training.loop import Clock
 from hvdcompress.lab.training.tasks import Batch, Bytes, Images, net_of
 from hvdcompress.optimizers import SGD
-from hvdcompress.tensorflow import Compressor
 
 # one core per rank: threads of several ranks would fight for the same ones
 tf.config.threading.set_intra_op_parallelism_threads(1)

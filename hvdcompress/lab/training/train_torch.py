@@ -23,7 +23,7 @@ torch.set_num_threads(1)  # one core per rank: threads of several ranks would fi
 import horovod  # noqa: E402
 import horovod.torch as hvd  # noqa: E402  (after the line above; it starts threads)
 
-from hvdcompress.torch import Compressor  # noqa: E402
+from hvdcompress.horovod.torch import Compressor  # noqa: E402
 
 
 class Trainer(TorchTrainer):

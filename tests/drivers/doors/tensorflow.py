@@ -17,10 +17,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import TensorSpec
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Plan, plan_of
-from hvdcompress.tensorflow import Compressor
 from hvdcompress.testing import Trial
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases

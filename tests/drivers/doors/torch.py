@@ -14,8 +14,8 @@ import torch
 from horovod.torch import optimizer as stock
 
 from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
+from hvdcompress.horovod.torch import Compressor, PeerError
 from hvdcompress.plan import BY_NAME
-from hvdcompress.torch import Compressor, PeerError
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
 _numbers = itertools.count()

@@ -1,10 +1,10 @@
 """Keras 3: an optimizer that averages compressed gradients, and the callbacks that distributed training needs.
 
 Horovod's own ``DistributedOptimizer`` fails on Keras 3 variables. (With Keras 2, which is ``tf_keras`` today, use that
-one, with ``hvdcompress.tensorflow.Compressor``.) ::
+one, with ``hvdcompress.horovod.tensorflow.Compressor``.) ::
 
     import horovod.tensorflow as hvd
-    from hvdcompress.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
+    from hvdcompress.horovod.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
 
     hvd.init()
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9), "scalecom", density=0.01)
@@ -23,10 +23,10 @@ import keras
 import tensorflow as tf
 
 from hvdcompress.engine.telemetry import log
+from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import Method
 from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
 from hvdcompress.plan import Plan
-from hvdcompress.tensorflow import Compressor
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
@@ -123,7 +123,7 @@ def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compresso
 
 
 #: the key in an optimizer's configuration that says that it reduces gradients; some of Keras's errors show it alone
-_REDUCES = "hvdcompress.keras.load_model"
+_REDUCES = "hvdcompress.horovod.keras.load_model"
 _REFUSED = (
     "the saved optimizer averages gradients over ranks, and a plain one would let ranks drift apart: load the model "
     "with this function, or with compile=False"
@@ -285,7 +285,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             value = tf.convert_to_tensor(variable)
             dtype = str(variable.dtype)
             sent = value if dtype in _BROADCAST else tf.cast(value, tf.float32 if "float" in dtype else tf.int64)
-            name = f"hvdcompress.keras.broadcast.{variable.path}"
+            name = f"hvdcompress.horovod.keras.broadcast.{variable.path}"
             variable.assign(tf.cast(hvd.broadcast(sent, self.root, name=name), value.dtype))
         self.done = True
 
@@ -297,7 +297,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         """Average, in name order."""
         for name in sorted(logs or {}):
             value = tf.constant(float(logs[name]), tf.float64)  # type: ignore[index]
-            logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.keras.metric.{name}"))  # type: ignore[index]
+            logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.horovod.keras.metric.{name}"))  # type: ignore[index]
 
 
 class ObserveCallback(keras.callbacks.Callback):

@@ -1,7 +1,7 @@
 """The TensorFlow driver: any method behind the unmodified ``hvd.DistributedGradientTape(compression=…)``.
 
 Also behind ``horovod.tensorflow.keras.DistributedOptimizer`` of Keras 2 (``tf_keras``); Keras 3 has its own
-optimizer in ``hvdcompress/keras.py``.
+optimizer in ``hvdcompress/horovod/keras.py``.
 
 Horovod calls ``compress`` and ``decompress`` while a graph is traced, for each gradient inside a graph of its own,
 and again in each retrace. So this driver
@@ -44,11 +44,11 @@ from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.horovod.tensorflow.naming import Names
+from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, denormals_count
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of
-from hvdcompress.tensorflow.naming import Names
-from hvdcompress.tensorflow.segments import PROBE, Segments, Traced, denormals_count
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 

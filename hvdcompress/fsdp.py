@@ -2,7 +2,9 @@
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])                         # layers first, as always
-    ddp.fsdp(model, "scalecom", replicas=mesh["replicate"], density=0.01)
+    from hvdcompress import fsdp
+
+    fsdp.attach(model, "scalecom", replicas=mesh["replicate"], density=0.01)
 
 ``fully_shard`` over the shards alone reduces gradients within each replica, by a dense reduce-scatter. What a rank has
 then, one flat vector for each module that was given to ``fully_shard``, goes to an *all-reduce hook*
@@ -51,8 +53,8 @@ class Shard(NamedTuple):
     num_shards: int
 
 
-class ShardedCompressor(TensorCompressor):
-    """One shard's compression between replicas; :func:`fsdp` makes it.
+class Compressor(TensorCompressor):
+    """One shard's compression between replicas; :func:`attach` makes it.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
@@ -190,9 +192,9 @@ class ShardedCompressor(TensorCompressor):
         self.ledger.steps += step.finite
 
 
-def fsdp(
+def attach(
     model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], *, replicas: Any, **settings: Any
-) -> ShardedCompressor:
+) -> Compressor:
     """Compress what the replicas of a sharded model exchange.
 
     Call it on every rank, after ``fully_shard(…, mesh=mesh["shard"])`` and before the first backward pass. Replicas
@@ -237,7 +239,7 @@ def fsdp(
     vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
     group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
     shard = Shard(vectors, members, mesh.get_local_rank(), mesh.size())
-    compressor = ShardedCompressor(method, shard, group, **settings)
+    compressor = Compressor(method, shard, group, **settings)
     for owner in sizes:
         modules[owner].set_all_reduce_hook(functools.partial(compressor.receive, modules[owner], owner or ROOT))
     return compressor

@@ -28,10 +28,10 @@ from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.method import Method
 from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Plan, plan_of
-from hvdcompress.torch.transport import HorovodTransport
 
 _numbers: Counter[int] = Counter()  # see engine.compressor.next_number
 _hooked: list[Any] = []  # the handle of the optimizers' hook, once there is a Compressor
