@@ -32,15 +32,15 @@ RACES = {
     # 5.8 million parameters
     "mlp": Race(Task("mlp_wide", "fashion_mnist", "sgd", rate=0.05, momentum=0.9, ranks=4), 300, 20, 84.0),
     # 3.2 million, nearly all of them in one linear layer behind two convolutions
-    "cnn": Race(Task("cnn_wide", "fashion_mnist", "sgd", rate=0.02, momentum=0.9, batch=16, ranks=4), 300, 20, 86.0),
+    "cnn": Race(Task("cnn_wide", "fashion_mnist", "sgd", rate=0.04, momentum=0.9, batch=16, ranks=4), 300, 20, 80.0),
     # 0.7 million, all in convolutions
     "resnet": Race(
-        Task("resnet", "fashion_mnist_short", "sgd", rate=0.05, momentum=0.9, batch=8, ranks=4), 300, 20, 82.0
+        Task("resnet", "fashion_mnist_short", "sgd", rate=0.025, momentum=0.9, batch=8, ranks=4), 500, 20, 75.0
     ),
     # 1.8 million
     "transformer": Race(
-        Task("transformer_wide", "text32", "adamw", rate=0.001, momentum=0.9, batch=16, ranks=4), 400, 20, 3.0
+        Task("transformer_wide", "text32", "adamw", rate=0.002, momentum=0.9, batch=16, ranks=4), 400, 20, 3.0
     ),
     # 2.0 million
-    "lstm": Race(Task("lstm_wide", "text48", "sgd", rate=1.0, momentum=0.9, batch=8, clip=0.25, ranks=4), 400, 20, 3.0),
+    "lstm": Race(Task("lstm_wide", "text48", "sgd", rate=1.0, momentum=0.9, batch=8, clip=0.25, ranks=4), 400, 20, 2.7),
 }
