@@ -18,6 +18,7 @@ NAV: dict[str, list[str]] = {
         "guides/tensorflow",
         "guides/keras",
         "guides/mpi",
+        "guides/migrate",
         "guides/checkpoints",
         "reliability",
         "guides/plans",
