@@ -11,8 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from hvdcompress.lab.momentum.contenders import DENSE
-from hvdcompress.lab.momentum.report import Gap, Group
+from hvdcompress.lab.momentum.report import Group
 from hvdcompress.lab.output import plots
+from hvdcompress.lab.output.paired import Gap
 
 FORMS = ("plain", "default", "cancelled")
 LABELS = {"plain": "momentum kept", "default": "adapted", "cancelled": "cancelled"}

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import scipy.stats
-
 from hvdcompress.lab.momentum.contenders import DENSE
 from hvdcompress.lab.momentum.tasks import TASKS, Task
 from hvdcompress.lab.output import numbers
+from hvdcompress.lab.output.paired import Gap, gap_of
 from hvdcompress.lab.output.table import MISSING, Column, Table
 
-CONFIDENCE = 0.9
 STEPS = 1500  #: of a run, unless another number is asked for
 Record = dict[str, Any]
 
@@ -36,14 +34,6 @@ class Limits(NamedTuple):
 
 ACCURACY_LIMITS = Limits(0.5, 0.8)  # percentage points
 BITS_LIMITS = Limits(0.05, 0.08)  # bits per byte
-
-
-class Gap(NamedTuple):
-    """The mean of paired differences, and its 90 % interval: NaN with fewer than two pairs."""
-
-    mean: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -91,18 +81,6 @@ class Group:
             return False
         gap = self.gap(contender)
         return None if math.isnan(gap.high) else gap.mean <= self.limits.mean and gap.high <= self.limits.upper
-
-
-def gap_of(differences: Sequence[float]) -> Gap:
-    """Return the mean of paired differences and its t interval."""
-    if not differences:
-        return Gap(math.nan, math.nan, math.nan)
-    mean, count = statistics.fmean(differences), len(differences)
-    if count == 1:
-        return Gap(mean, math.nan, math.nan)
-    error = statistics.stdev(differences) / math.sqrt(count)
-    margin = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
-    return Gap(mean, mean - margin, mean + margin)
 
 
 def groups_of(records: Sequence[Record]) -> list[Group]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hvdcompress.lab.cluster.rates import Rate
-from hvdcompress.lab.momentum.report import gap_of
+from hvdcompress.lab.output.paired import gap_of
 from hvdcompress.lab.output.table import MISSING, Column, Table
 from hvdcompress.lab.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, parse, without_rate
 from hvdcompress.lab.to_accuracy.races import RACES, Race
