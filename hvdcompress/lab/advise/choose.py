@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdcompress.engine.telemetry.describe import memory as memory_of
 from hvdcompress.lab.advise.exchanges import Codecs, buckets_of, status, unit_of
+from hvdcompress.lab.advise.losses import Trial
 from hvdcompress.lab.advise.timeline import Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.plan import BY_NAME, Bucket, Grouping, Plan, load
@@ -36,7 +37,8 @@ class Candidate:
 
     ``compressed`` of ``tensors`` tensors do not travel dense; ``memory``: state on a rank; ``break_even``: the
     link's ``speed`` below which the step is shorter than the dense one, 0 if it never is, infinite if it always is;
-    ``partly``: it is the greedy plan of its method; ``measured``: the seconds of a real step, if some were made.
+    ``partly``: it is the greedy plan of its method; ``measured``: the seconds of a real step, if some were made;
+    ``trial``: its training against a dense one, if there was one.
     """
 
     label: str
@@ -49,6 +51,12 @@ class Candidate:
     break_even: float = 0.0
     partly: bool = False
     measured: float | None = None
+    trial: Trial | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether its loss was worse than dense training's after the same seconds."""
+        return self.trial is not None and self.trial.lost
 
     @property
     def seconds(self) -> float:

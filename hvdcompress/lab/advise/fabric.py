@@ -53,8 +53,13 @@ class Fabric(ABC):
 
     def meet(self) -> None:
         """Return when all ranks have called it."""
-        array = torch.zeros(1)
+        self.sums(0.0)
+
+    def sums(self, *values: float) -> list[float]:
+        """Return the sums of float32 values over all ranks, when all ranks have called it."""
+        array = torch.tensor(values)
         self.wait(self.all_reduce([array]))
+        return array.tolist()
 
 
 class Horovod(Fabric):

@@ -20,7 +20,8 @@ class Job:
 
     ``error``: of an exchange's predicted time, relative; ``check``: which steps are measured, "no", "plan" (dense
     ones, and those of the advised plan) or "all" (every method's, too), in so many ``rounds`` of so many
-    ``seconds`` each.
+    ``seconds`` each; ``training``: seconds of each training whose losses are compared, 0 if they are not, with so many
+    ``seeds``.
     """
 
     workloads: Sequence[Named]
@@ -30,6 +31,8 @@ class Job:
     rounds: int = 2
     seconds: float = 1.0
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    training: float = 0.0
+    seeds: int = 1
 
     def save(self, file: Path) -> None:
         """Write it as JSON."""
@@ -44,13 +47,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """One case's profile; measured steps' seconds and plans by label, if there was a check, and what was advised."""
+    """One case's profile; measured steps' seconds and plans by label, if there was a check, and what was advised.
+
+    ``untrained``: why losses of trainings were not compared, if they should have been.
+    """
 
     profile: Profile
     measured: Mapping[str, list[float]]
     plans: Mapping[str, Mapping[str, Any]]
     advised: str
     verdict: str
+    untrained: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For a line of JSON."""

@@ -20,7 +20,7 @@ from hvdcompress.lab.advise.workload import Shapes, Workload
 from hvdcompress.method import Method
 from hvdcompress.plan import load
 
-__all__ = ["link", "profile", "sharing", "times", "with_rivals"]
+__all__ = ["link", "profile", "sharing", "times", "wait_for_device", "with_rivals"]
 
 PASSES, WARM = 11, 3
 REPEATS = 15  # of collectives that are small
@@ -70,13 +70,13 @@ def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, t
             fabric.meet()
         began = time.perf_counter()
         total = loss(model)
-        _wait_for_device(total)
+        wait_for_device(total)
         forward = time.perf_counter()
         total.backward()
-        _wait_for_device(total)
+        wait_for_device(total)
         backward = time.perf_counter()
         optimizer.step()
-        _wait_for_device(total)
+        wait_for_device(total)
         if number >= WARM:
             ready = {name: at - forward for name, at in came.items()}
             rows.append((forward - began, backward - forward, time.perf_counter() - backward, ready))
@@ -103,7 +103,8 @@ def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, t
     return {name: tuple(parameter.shape) for name, parameter in trained.items()}, found
 
 
-def _wait_for_device(tensor: torch.Tensor) -> None:
+def wait_for_device(tensor: torch.Tensor) -> None:
+    """Wait until a GPU has computed everything that this tensor depends on."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 

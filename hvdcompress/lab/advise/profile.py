@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from hvdcompress.lab import nets
+from hvdcompress.lab.advise.losses import Trial
 from hvdcompress.lab.advise.timeline import Link, Times
 from hvdcompress.lab.configfile import NAME, ConfigFile, Real
 from hvdcompress.lab.scale.cost import Codec
@@ -86,7 +87,8 @@ class Profile(ConfigFile):
 
     ``shared``: ranks that shared a processor, as measured; ``memory``: bytes that were free; ``dense``: seconds of a
     dense step over ``link``, as measured, which the link's costs are brought into line with; ``compressed``: those of a
-    step under ``calibrate.REFERENCE``; ``steps``: those of plans whose predictions were close to each other.
+    step under ``calibrate.REFERENCE``; ``steps``: those of plans whose predictions were close to each other;
+    ``trials``: trainings of plans against dense ones.
     """
 
     what: ClassVar[str] = "profile"
@@ -109,6 +111,7 @@ class Profile(ConfigFile):
     codecs: dict[str, MeasuredCodec] = {}
     """By the methods' names as ``scale.model.name_of`` writes them."""
     steps: list[MeasuredStep] = []
+    trials: list[Trial] = []
 
     def _check(self) -> None:
         if self.version != VERSION:

@@ -20,6 +20,7 @@ from hvdcompress.lab.advise import measure as profiling
 from hvdcompress.lab.advise.fabric import join, launched
 from hvdcompress.lab.advise.job import Found, Job
 from hvdcompress.lab.advise.profile import MeasuredCodec, Profile
+from hvdcompress.lab.advise.training import Trainings, with_trials
 from hvdcompress.lab.advise.workload import of
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.output import jsonl
@@ -59,7 +60,10 @@ def measure(job: Job, say: Callable[[str], None], keep: Callable[[Found], None] 
             advised, verdict, plans = fabric.share((advised, verdict, plans))[0]
         stages = check.stages(plans)
         measured = check.measure(fabric, workload, stages, job.rounds, job.seconds, say) if fabric and stages else {}
-        found.append(Found(profile, measured, plans, advised, verdict))
+        untrained = workload.untrained if job.training else ""
+        if fabric and job.training and not untrained:
+            profile = with_trials(profile, report, Trainings(fabric, workload, job.training, job.seeds, say))
+        found.append(Found(profile, measured, plans, advised, verdict, untrained))
         if fabric is None or fabric.rank == 0:
             keep(found[-1])
     return found

@@ -23,7 +23,10 @@ __all__ = ["Report", "show", "table"]
 
 @dataclass
 class Report:
-    """Advice, and what it was made from; ``measured``: real steps' seconds by label, if there was a check."""
+    """Advice, and what it was made from.
+
+    ``measured``: real steps' seconds by label, if there was a check; ``untrained``: why that compared no losses.
+    """
 
     profile: Profile
     link: Link
@@ -32,6 +35,7 @@ class Report:
     advice: Advice
     case: Case
     measured: Mapping[str, list[float]] = field(default_factory=dict)
+    untrained: str = ""
 
     @property
     def heading(self) -> str:
@@ -60,10 +64,20 @@ class Report:
                 f"This verdict lies within its own error (±{100 * advice.error:.0f} % of what an exchange adds): "
                 "--check measures it."
             )
+        found += self._losses()
         if advice.best is not dense:
             found.append(f"Memory: {numbers.num_bytes(advice.best.memory)} of state on each rank{self._room()}.")
             found += self._accuracy(advice.best)
         return found
+
+    def _losses(self) -> list[str]:
+        """What trainings for the same seconds say, if there were some."""
+        if self.untrained:
+            return [f"The losses of trainings were not compared: {self.untrained}."]
+        tried = [one for one in self.advice.candidates if one.trial]
+        if not tried and self.profile.trials:
+            return ["The losses of trainings do not count here: they were compared over the link that was measured."]
+        return [note for one in tried if one.trial for note in one.trial.notes(one.label)]
 
     def _room(self) -> str:
         free, needed = self.profile.memory, self.advice.best.memory
@@ -106,6 +120,7 @@ class Report:
             "plan": advice.best.plan.to_dict(),
             "evidence": evidence(advice.best.method) if advice.best is not advice.dense else [],
             "link": vars(self.link),
+            "trials": {one.label: one.trial.model_dump() for one in advice.candidates if one.trial},
             "candidates": table(self).records(),
         }
 

@@ -21,7 +21,7 @@ from hvdcompress.lab.scale.model import Model
 from hvdcompress.lab.scale.run import FITTED, seconds
 from hvdcompress.plan import BY_NAME, IN_ORDER, Plan, load
 
-__all__ = ["case_of", "decided", "is_as_measured", "link_of", "plans_to_check", "report_of", "rivals"]
+__all__ = ["case_of", "decided", "is_as_measured", "link_of", "plan_to_train", "plans_to_check", "report_of", "rivals"]
 
 NEAR, MOST_RIVALS = 0.25, 4  # of the shortest step: predictions are off by about a tenth; methods everywhere, and dense
 
@@ -72,19 +72,21 @@ def report_of(
     case = case_of(profile, link, ranks, shared, say)
     found = candidates(case, entries, say)
     if is_as_measured(profile, link, ranks, shared):
-        found = _with_steps(found, profile)
+        found = _with_measured(found, profile)
     return Report(profile, case.given, case.world, case.shared, advise(case, found, error), case)
 
 
 def decided(report: Report, profile: Profile) -> Report:
-    """The report once real steps have been measured, which are in this profile; nothing is predicted again."""
-    found = _with_steps(report.advice.candidates, profile)
+    """The report once real steps or trainings are in this profile; nothing is predicted again."""
+    found = _with_measured(report.advice.candidates, profile)
     return replace(report, profile=profile, advice=advise(report.case, found, report.advice.error))
 
 
-def _with_steps(found: Sequence[Candidate], profile: Profile) -> list[Candidate]:
+def _with_measured(found: Sequence[Candidate], profile: Profile) -> list[Candidate]:
     steps = {_key(load(step.plan)): step.seconds for step in profile.steps}
-    return [replace(one, measured=steps.get(_key(one.plan))) for one in found]
+    trials = {_key(load(trial.plan)): trial for trial in profile.trials}
+    keys = [_key(one.plan) for one in found]
+    return [replace(one, measured=steps.get(key), trial=trials.get(key)) for one, key in zip(found, keys, strict=True)]
 
 
 def case_of(
@@ -134,6 +136,12 @@ def rivals(report: Report) -> dict[str, dict[str, Any]]:
 def _plans(found: Sequence[Candidate]) -> dict[str, dict[str, Any]]:
     """As they are measured: dense is the framework's own."""
     return {one.label: {"method": "none"} if one.label == DENSE else one.plan.to_dict() for one in found}
+
+
+def plan_to_train(report: Report) -> tuple[str, dict[str, Any]] | None:
+    """Return the label and the plan that is advised; None if that is dense training, or has been trained."""
+    best = report.advice.best
+    return None if best is report.advice.dense or best.trial else (best.label, best.plan.to_dict())
 
 
 def plans_to_check(report: Report, everything: bool) -> dict[str, dict[str, Any]]:

@@ -70,13 +70,14 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
 
     Args:
         case: the training and the link.
-        found: the candidates, the dense one first.
+        found: the candidates, the dense one first; those that lost a training against it are not advised.
         error: of an exchange's predicted time, relative.
     """
     dense, alone = found[0], case.times.alone
     assert dense.label == DENSE
-    best = _simplest(found, error)
-    half = min((one for one in found if one.method in HALF), key=_seconds, default=None)
+    able = [one for one in found if not one.lost]
+    best = _simplest(able, error)
+    half = min((one for one in able if one.method in HALF), key=_seconds, default=None)
     exposed = dense.step.exposed / dense.step.seconds if dense.step.seconds else 0.0
     gain = _gain(best, dense) if dense.seconds else 0.0
     if half and half is not best and half.seconds <= best.seconds * (1 + LITTLE):
@@ -91,7 +92,7 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     elif gain <= LITTLE:
         latency = dense.step.latency / dense.step.link if dense.step.link else 0.0
         verdict = FUSE if latency > 0.5 else DONT
-        nearest = min((one for one in found if one is not dense), key=_seconds, default=dense)
+        nearest = min((one for one in able if one is not dense), key=_seconds, default=dense)
         reason = (
             f"the best candidate, {nearest.label}, changes the step by {_percent(-_gain(nearest, dense), sign=True)}"
         )
@@ -113,9 +114,13 @@ def advise(case: Case, found: list[Candidate], error: float) -> Advice:
     else:
         verdict = PLAN
         reason = f"{best.label} makes the step {_percent(gain)} shorter below {_rate(best.break_even)}"
+    lost = min((one for one in found if one.lost), key=_seconds, default=None)
+    if best is dense and lost and lost.trial:
+        verdict = DONT
+        reason = f"{lost.label} makes the step {_percent(_gain(lost, dense))} shorter, but {lost.trial.why_lost()}"
     unsure = best is dense and any(
         one.seconds - one.off(error) < dense.seconds + dense.off(error)
-        for one in found
+        for one in able
         if one is not dense and (one.measured is None or dense.measured is None)
     )
     return Advice(verdict, reason, best, dense, alone, error, unsure, found)

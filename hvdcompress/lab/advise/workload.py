@@ -3,36 +3,70 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from hvdcompress.lab import nets
 from hvdcompress.lab.bench import gradients
 
-__all__ = ["Shapes", "TaskNet", "UserModel", "Workload", "found_by", "of"]
+__all__ = ["Setup", "Shapes", "TaskNet", "UserModel", "Workload", "found_by", "of"]
 
 
 RATE = 1e-4  # of learning: so small that no model diverges while it is measured
+LEARNING_RATE = 0.05  # of a task's net while losses are compared
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training before its first step.
+
+    Attributes:
+        model: with weights that are the same on all ranks.
+        optimizer: of the model's parameters.
+        batches: this rank's, endless.
+        loss: of a model and a batch, in any unit.
+        held_out: returns the sum of the loss over this rank's held-out examples, and their number; None if there are
+            none.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Any]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    held_out: Callable[[torch.nn.Module], tuple[float, int]] | None = None
 
 
 class Workload(ABC):
     """Something to train: models that are alike, and losses of them.
 
-    ``name``: for tables; ``waits``: its backward pass is not on the processors.
+    ``name``: for tables; ``waits``: its backward pass is not on the processors; ``untrained``: why its losses say
+    nothing, empty if they say something.
     """
 
     name: str
     waits = False
+    untrained = ""
 
     @abstractmethod
     def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """A new model, and the function that gives the loss of the next batch; all ranks' models are equal."""
+
+    def setup(self, rank: int, world: int, seed: int) -> Setup:
+        """Return a training before its first step; the seed gives the weights and each rank's batches.
+
+        Raises:
+            ValueError: losses of this workload say nothing.
+        """
+        raise ValueError(self.untrained)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum, as the quickstart has it.
@@ -67,20 +101,46 @@ class UserModel(Workload):
         model: ``my.module:function``, which makes a ``torch.nn.Module``.
         data: ``my.module:function``, which makes a batch; a batch of inputs and targets is a pair.
         loss: ``my.module:function`` of model and batch; cross-entropy of a pair if it is not given.
+        optimizer: ``my.module:function`` of the model, which makes the optimizer that losses are compared with.
     """
 
-    def __init__(self, model: str, data: str, loss: str | None = None):
+    def __init__(self, model: str, data: str, loss: str | None = None, optimizer: str | None = None):
         self.name = model.replace(":", ".")
         self._model, self._data = found_by(model, "--model"), found_by(data, "--data")
         self._loss = found_by(loss, "--loss") if loss else _cross_entropy
+        self._optimizer = found_by(optimizer, "--optimizer") if optimizer else None
+        self.untrained = "" if optimizer else "they depend on the optimizer, and --optimizer is not given"
 
     def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """A model that the user's function makes, with one batch of the user's, which is used in every step."""
         torch.manual_seed(0)
-        model, batch = self._model(), self._data()
+        model, batch = self._make_model(), self._data()
+        return model, lambda module: self._loss(module, batch)
+
+    def _make_model(self) -> torch.nn.Module:
+        model = self._model()
         if not isinstance(model, torch.nn.Module):
             raise ValueError(f"--model: {self.name} must make a torch.nn.Module, not a {type(model).__name__}")
-        return model, lambda module: self._loss(module, batch)
+        return model
+
+    def setup(self, rank: int, world: int, seed: int) -> Setup:
+        """Return the user's model and optimizer; each batch is another call of the user's function."""
+        if self._optimizer is None:
+            return super().setup(rank, world, seed)
+        _seed_all(seed)
+        model = self._make_model()
+        optimizer = self._optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"--optimizer must make a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        _seed_all(1 + seed * world + rank)
+        return Setup(model, optimizer, (self._data() for _ in itertools.count()), self._loss)
+
+
+def _seed_all(seed: int) -> None:
+    """Seed every generator that a user's function may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002
+    torch.manual_seed(seed)
 
 
 def _cross_entropy(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -102,18 +162,28 @@ class TaskNet(Workload):
 
     def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """The task's net, and its batches."""
+        found = self.setup(rank, world, 0)
+        return found.model, lambda module: found.loss(module, next(found.batches))
+
+    def setup(self, rank: int, world: int, seed: int) -> Setup:
+        """Return the task's net, and SGD with momentum."""
         from hvdcompress.lab.training import models_torch, tasks
 
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         data = tasks.TASKS[self.name].load()
         model = models_torch.build(tasks.net_of(self.name, None), data)
-        batches: Iterator[Any] = data.batches(rank, world, 0, self.batch_size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
-        def loss(module: torch.nn.Module) -> torch.Tensor:
-            x, y = next(batches)
-            return F.cross_entropy(module(torch.from_numpy(x)).flatten(0, -2), torch.from_numpy(y).flatten())
+        def held_out(module: torch.nn.Module) -> tuple[float, int]:
+            batches = list(data.held_out(rank, world))
+            return sum(_task_loss(module, batch, "sum").item() for batch in batches), sum(y.size for _, y in batches)
 
-        return model, loss
+        return Setup(model, optimizer, data.batches(rank, world, seed, self.batch_size), _task_loss, held_out)
+
+
+def _task_loss(model: torch.nn.Module, batch: tuple[np.ndarray, np.ndarray], reduction: str = "mean") -> torch.Tensor:
+    x, y = map(torch.from_numpy, batch)
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction=reduction)
 
 
 class Shapes(Workload):
@@ -126,6 +196,7 @@ class Shapes(Workload):
     """
 
     waits = True
+    untrained = "the gradients of shapes are random numbers; give --model, --data and --optimizer"
 
     def __init__(self, name: str, tensors: nets.Shapes, backward: float = 0.0):
         self.name, self.tensors = name, tensors
@@ -192,6 +263,7 @@ class Named:
     model: str | None = None
     data: str | None = None
     loss: str | None = None
+    optimizer: str | None = None
 
 
 def of(named: Named) -> Workload:
@@ -204,6 +276,8 @@ def of(named: Named) -> Workload:
 
     if sum(one is not None for one in (named.shapes, named.task, named.model)) != 1:
         raise ValueError("give one of --model, --task and --shapes")
+    if named.optimizer and not (named.model and named.data):
+        raise ValueError("--optimizer is for a training of --model and --data: give these, too")
     if named.shapes:
         return Shapes(named.shapes, tensors_of(named.shapes), named.backward)
     if named.task:
@@ -213,4 +287,4 @@ def of(named: Named) -> Workload:
         model = found_by(named.model, "--model")()
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         return Shapes(named.model.replace(":", "."), shapes, named.backward)
-    return UserModel(named.model, named.data, named.loss)
+    return UserModel(named.model, named.data, named.loss, named.optimizer)

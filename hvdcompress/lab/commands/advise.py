@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,12 @@ def advise(
         str | None,
         typer.Option(metavar="MODULE:NAME", help="A loss of model and batch. Default: cross-entropy of a pair."),
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME", help="The optimizer of a model; with it --check compares losses of --model, too."
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Or a net of the quickstart's: digits, bytes.")] = None,
     shapes: Annotated[str | None, typer.Option(help="Or a net's shapes: resnet50, or a file of shapes.")] = None,
     backward: Annotated[str, typer.Option(help="How long its backward pass waits, for --shapes.")] = "0s",
@@ -46,8 +53,12 @@ def advise(
     rate: Annotated[str | None, typer.Option(help="The emulated hosts' links: 100mbit, 1gbit.")] = None,
     config: Annotated[str, typer.Option(help="Methods to choose among: a YAML file or a packaged one.")] = "advise",
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Also measure real steps, dense against the plan.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each, for --check.")] = 2,
+    check: Annotated[bool, typer.Option("--check", help="Also measure real steps and losses of both.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="For --check: turns of real steps of each.")] = 2,
+    training: Annotated[
+        float, typer.Option("--seconds", min=0, help="For --check: of each training whose loss is compared; 0: none.")
+    ] = 10.0,
+    seeds: Annotated[int, typer.Option(min=1, help="For --check: trainings of each.")] = 3,
     plan: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the advised plan there.")] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw a step's time against the link's speed.")
@@ -82,6 +93,7 @@ def advise(
     entries, error, under = methods_of(config, methods, ["advice", "experiment"]), error_of(), launched()
     console = console_of()
     measured: Mapping[str, list[float]] = {}
+    untrained = ""
     given = run.link_of(link) if link else None
     with contextlib.nullcontext() if under else console.status("…") as status:
 
@@ -92,20 +104,23 @@ def advise(
                 print(f"{words} …", file=sys.stderr, flush=True)
 
         if profile:
-            if model or task or shapes or hosts or check:
+            if model or task or shapes or hosts or check or optimizer:
                 raise ValueError("--profile has the model in it, and measures nothing: give it alone, or with --link")
             found = Profile.open(profile)
         else:
             if check and not (hosts or under or ranks):
                 raise ValueError("--check needs ranks: --hosts, -np, horovodrun or torchrun")
-            named = Named(shapes, seconds(backward), task, batch_size, model, data, loss)
+            named = Named(shapes, seconds(backward), task, batch_size, model, data, loss, optimizer)
             if model:
                 sys.path.insert(0, os.getcwd())
-                for words, option in ((model, "--model"), (data, "--data"), (loss, "--loss")):
+                options = ((model, "--model"), (data, "--data"), (loss, "--loss"), (optimizer, "--optimizer"))
+                for words, option in options:
                     if words:
                         found_by(words, option)  # what is wrong is said before ranks are started
             settings = [{"label": entry.label, **entry.settings} for entry in entries]
-            job = Job([named], settings, error, "plan" if check else "no", rounds)
+            job = Job([named], settings, error, "plan" if check else "no", rounds, seeds=seeds)
+            if check:
+                job = replace(job, training=training)
             if under or not (hosts or check or (ranks and not link)):
                 [case] = on_ranks.measure(job, say)
             else:
@@ -113,13 +128,13 @@ def advise(
                 count = ranks or (emulated.count if emulated else _slots(hosts or ""))
                 with emulated or contextlib.nullcontext():
                     [case] = launching.launch(job, count, emulated or hosts, say)
-            found, measured = case.profile, case.measured
+            found, measured, untrained = case.profile, case.measured, case.untrained
             if save and is_first():
                 found.save(save)
         if not is_first():
             return
         advice = run.report_of(found, entries, error, given, ranks, shared, say)
-        advice.measured = measured
+        advice.measured, advice.untrained = measured, untrained
         if plot:
             from hvdcompress.lab.advise import picture
 
