@@ -118,7 +118,8 @@ app.command(
 app.command(
     rich_help_panel=MEASURE,
     epilog=examples(
-        "hvdcompress advise --model my.module:make_model --data my.module:make_batch --hosts a:1,b:1 --check",
+        "hvdcompress advise --model my.module:make_model --data my.module:make_batch "
+        "--optimizer my.module:make_optimizer --hosts a:1,b:1 --check",
         "horovodrun -np 4 hvdcompress advise --model my.module:make_model --data my.module:make_batch",
         "hvdcompress advise --shapes resnet50 --backward 200ms --link 10gbit,50us --ranks 64",
     ),

@@ -40,7 +40,7 @@ KNOWN = {
     ("ddp/__main__.py", "run_module"): "the script that the command line names, as python -m does",
     ("ddp/__main__.py", "run_path"): "the script that the command line names",
     ("lab/reproduce/papers.py", "import_module"): "one of the modules that the file lists",
-    ("lab/advise/workload.py", "import_module"): "--model, --data, --loss and --optimizer name the user's own functions",
+    ("lab/advise/workload.py", "import_module"): "--model, --data and others name the user's own functions",
     ("lab/training/readers.py", "pickle"): "CIFAR-10's files are pickles; four names can be loaded, and no other",
     ("lab/bench/rank.py", "multiprocessing.connection"): "a socket in a folder of mode 0700: this user's alone",
     ("lab/bench/ranks.py", "multiprocessing.connection"): "a socket in a folder of mode 0700: this user's alone",

@@ -550,6 +550,7 @@ def test_two_ranks_measure_advise_and_check(tmp_path):
     needs("horovod", "torch")
     file = tmp_path / "profile.json"
     line = [sys.executable, "-m", "hvdcompress", "advise", "--task", "digits", "-np", "2", "--check", "--rounds", "1"]
+    line += ["--seconds", "1", "--seeds", "1"]
     line += ["--methods", "fp16,topk 1 %", "--save", str(file), "--format", "json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -568,6 +569,7 @@ def test_it_runs_under_torchrun(tmp_path):
     needs("torch")
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     line += ["-m", "hvdcompress", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
+    line += ["--seconds", "1", "--seeds", "1"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Verdict: ") == 1

@@ -181,7 +181,7 @@ class Trial(BaseModel):
                 "Dense training's own loss hardly fell, so these losses say nothing: give batches that can be learned "
                 "(--data; random numbers cannot), or more --seconds."
             )
-        reached = [run.reached for run in self.runs if run.reached is not None]
+        reached = [min(run.reached, self.seconds) for run in self.runs if run.reached is not None]
         if len(reached) == len(self.runs) and self.gap.mean <= 0:
             return (
                 f"{label} reached dense's loss after {numbers.number(statistics.fmean(reached))} of {self.seconds:g} s."

@@ -118,9 +118,9 @@ def advise(
                     if words:
                         found_by(words, option)  # what is wrong is said before ranks are started
             settings = [{"label": entry.label, **entry.settings} for entry in entries]
-            job = Job([named], settings, error, "plan" if check else "no", rounds, seeds=seeds)
+            job = Job([named], settings, error, rounds=rounds, seeds=seeds)
             if check:
-                job = replace(job, training=training)
+                job = replace(job, check="plan", training=training)
             if under or not (hosts or check or (ranks and not link)):
                 [case] = on_ranks.measure(job, say)
             else:
