@@ -118,6 +118,7 @@ class Compressor(TensorCompressor):
         self._stream: Any = None  # of a GPU, the thread's
         self._is_plain = False  # the step under way goes without the engine
         self._began = 0.0  # when the step's first bucket came
+        self._came = 0.0  # when its last bucket came
 
     def close(self) -> None:
         """Free its process group. Nothing may be under way."""
@@ -150,6 +151,8 @@ class Compressor(TensorCompressor):
                 _at_the_end_of_backward(self._end_uncompressed)
             else:
                 self._begin(buffer)
+        if bucket.is_last():
+            self._came = time.perf_counter()
         if self._is_plain:
             return self._all_reduce(bucket)
         assert self._arrivals is not None
@@ -189,7 +192,7 @@ class Compressor(TensorCompressor):
             scale = self.current_loss_scale()
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
             self.local.gradient_norm = norm.item() / scale
-        self.local.note_step(self._began, time.perf_counter())
+        self._note_step()
 
     def _begin(self, buffer: torch.Tensor) -> None:
         """The first bucket of a step in the engine."""
@@ -220,7 +223,12 @@ class Compressor(TensorCompressor):
         self._failure = None
         if failure is not None:
             raise failure
-        self.local.note_step(self._began, time.perf_counter())
+        self._note_step()
+
+    def _note_step(self) -> None:
+        """Note what the step took. Once its last bucket has come, the backward pass waits for the exchange."""
+        now = time.perf_counter()
+        self.local.note_step(self._began, now, now - self._came)
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
         """The bucket's gradients by name, as views.

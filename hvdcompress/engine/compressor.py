@@ -20,6 +20,7 @@ from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step, loss_scale_now
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.describe import describe
+from hvdcompress.engine.telemetry.explanation import explanation
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
@@ -190,13 +191,32 @@ class Compressor(ABC):
         """Which method each group of tensors gets, the memory of its state on this rank, and whether it is kept."""
         return describe(self._buckets()) + self._decision()
 
-    def summary(self) -> str:
-        """What was done so far on this rank: a table within 80 columns, a line for each program of methods.
+    def summary(self, link_gbits: float | None = None) -> str:
+        """Return what was done so far on this rank, and why it is not faster, within 80 columns.
 
-        It has tensors, elements, bytes, the compression ratio, the norm of the residuals and seconds, as
-        :func:`hvdcompress.engine.telemetry.summary.summary` says. With ``fallback: true`` it tells what was decided.
+        First a table with a line for each program of methods, as :func:`hvdcompress.engine.telemetry.summary.summary`
+        says. Then, where the driver sees steps (not TensorFlow and FSDP2), the means of recent steps: computing, codec,
+        waiting, bytes, and what uncompressed steps take, if some were measured. Times are those of the host.
+
+        Args:
+            link_gbits: speed of this rank's link in Gbit/s, to tell the link from waiting for slower ranks.
         """
-        return summary(self.figures(), self.ledger, self.local.rank) + self._decision()
+        table = summary(self.figures(), self.ledger, self.local.rank)
+        step = self.local.times.mean()
+        if step is None:
+            return table + self._decision()
+        return f"{table}\n{explanation(step, self._uncompressed_steps(), link_gbits)}"
+
+    def _uncompressed_steps(self) -> str:
+        """Return what is known of the time that steps take without compression, in words."""
+        fallback = self.local.fallback
+        if not fallback.on:
+            return "uncompressed steps: not measured; fallback: true in the plan measures some"
+        if fallback.compares:
+            return "uncompressed steps: being measured"
+        compressed, dense = (1e3 * each for each in fallback.seconds)
+        kept = "kept" if fallback.verdict is Verdict.COMPRESS else "given up"
+        return f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {kept}"
 
     def log_to(self, writer: Writer, step: int | None = None) -> None:
         """Write this rank's figures to a writer of TensorBoard's events, under ``hvdcompress/``.

@@ -19,6 +19,7 @@ from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
+from hvdcompress.engine.telemetry.timing import StepTimes
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import feedback
@@ -80,6 +81,7 @@ class RankState:
         asking: buckets whose method has asked for that in its last exchange.
         paused: whether the user wants gradients to be reduced uncompressed, and states to stay as they are.
         fallback: whether compression pays.
+        times: how long recent steps took.
         round: the number of the step. Where buckets are exchanged by themselves (FSDP2, TensorFlow), a round consists
             of several of :class:`~hvdcompress.engine.step.Step`.
         gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if it was not measured.
@@ -98,6 +100,7 @@ class RankState:
         self.asking: set[str] = set()
         self.paused = False
         self.fallback = Fallback(plan.fallback and world > 1)
+        self.times = StepTimes(self.ledger, rank)
         self._tries_without = False
         self.round = 0
         self.replaced = False  # a state was replaced since the ranks last forgot lengths
@@ -225,12 +228,20 @@ class RankState:
         self.asking -= self._committed
         self._committed = set()
 
-    def note_step(self, began: float, ended: float) -> None:
-        """Tell :attr:`fallback` of a step; see :meth:`Fallback.note`. Steps of a pause or a warm-up do not count."""
+    def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
+        """Tell :attr:`times` and :attr:`fallback` of a step that has ended; see their methods ``note``.
+
+        Steps of a pause do not count; for the fallback, nor does a warm-up.
+        """
+        self.time_step(began, ended - began if blocked is None else blocked, waited)
         if self.paused or not self.fallback.compares:
             return
         if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):
             self.fallback.note(began, ended)
+
+    def time_step(self, began: float, blocked: float, waited: float = 0.0) -> None:
+        """Tell :attr:`times` of a step that has ended; see :meth:`StepTimes.note`."""
+        self.times.note(began, blocked, waited, None if self.paused else self._tries_without)
 
     # -- what ranks have alike ------------------------------------------------------------------------------
 

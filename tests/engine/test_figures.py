@@ -12,7 +12,7 @@ from openmetrics_grammar import parse
 
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Answer, Observer, Sent
-from hvdcompress.engine.telemetry.summary import _scaled
+from hvdcompress.engine.telemetry.summary import scaled
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 
@@ -252,4 +252,4 @@ def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     "amount,text", [(0, "0 "), (999, "999 "), (1_000, "1.00 k"), (25_600_000, "25.6 M"), (987_654_321, "988 M")]
 )
 def test_amounts_have_three_digits(amount: float, text: str) -> None:
-    assert _scaled(amount) == text
+    assert scaled(amount) == text

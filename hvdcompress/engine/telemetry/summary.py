@@ -52,8 +52,8 @@ def _cells(group: Figures) -> list[str]:
     entry = group.account
     return [
         str(group.tensors) if group.tensors else "-",
-        f"{_scaled(entry.dense)}B" if entry.dense else "-",
-        f"{_scaled(entry.sent)}B",
+        f"{scaled(entry.dense)}B" if entry.dense else "-",
+        f"{scaled(entry.sent)}B",
         "-" if math.isnan(group.ratio) else f"{group.ratio:.4g}",
         "-" if group.residual is None else f"{group.residual:.3g}",
         f"{entry.seconds:.2f} s" if entry.seconds < 1000 else f"{entry.seconds:.0f} s",
@@ -65,8 +65,8 @@ def _line(first: str, cells: Sequence[str]) -> str:
     return " ".join([first.ljust(_FIRST), *(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))])
 
 
-def _scaled(amount: float) -> str:
-    """Three digits, and the power of ten: "25.6 M"."""
+def scaled(amount: float) -> str:
+    """Return an amount with three digits and the power of ten: "25.6 M"."""
     for scale, letter in _SCALES:
         if amount >= scale:
             number = amount / scale

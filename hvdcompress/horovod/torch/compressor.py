@@ -26,7 +26,9 @@ from hvdcompress.engine.compressor import has_changed, next_number
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.safety.watchdog import Watchdog
+from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Agree, Step
+from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.torch.transport import HorovodTransport
 from hvdcompress.method import Method
@@ -67,6 +69,40 @@ class Ticket:
         self.passed = False
 
 
+class Clock:
+    """Times one step, in which Horovod calls ``compress`` for each gradient and then ``decompress`` for each.
+
+    Attributes:
+        began: when the first gradient came.
+        waited: seconds between calls of ``decompress``, in which Horovod waits for its own all-reduces.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+        self._codec = ledger.seconds()["select"]
+        self.began = self._returned = time.perf_counter()
+        self.waited = 0.0
+        self._came: float | None = None  # when the last gradient had come
+        self._in_hooks = 0.0  # seconds of codec work until then
+
+    def leave(self) -> None:
+        """Note that a call returns to Horovod."""
+        self._returned = time.perf_counter()
+
+    def enter_decompress(self) -> None:
+        """Note that ``decompress`` is called."""
+        if self._came is None:
+            self._came = self._returned
+            self._in_hooks = self._ledger.seconds()["select"] - self._codec
+        self.waited += time.perf_counter() - self._returned
+
+    def note_step(self, local: RankState) -> None:
+        """Note the step at its end. The codec's work in hooks holds the backward pass up, too."""
+        now = time.perf_counter()
+        blocked = now - (self._came or self.began) + self._in_hooks
+        local.note_step(self.began, now, blocked, self.waited)
+
+
 class Arrivals:
     """The gradients of one step, and the exchanges that they are part of.
 
@@ -77,17 +113,17 @@ class Arrivals:
         left: names of gradients that have not been handed back.
         probes: what Horovod reduces where no payload goes along.
         sealed: the first ``decompress`` has been called: every exchange is under way.
-        began: when the first gradient came, in seconds.
+        clock: times the step.
     """
 
-    def __init__(self, step: Step, probes: Iterator[torch.Tensor]):
+    def __init__(self, step: Step, probes: Iterator[torch.Tensor], clock: Clock):
         self.step = step
         self.probes = probes
         self.passing: list[Ticket] = []
         self.order: list[str] = []
         self.left: set[str] = set()
         self.sealed = False
-        self.began = time.perf_counter()
+        self.clock = clock
 
 
 class Compressor(TensorCompressor, hvd.compression.Compressor):
@@ -188,7 +224,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             raise
         except Exception as error:
             step.fail(error)
-        return self._for_stock_allreduce(ticket, step, arrivals.probes), ticket
+        stock = self._for_stock_allreduce(ticket, step, arrivals.probes)
+        arrivals.clock.leave()
+        return stock, ticket
 
     def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
         """Go on with the step's exchanges, and end them at its last gradient.
@@ -208,6 +246,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             raise self._failure
         arrivals = self._arrivals
         assert arrivals is not None
+        arrivals.clock.enter_decompress()
         try:
             if not arrivals.sealed:
                 self._seal(arrivals)
@@ -231,7 +270,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._agreed = True
             self.ledger.steps += arrivals.step.finite
             self._settle(arrivals.step)
-            self.local.note_step(arrivals.began, time.perf_counter())
+            arrivals.clock.note_step(self.local)
+        arrivals.clock.leave()
         return ctx.gradient
 
     # -- a step ---------------------------------------------------------------------------------------------
@@ -249,7 +289,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             step = self._new_step(collectives, Agree.BEFORE_WAITING)
             with step.errors_wait:
                 step.loss_scale = self.current_loss_scale()
-            self._arrivals = Arrivals(step, self._probes())
+            self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
 
     def _keep_theirs(self) -> None:
