@@ -71,7 +71,7 @@ class Compressor(TensorCompressor):
         ledger: bytes and seconds so far, on this rank, over the links between replicas; ``steps`` counts vectors.
 
     Raises:
-        ValueError: the plan is wrong, joins tensors, or has ``verify_every``.
+        ValueError: the plan is wrong, joins tensors, or has ``verify_every`` or ``cosine_every``.
     """
 
     driver = "FSDP"
@@ -93,6 +93,10 @@ class Compressor(TensorCompressor):
         if plan.verify_every:
             raise ValueError(
                 "verify_every must be 0: under FSDP the Compressor has no parameters, but shards' gradients"
+            )
+        if plan.cosine_every:
+            raise ValueError(
+                "cosine_every must be 0: under FSDP each module's gradients are exchanged in a step of their own"
             )
         if plan.bucket_elements:
             raise ValueError("bucket_elements must be 0: FSDP waits for each module's gradients by themselves")

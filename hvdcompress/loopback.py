@@ -125,6 +125,9 @@ class Loopback:
             raise
         for step in steps:
             step.obey(together)
+            step.start_comparison()
+        for step in steps:
+            step.finish_comparison()
             step.close()
         self.ledger.steps += not together.non_finite
         self.ranks[0].warn_of_what_is_idle()

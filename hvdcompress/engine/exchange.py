@@ -268,9 +268,12 @@ class Exchange:
 
     def _write(self, factor: float, outs: Sequence[Array], cleared: bool) -> None:
         """Write the results into ``outs``; ``cleared`` tells whether they are 0 everywhere."""
+        if not (self._adapter and self._adapter.write(factor, outs, cleared)):
+            self.write_totals(factor, outs, cleared)
+
+    def write_totals(self, factor: float, outs: Sequence[Array], cleared: bool) -> None:
+        """Write ``factor`` times the totals into ``outs``, as they are; ``cleared`` tells whether those are 0."""
         setup = self.setup
-        if self._adapter and self._adapter.write(factor, outs, cleared):
-            return
         ops = setup.ops
         total: Any = self.reduced[0].total
         factor = factor / setup.scale

@@ -231,7 +231,7 @@ class RankState:
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
         """Tell :attr:`times` and :attr:`fallback` of a step that has ended; see their methods ``note``.
 
-        Steps of a pause do not count; for the fallback, nor does a warm-up.
+        Steps of a pause do not count, nor those in which gradients were compared; for the fallback, nor does a warm-up.
         """
         self.time_step(began, ended - began if blocked is None else blocked, waited)
         if self.paused or not self.fallback.compares:
@@ -241,7 +241,9 @@ class RankState:
 
     def time_step(self, began: float, blocked: float, waited: float = 0.0) -> None:
         """Tell :attr:`times` of a step that has ended; see :meth:`StepTimes.note`."""
-        self.times.note(began, blocked, waited, None if self.paused else self._tries_without)
+        every = self.plan.cosine_every
+        compared = every > 0 and self.steps_done() % every == 0
+        self.times.note(began, blocked, waited, None if self.paused or compared else self._tries_without)
 
     # -- what ranks have alike ------------------------------------------------------------------------------
 
@@ -249,6 +251,11 @@ class RankState:
         """Return whether ranks compare their checksums in the next step."""
         every = self.plan.verify_every  # steps are alike on all ranks, so all compare in the same step
         return self.world > 1 and every > 0 and self.steps_done() % every == 0
+
+    def compares(self) -> bool:
+        """Return whether the results of the next step are compared with the uncompressed average."""
+        every = self.plan.cosine_every
+        return every > 0 and not self.uncompressed and (self.steps_done() + 1) % every == 0
 
     def steps_done(self) -> int:
         """Return the steps of the tensor that has done most."""

@@ -23,6 +23,7 @@ import numpy as np
 from hvdcompress.engine.agreement import JOIN, NUMBERS, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.cosine import Comparison, Product
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.safety.alarm import everyones
@@ -151,6 +152,7 @@ class Step:
         self.checksums: dict[str, int] = {}
         self.finite = True
         self.unused: set[str] = set()
+        self.comparison = Comparison(local) if local.compares() else None
         self.triggered = False  # the ranks agreed to restart their schedules
         self._under_way: deque[Exchange] = deque()  # with a collective under way, oldest first
         self._done: list[Exchange] = []  # in stage REDUCED
@@ -198,6 +200,8 @@ class Step:
             ops = self.framework.ops(like)
             setup = Setup(self.local, self.collectives.group, bucket, like, ops, self.loss_scale)
             exchange = self.exchanges[bucket.spec.name] = Exchange(setup)
+        if self.comparison:
+            self.comparison.keep(exchange, indices, gradients)
         exchange.add(indices, gradients, outs)
         return self._start(exchange, may_carry) if exchange.is_full else None
 
@@ -413,7 +417,25 @@ class Step:
             self.finite = not non_finite
             if self.used is not None:
                 self.unused = {name for name, use in zip(self.terms.tensors, everyones_use, strict=True) if not use}
+        self.start_comparison()
+        self.finish_comparison()
         self.close()
+
+    def start_comparison(self) -> None:
+        """Start the all-reduces of uncompressed gradients, in a step in which the plan's ``cosine_every`` asks for it.
+
+        Every rank does so at the same point: all exchanges are done, and all ranks know whether the step is finite.
+        """
+        if self.comparison and self.finite:
+            self.comparison.start(self.collectives, self.exchanges.values())
+
+    def finish_comparison(self) -> None:
+        """Compare the results with the uncompressed average."""
+        if self.comparison and self.finite:
+            factor = self.local.world * (self.factor or 1.0 / self.local.world)
+            norms = {passing.turn.bucket.spec.name: float(passing.gradient.norm()) for passing in self._passing}
+            exact = {name: Product.exact(norm, factor) for name, norm in norms.items()}
+            self.comparison.finish(self.collectives, exact, self.unused)
 
     def _refuse_missing(self) -> None:
         """Raise an error if an exchange waits for gradients that nobody will give, or the factor was not set."""
@@ -527,6 +549,8 @@ class Step:
     def _deliver(self, exchange: Exchange, factor: float) -> None:
         """Write the results of an exchange; its new state waits for :meth:`close`."""
         self._factors[exchange.name] = factor
+        if self.comparison:
+            self.comparison.note_result(exchange, factor)
         exchange.deliver(factor, adapt=self.clip_norm is None)
 
     def _clip(self, limit: float) -> None:

@@ -154,6 +154,7 @@ class Plan:
     verify_every: int = 0  #: steps from one comparison of the ranks' parameters and shared state to the next; 0: never
     clip_norm: float | None = None  #: norm that the reduced gradient of all tensors is clipped to; inf: measured only
     fallback: bool = False  #: whether compression is given up if the first steps show that it does not save time
+    cosine_every: int = 0  #: steps from one comparison with the uncompressed average to the next; 0: never
     source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
-    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback",
+    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every",
 )  # fmt: skip
 # integer keys and their defaults
 WHOLE = {
@@ -56,6 +56,8 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
                                     # .inf only measures it, for Compressor.gradient_norm()
         fallback: true              # compare some of the first steps with uncompressed ones, and give compression up if
                                     # it does not save time: under PyTorch DDP and Horovod
+        cosine_every: 100           # every so many steps uncompressed gradients are averaged, too: summary() has the
+                                    # cosine of the angle between both; 0, the default: never
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob
             method: none
@@ -134,14 +136,14 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
     """Make a plan of one method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*WHOLE, *FLAGS, "clip_norm"))
+    doc.known_keys((*WHOLE, *FLAGS, "clip_norm", "cosine_every"))
     whole = _whole(doc)
     source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
     return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
 
 
 def _whole(doc: Document) -> dict[str, Any]:
-    """Return the keys of the whole plan, with their defaults; ``clip_norm`` and ``fallback`` where they are given."""
+    """Return the keys of the whole plan, with their defaults; ``clip_norm`` and what is off only where it is given."""
     found: dict[str, Any] = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
     for key, default in FLAGS.items():
         if not isinstance(flag := doc.value.get(key, default), bool):
@@ -153,6 +155,8 @@ def _whole(doc: Document) -> dict[str, Any]:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise doc.error("clip_norm", f"{limit!r} must be a positive number")
         found["clip_norm"] = float(limit)
+    if every := doc.whole("cosine_every", 0, least=0):
+        found["cosine_every"] = every
     return found
 
 

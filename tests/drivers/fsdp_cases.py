@@ -199,6 +199,7 @@ def what_does_not_go_is_refused() -> None:
     must_raise(ValueError, ["one dimension", "mesh['shard']"], lambda: attach(sharded(both)), gather)
     must_raise(ValueError, ["bucket_elements"], lambda: attach(sharded(both["shard"]), bucket_elements=9), gather)
     must_raise(ValueError, ["verify_every"], lambda: attach(sharded(both["shard"]), verify_every=9), gather)
+    must_raise(ValueError, ["cosine_every"], lambda: attach(sharded(both["shard"]), cosine_every=9), gather)
 
 
 @case

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdcompress.engine.telemetry import compiling
-from hvdcompress.engine.telemetry.observer import Observer, Sent
+from hvdcompress.engine.telemetry.observer import Compared, Observer, Sent
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Ledger(Observer):
     _tensors: dict[tuple[int, str], Entry] = field(default_factory=lambda: defaultdict(Entry))
     _seconds: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     _counters: dict[tuple[int, str], Any] = field(default_factory=lambda: defaultdict(int))
+    _compared: dict[int, Compared] = field(default_factory=dict)
 
     # -- events -----------------------------------------------------------------------------------------
 
@@ -93,6 +94,10 @@ class Ledger(Observer):
         """A method's counters, such as "saturated" and "kept", are added up."""
         for counter, amount in counters.items():
             self._counters[rank, counter] += amount
+
+    def compared(self, rank: int, what: Compared) -> None:
+        """The last comparison is kept."""
+        self._compared[rank] = what
 
     # -- figures ----------------------------------------------------------------------------------------
 
@@ -138,8 +143,12 @@ class Ledger(Observer):
         """Sums of what methods counted, e.g. {"kept": …, "saturated": …}."""
         return {name: int(amount) for (r, name), amount in self._counters.items() if r == self._rank(rank)}
 
+    def last_compared(self, rank: int | None = None) -> Compared | None:
+        """Return the last comparison with the uncompressed average; None if there was none (``cosine_every``)."""
+        return self._compared.get(self._rank(rank))
+
     def reset(self) -> None:
         """Forget everything."""
         self.steps = 0
-        for table in (self._ranks, self._tensors, self._seconds, self._counters):
+        for table in (self._ranks, self._tensors, self._seconds, self._counters, self._compared):
             table.clear()

@@ -45,6 +45,28 @@ class Answer(NamedTuple):
     seconds: float
 
 
+class Compared(NamedTuple):
+    """Compressed gradients compared with the uncompressed average, of the step ``step``, counted from 1.
+
+    Attributes:
+        step: the step.
+        cosine: of the angle between them, all tensors together.
+        name: the tensor whose cosine is least.
+        least: its cosine.
+    """
+
+    step: int
+    cosine: float
+    name: str
+    least: float
+
+    def __str__(self) -> str:
+        return (
+            f"cosine with the uncompressed average: {self.cosine:.3f} in step {self.step}, "
+            f"least {self.least:.3f} ({self.name!r})"
+        )
+
+
 class Observer:
     """Base class of all that look on; ``compressor.watch(observer)`` adds one. Override the events you need.
 
@@ -69,6 +91,9 @@ class Observer:
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
         """The codec worked for ``seconds`` after the exchange's last collective; writing results included."""
+
+    def compared(self, rank: int, what: Compared) -> None:
+        """Gradients were compared with the uncompressed average, as the plan's ``cosine_every`` says."""
 
     def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
         """The exchange ended well and its new state is kept; ``counters``: what the method counted."""

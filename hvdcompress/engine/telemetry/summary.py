@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 from hvdcompress.engine.telemetry.figures import Figures
@@ -17,6 +18,8 @@ _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     """The table: a line for each program, one for what ranks tell each other besides tensors, and a total.
+
+    Below it, the last comparison with the uncompressed average, if the plan has ``cosine_every``.
 
     Columns: the method of the next step (an arrow leads to the one that its program ends with), tensors, bytes of
     the gradients in their own dtype, bytes sent, the ratio of these two, the l2-norm of the residuals (what error
@@ -40,6 +43,8 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
         f"rank {rank} of {ledger.world}, {ledger.steps} steps: {seconds['select']:.2f} s in the codec, "
         f"{seconds['communicate']:.2f} s waiting"
     )
+    if compared := ledger.last_compared(rank):
+        lines += textwrap.wrap(str(compared), WIDTH)
     return "\n".join(lines)
 
 

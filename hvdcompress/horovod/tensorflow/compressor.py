@@ -110,8 +110,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     Raises:
         TypeError: ``optimizer`` is none of these.
-        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, or has ``verify_every`` or
-            ``clip_norm``, which graphs cannot.
+        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, or has ``verify_every``,
+            ``cosine_every`` or ``clip_norm``, which graphs cannot.
     """
 
     never_falls_back = "in TensorFlow the ranks agree for each tensor, and not for a step"
@@ -134,6 +134,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
                 "verify_every must be 0: in TensorFlow the Compressor has no parameters, and compares no more than "
                 "fits into a probe"
             )
+        if plan.cosine_every:
+            raise ValueError("cosine_every must be 0: in TensorFlow no tensor's exchange knows of the others")
         if plan.clip_norm is not None:
             raise ValueError("clip_norm must be null: in TensorFlow no tensor's exchange knows of the others")
         if plan.bucket_elements:

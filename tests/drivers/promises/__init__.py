@@ -7,7 +7,7 @@ what, and why. No framework is imported here, so that the table can be printed a
 # their promises register themselves, in this order
 # isort: off
 from promises import results, numbers, state, triggers, momentum, fallback  # noqa: F401
-from promises import interactions, failures, agreement, accounts, traces  # noqa: F401
+from promises import interactions, failures, agreement, accounts, cosine, traces  # noqa: F401
 # isort: on
 
 from promises.registry import PROMISES, Promise

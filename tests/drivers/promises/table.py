@@ -157,6 +157,9 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
         f"{_PROBE}: nothing is compared", refused=("verify_every must be 0",)
     ),
     ("tensorflow", "summary_says_what_a_step_takes"): Exempt(f"{_OWN_GRAPHS}: it does not see where a step ends"),
+    ("tensorflow", "cosine_every_compares_and_changes_nothing"): Exempt(
+        _OWN_GRAPHS, refused=("cosine_every must be 0",)
+    ),
     ("tensorflow", "different_loss_scales_are_one_message"): Exempt(f"{_PROBE}: loss scales are not compared"),
 }
 
