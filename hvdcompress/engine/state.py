@@ -231,7 +231,8 @@ class RankState:
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
         """Tell :attr:`times` and :attr:`fallback` of a step that has ended; see their methods ``note``.
 
-        Steps of a pause do not count, nor those in which gradients were compared; for the fallback, nor does a warm-up.
+        Steps of a pause do not count. For the times, nor do uncompressed steps and those of a comparison; for the
+        fallback, nor does a warm-up.
         """
         self.time_step(began, ended - began if blocked is None else blocked, waited)
         if self.paused or not self.fallback.compares:
@@ -243,7 +244,9 @@ class RankState:
         """Tell :attr:`times` of a step that has ended; see :meth:`StepTimes.note`."""
         every = self.plan.cosine_every
         compared = every > 0 and self.steps_done() % every == 0
-        self.times.note(began, blocked, waited, None if self.paused or compared else self._tries_without)
+        # The last step before compression is given up sends everything
+        gives_up = self.fallback.verdict is Verdict.DENSE
+        self.times.note(began, blocked, waited, counts=not (self.uncompressed or compared or gives_up))
 
     # -- what ranks have alike ------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.explanation import conclusion, explanation, seconds_on
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -14,7 +15,7 @@ from hvdcompress.plan import plan_of
 STEP = StepTime(whole=0.1, blocked=0.06, codec=0.03, waiting=0.02, on_wire=1e6, dense=1e8)
 
 
-def play(times: StepTimes, ledger: Ledger, lengths: list[float], uncompressed: bool | None = False) -> None:
+def play(times: StepTimes, ledger: Ledger, lengths: list[float], counts: bool = True) -> None:
     """Go through steps of these lengths, half of which is blocked: a tenth in the codec, a fifth waiting."""
     now = 0.0
     for seconds in [*lengths, 0.0]:
@@ -22,7 +23,7 @@ def play(times: StepTimes, ledger: Ledger, lengths: list[float], uncompressed: b
         ledger.sent(0, "w", Sent("AllReduce", None, 40))
         ledger.encoded(0, "w", 0.1 * seconds)
         ledger.waited(0, 0.2 * seconds)
-        times.note(now, 0.5 * seconds, uncompressed=uncompressed)
+        times.note(now, 0.5 * seconds, counts=counts)
         now += seconds
 
 
@@ -34,7 +35,6 @@ def test_the_mean_is_of_the_middle_half_and_its_parts_belong_together() -> None:
     assert mean is not None
     assert mean == pytest.approx((0.15, 0.075, 0.015, 0.03, 40.0, 4000.0))
     assert mean.computing == pytest.approx(0.075) and mean.other == pytest.approx(0.03) and mean.overlap == 0
-    assert times.mean(uncompressed=True) is None
 
 
 def test_few_steps_have_no_mean_and_old_ones_are_forgotten() -> None:
@@ -49,12 +49,12 @@ def test_few_steps_have_no_mean_and_old_ones_are_forgotten() -> None:
 def test_steps_of_other_kinds_and_a_reset_ledger_do_not_count() -> None:
     ledger = Ledger(2, 0)
     times = StepTimes(ledger, 0)
-    play(times, ledger, [1.0] * 8, uncompressed=None)
+    play(times, ledger, [1.0] * 8, counts=False)
     assert times.mean() is None
     ledger.reset()
-    play(times, ledger, [1.0] * 8, uncompressed=True)
-    whole = times.mean(uncompressed=True)
-    assert whole is not None and whole.codec == pytest.approx(0.1) and times.mean() is None
+    play(times, ledger, [1.0] * 8)
+    mean = times.mean()
+    assert mean is not None and mean.codec == pytest.approx(0.1)
 
 
 def test_steps_of_a_pause_do_not_count() -> None:
@@ -89,8 +89,18 @@ def test_the_lines_are_within_80_columns() -> None:
             lines = explanation(step, "uncompressed steps: not measured", gbits).splitlines()
             assert all(len(line) <= 80 for line in lines), lines
     told = explanation(STEP, "uncompressed steps: not measured", 1)
-    assert "a step takes 100.0 ms: 40.0 ms computing, 60.0 ms blocked by the exchange" in told
+    assert "a compressed step takes 100.0 ms: 40.0 ms computing, 60.0 ms blocked" in told
     assert "exchange: 30.0 ms codec, 20.0 ms waiting, 10.0 ms other work" in told
     assert "link: 1.00 MB per step, 8.0 ms at 1 Gbit/s; uncompressed 100 MB, 800.0 ms" in told
     assert "20.0 ms of them overlap" in explanation(STEP._replace(codec=0.06), "", None)
     assert "50.0 MB per second of waiting" in explanation(STEP, "", None)
+
+
+@pytest.mark.parametrize("verdict", Verdict)
+def test_steps_after_compression_was_given_up_do_not_count(verdict: Verdict) -> None:
+    local = RankState(plan_of("topk", fallback=True), 0, 2)
+    local.fallback.verdict = verdict
+    for step in range(FEWEST + 1):
+        local.begin_round()
+        local.time_step(step, 0.5)
+    assert (local.times.mean() is None) == (verdict is Verdict.DENSE)

@@ -20,11 +20,11 @@ def explanation(step: StepTime, uncompressed: str, link_gbits: float | None) -> 
         uncompressed: what is known of uncompressed steps, in words.
         link_gbits: the link's speed in Gbit/s, if the user has told it.
     """
-    blocked = f"{_time(step.blocked)} blocked by the exchange"
     overlap = f", {_time(step.overlap)} of them overlap" if step.overlap else ""
     other = f", {_time(step.other)} other work" if step.other else ""
+    whole, computing, blocked = (_time(seconds) for seconds in (step.whole, step.computing, step.blocked))
     lines = [
-        f"a step takes {_time(step.whole)}: {_time(step.computing)} computing, {blocked}",
+        f"a compressed step takes {whole}: {computing} computing, {blocked} blocked",
         f"  exchange: {_time(step.codec)} codec, {_time(step.waiting)} waiting{other}{overlap}",
         f"  link: {_link(step, link_gbits)}",
         f"  {uncompressed}",

@@ -61,38 +61,38 @@ class StepTimes:
     def __init__(self, ledger: Ledger, rank: int):
         self._ledger = ledger
         self._rank = rank
-        self._recent: dict[bool, deque[StepTime]] = {kind: deque(maxlen=RECENT) for kind in (False, True)}
+        self._recent: deque[StepTime] = deque(maxlen=RECENT)
         self._before = self._totals()
-        # the last step: its kind, when it began, and its time, of which ``whole`` is not known yet
-        self._last: tuple[bool | None, float, StepTime] | None = None
+        # the last step: whether it counts, when it began, and its time, of which ``whole`` is not known yet
+        self._last: tuple[bool, float, StepTime] | None = None
 
-    def note(self, began: float, blocked: float, waited: float = 0.0, uncompressed: bool | None = False) -> None:
+    def note(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
         """Note a step at its end.
 
         Args:
             began: when its first gradient came, in seconds.
             blocked: seconds in which the program could not go on.
             waited: seconds of waiting that the ledger does not count.
-            uncompressed: the kind of the step; None if it does not count.
+            counts: whether it is an ordinary, compressed step.
         """
         if self._last is not None:
-            kind, before, time = self._last
-            if kind is not None:
-                self._recent[kind].append(time._replace(whole=began - before))
+            did_count, before, time = self._last
+            if did_count:
+                self._recent.append(time._replace(whole=began - before))
         totals = self._totals()
         codec, waiting, on_wire, dense = (now - then for now, then in zip(totals, self._before, strict=True))
         self._before = totals
         was_reset = dense < 0
-        kind = None if was_reset else uncompressed
-        self._last = (kind, began, StepTime(0.0, blocked, codec, waiting + waited, on_wire, dense))
+        time = StepTime(0.0, blocked, codec, waiting + waited, on_wire, dense)
+        self._last = (counts and not was_reset, began, time)
 
-    def mean(self, uncompressed: bool = False) -> StepTime | None:
+    def mean(self) -> StepTime | None:
         """Return the mean of the middle half of recent steps, by their length; None if there are too few.
 
         A step with an evaluation behind it, or in which kernels were compiled, so counts as little as in a median, and
         the parts of the mean still belong to the same steps.
         """
-        steps = sorted(self._recent[uncompressed])
+        steps = sorted(self._recent)
         if len(steps) < FEWEST:
             return None
         quarter = len(steps) // 4

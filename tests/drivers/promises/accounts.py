@@ -97,11 +97,11 @@ def summary_says_what_a_step_takes(door: Any) -> None:
     sends, how long a link of a given speed takes for these, and which part matters."""
     handle = door.make("topk", {"density": 0.1}, door.shapes)
     for step in range(8):
-        assert ("a step takes" in handle.summary()) == (step >= 5)
+        assert ("step takes" in handle.summary()) == (step >= 5)
         handle.reduce(door.gradients(step, door.shapes))
     table = handle.compressor.summary(link_gbits=1)
     assert all(len(line) <= 80 for line in table.splitlines()), table
-    for words in ("computing", "blocked by the exchange", "codec", "waiting", "at 1 Gbit/s", "uncompressed steps"):
+    for words in ("computing", "blocked", "codec", "waiting", "at 1 Gbit/s", "uncompressed steps"):
         assert words in table, table
     time = handle.compressor.local.times.mean()
     assert 0 < time.blocked <= time.whole and 0 < time.on_wire < time.dense, time
