@@ -22,6 +22,7 @@ NAV: dict[str, list[str]] = {
         "guides/checkpoints",
         "reliability",
         "guides/plans",
+        "guides/speed",
         "momentum",
     ],
     "Methods": ["methods/README", "methods/*"],

@@ -234,19 +234,16 @@ class RankState:
         Steps of a pause do not count. For the times, nor do uncompressed steps and those of a comparison; for the
         fallback, nor does a warm-up.
         """
-        self.time_step(began, ended - began if blocked is None else blocked, waited)
-        if self.paused or not self.fallback.compares:
-            return
-        if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):
-            self.fallback.note(began, ended)
-
-    def time_step(self, began: float, blocked: float, waited: float = 0.0) -> None:
-        """Tell :attr:`times` of a step that has ended; see :meth:`StepTimes.note`."""
         every = self.plan.cosine_every
         compared = every > 0 and self.steps_done() % every == 0
         # The last step before compression is given up sends everything
         gives_up = self.fallback.verdict is Verdict.DENSE
-        self.times.note(began, blocked, waited, counts=not (self.uncompressed or compared or gives_up))
+        counts = not (self.uncompressed or compared or gives_up)
+        self.times.note(began, ended - began if blocked is None else blocked, waited, counts)
+        if self.paused or not self.fallback.compares:
+            return
+        if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):
+            self.fallback.note(began, ended)
 
     # -- what ranks have alike ------------------------------------------------------------------------------
 

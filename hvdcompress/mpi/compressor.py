@@ -191,7 +191,6 @@ class Compressor(compressor.Compressor):
         self.ledger.steps += step.finite
         self._settle(step)
         self.local.note_step(began, time.perf_counter())
-        self.local.time_step(began, time.perf_counter() - began)
         self.local.warn_of_what_is_idle()
         return outs
 

@@ -102,5 +102,5 @@ def test_steps_after_compression_was_given_up_do_not_count(verdict: Verdict) -> 
     local.fallback.verdict = verdict
     for step in range(FEWEST + 1):
         local.begin_round()
-        local.time_step(step, 0.5)
+        local.note_step(step, step + 0.5)
     assert (local.times.mean() is None) == (verdict is Verdict.DENSE)
