@@ -13,7 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from hvdcompress.engine.telemetry import log
+from hvdcompress.optimizers import without_momentum
 from hvdcompress.parts.momentum import Momentum
+from hvdcompress.plan import Plan, auto_for_adam, plan_of
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
 
@@ -34,6 +37,48 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """Return the PyTorch optimizers among one, several, or None.
+
+    Raises:
+        TypeError: one is no optimizer of PyTorch.
+    """
+    if optimizers is None:
+        return []
+    given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
+    return [unwrapped(one) for one in (given if isinstance(given, Iterable) else [given])]
+
+
+def plan_for(optimizers: Optimizers | None, rank: int, method: Any, **settings: Any) -> Plan:
+    """Make the plan of a Compressor that is told its optimizer.
+
+    The second moment of Adam and its relatives is spoiled by gradients of low rank, so for them "auto" is a sparse
+    method; and as gradients that wait act as momentum, beta1 becomes 0.
+
+    Args:
+        optimizers: one, several, or None if they are not known.
+        rank: this rank; rank 0 logs what was done.
+        method: as for :func:`plan_of`.
+        settings: as for :func:`plan_of`.
+
+    Raises:
+        TypeError: there is no optimizer of PyTorch.
+        ValueError: the plan is wrong.
+    """
+    adams = [one for one in listed(optimizers) if "betas" in one.param_groups[0]]
+    chosen = auto_for_adam(method) if adams else None
+    plan = plan_of(method if chosen is None else chosen, **settings)
+    for one in adams if chosen else ():
+        before = in_words(one)
+        without_momentum(one)
+        if rank == 0:
+            log.warn_once(
+                f"{before}: auto is {plan.program.main.id} with this optimizer, and beta1 is 0 from now on, because "
+                "gradients that wait in residuals act as momentum; give a method instead of auto to keep beta1"
+            )
+    return plan
+
+
 class TorchReader:
     """Reads the momentum of tensors by their names.
 
@@ -51,9 +96,8 @@ class TorchReader:
         self._updates: Counter[int] = Counter()  # by a parameter's id
         self._begun: set[int] = set()  # optimizers, by their id, whose step has begun and not been counted
         self._places: dict[int, tuple[int, int]] = {}  # parameter's id -> numbers of its optimizer and group
-        given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
-        for one in given if isinstance(given, Iterable) else [given]:
-            self.add(unwrapped(one))
+        for one in listed(optimizers):
+            self.add(one)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Read this optimizer, too. For parameters that several have, the last one counts."""

@@ -214,6 +214,14 @@ def broadcast_makes_ranks_alike() -> None:
 
 
 @case
+def auto_depends_on_the_optimizer() -> None:
+    sgd = DistributedOptimizer(keras.optimizers.SGD(0.1), "auto")
+    adam = DistributedOptimizer(keras.optimizers.Adam(1e-3), "auto")
+    assert [each.compressor.plan.program.main.id for each in (sgd, adam)] == ["acpsgd", "topk"]
+    assert adam.beta_1 == 0.0
+
+
+@case
 def metrics_are_averaged() -> None:
     logs = {"loss": float(hvd.rank()), "accuracy": 0.5}
     MetricAverageCallback().on_epoch_end(0, logs)

@@ -47,6 +47,9 @@ def one_call_attaches_to_an_optimizer() -> None:
         assert_close(got, net.allreduce_many(everyone, op="sum")[0], REORDERED, f"step {step}")
     assert opt.compressor.ledger.steps == 3
     assert attach(sgd, params.items()).compressor.plan.fallback, "auto is the default"
+    adam = torch.optim.Adam(params.values())
+    assert attach(adam, params.items()).compressor.plan.program.main.id == "topk"
+    assert adam.param_groups[0]["betas"][0] == 0.0
 
 
 @case
