@@ -257,7 +257,7 @@ class TensorCompressor(compressor.Compressor):
         """
         self._reader = self.local.optimizer = TorchReader(optimizer, self._tensors())
         self._terms = Terms({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
-        self._say_what_is_done(self._reader)
+        self._say_what_is_adapted(self._reader)
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to take a step: read its momentum from now on, if it trains our parameters."""
@@ -268,9 +268,9 @@ class TensorCompressor(compressor.Compressor):
         if reader.trains(optimizer) and not reader.has(optimizer):
             reader.add(optimizer)
             self._reader = self.local.optimizer = reader
-            self._say_what_is_done(reader)
+            self._say_what_is_adapted(reader)
 
-    def _say_what_is_done(self, reader: TorchReader) -> None:
+    def _say_what_is_adapted(self, reader: TorchReader) -> None:
         """Log, on rank 0, what happens to the optimizer's momentum."""
         programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
         done = what_is_done((momentum.adapts(program.main), reader(name)) for name, program in programs.items())

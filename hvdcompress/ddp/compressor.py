@@ -290,7 +290,7 @@ class Compressor(TensorCompressor):
             step.loss_scale = self.current_loss_scale()
         step.run(lambda: self._add_all(step, arrivals))
         self.ledger.steps += step.finite
-        self._settle(step)
+        self._end_step(step)
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
         """Give all gradients to the engine as they come."""

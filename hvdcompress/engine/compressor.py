@@ -19,7 +19,7 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step, loss_scale_now
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.describe import describe
+from hvdcompress.engine.telemetry.describe import describe, first_step
 from hvdcompress.engine.telemetry.explanation import explanation
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
@@ -51,6 +51,8 @@ class Compressor(ABC):
         self.loss_scale = loss_scale
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
+        if world == 1:
+            log.warn_once("there is one rank, so nothing is exchanged or compressed: start several")
         if self.local.fallback.on and self.never_falls_back:
             self.local.fallback.on = False
             if rank == 0:
@@ -117,16 +119,30 @@ class Compressor(ABC):
         """Whether the ranks that this Compressor was made for are no more, as after a reset of an elastic training."""
         return False
 
-    def _settle(self, step: Step) -> None:
-        """At the end of a step: decide whether to go on compressing, if the ranks have compared."""
+    def _end_step(self, step: Step) -> None:
+        """At the end of a step: say what the first one did; go on compressing or not, if the ranks have compared."""
         fallback = self.local.fallback
         if self.local.paused or not step.finite:
             return
+        if self.ledger.steps == 1 and self.local.rank == 0:
+            self._say_what_is_done()
         before = fallback.verdict
         gives_up = fallback.end_step()
         fallback.hear(step.voted)
         if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
             log.warn_once(str(fallback))
+
+    def _say_what_is_done(self) -> None:
+        """After the first step, log what is compressed, or that nothing is."""
+        buckets = self._buckets()
+        if done := first_step(buckets, self.ledger.dense_bytes(), self.ledger.bytes_sent()):
+            log.say_once(done)
+        elif self.plan.program.main.id != "none":
+            largest = max((member.size for bucket in buckets for member in bucket.members), default=0)
+            log.warn_once(
+                f"nothing is compressed: min_elements is {self.plan.min_elements}, the largest tensor has {largest} "
+                "elements, and rules may send others uncompressed"
+            )
 
     def _decision(self) -> str:
         fallback = self.local.fallback

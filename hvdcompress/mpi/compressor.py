@@ -189,7 +189,7 @@ class Compressor(compressor.Compressor):
         finally:
             self._step = None
         self.ledger.steps += step.finite
-        self._settle(step)
+        self._end_step(step)
         self.local.note_step(began, time.perf_counter())
         self.local.warn_of_what_is_idle()
         return outs

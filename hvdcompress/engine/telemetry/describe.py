@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from hvdcompress.engine.bucket_state import declared_by_members, declared_slots, itemsize
+from hvdcompress.engine.telemetry.summary import scaled
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
@@ -24,6 +26,23 @@ def describe(buckets: Iterable[Bucket]) -> str:
             f"{text}: {tensors} tensor{'s' * (tensors != 1)}, {elements:,} elements, {megabytes:.2f} MB of state"
         )
     return "\n".join(lines)
+
+
+def first_step(buckets: Sequence[Bucket], dense: int, sent: int) -> str:
+    """Return what is compressed, and how much less is sent, in a line; nothing if no tensor is compressed.
+
+    Args:
+        buckets: all of them.
+        dense: bytes of the gradients of a step.
+        sent: bytes that a rank has sent in it.
+    """
+    counts: Counter[str] = Counter()
+    for bucket in buckets:
+        if bucket.program.main.id != "none":
+            counts[str(bucket.program)] += len(bucket.members)
+    tensors = sum(len(bucket.members) for bucket in buckets)
+    what = ", ".join(f"{program} on {count}" for program, count in counts.most_common())
+    return f"{what} of {tensors} tensors, {scaled(dense)}B → {scaled(sent)}B in the first step" if what else ""
 
 
 def memory(bucket: Bucket) -> int:

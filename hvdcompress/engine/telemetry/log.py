@@ -30,6 +30,23 @@ def some(names: Sequence[str]) -> str:
 
 
 @functools.cache
+def say_once(text: str) -> None:
+    """Log a fact, once in this process; on stderr where the program has not set up logging."""
+    _handle("hvdcompress: %(message)s", logging.INFO)
+    LOGGER.info("%s", text)
+
+
+def _handle(form: str, level: int) -> None:
+    """Write lines of a level, and higher ones, to stderr, unless the program has said where lines go."""
+    if LOGGER.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(form, "%H:%M:%S"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level)
+
+
+@functools.cache
 def warn_once(text: str) -> None:
     """Log a warning, once in this process."""
     LOGGER.warning("%s", text)
@@ -48,9 +65,6 @@ def observers() -> list[Observer]:
         return []
     if level.lower() != "debug":
         raise ValueError(f"{VARIABLE} = {level!r} must be 'debug', or not be set")
-    if not LOGGER.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("hvdcompress %(asctime)s.%(msecs)03d %(message)s", "%H:%M:%S"))
-        LOGGER.addHandler(handler)
+    _handle("hvdcompress %(asctime)s.%(msecs)03d %(message)s", logging.DEBUG)
     LOGGER.setLevel(logging.DEBUG)
     return [RoundLog()]

@@ -269,7 +269,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals = None
             self._agreed = True
             self.ledger.steps += arrivals.step.finite
-            self._settle(arrivals.step)
+            self._end_step(arrivals.step)
             arrivals.clock.note_step(self.local)
         arrivals.clock.leave()
         return ctx.gradient
