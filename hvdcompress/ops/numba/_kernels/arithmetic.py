@@ -203,7 +203,8 @@ def write_runs(outs, bounds, cleared, index, values, factor):
             ends[run] = j
             run += 1
     places = np.zeros(count, np.int64)
-    places[1:] = ends[:-1]
+    for run in range(1, count):
+        places[run] = ends[run - 1]
     for part in range(outs.size):
         size = bounds[part + 1] - bounds[part]
         out = carray(floats_at(outs[part]), (size,))

@@ -208,7 +208,8 @@ def orthogonalise(rows, number, negligible):
     if not to_length_1(row, 0.0):
         return False
     for _ in range(2):  # the reference says why twice
-        for before in rows[:number]:
+        for k in range(number):
+            before = rows[k]  # contiguous, which the rows of a slice are not to the compiler
             share = dot(before, row)
             for j in range(row.size):
                 row[j] -= share * before[j]

@@ -99,7 +99,8 @@ def added(values):
         sums, wide = np.zeros(-(-values.size // PIECE)), np.zeros(PIECE)
         for piece in range(sums.size):
             part = values[piece * PIECE : (piece + 1) * PIECE]
-            wide[: part.size] = part
+            for i in range(part.size):  # a slice's assignment compiles its error message: one to four seconds
+                wide[i] = part[i]
             wide[part.size :] = 0
             sums[piece] = fold(wide)
         values = sums
