@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from threading import Lock
 
 __all__ = ["taken"]
-
-try:
-    from numba.core import event
-except ImportError:  # the numpy backend serves
-    _timer = None
-else:
-    _timer = event.TimingListener()
-    event.register("numba:compiler_lock", _timer)  # held while kernels are compiled or loaded
 
 _lock = Lock()
 _told = 0.0
@@ -21,8 +14,9 @@ _told = 0.0
 def taken() -> float:
     """Seconds that this process has compiled since this was last asked: each second is told once."""
     global _told
+    kernels = sys.modules.get("hvdcompress.ops.numba._kernels.compiling")  # not imported here: it imports numba
     with _lock:
-        now = _timer.duration if _timer is not None and _timer.done else 0.0
+        now = kernels.LOCK.seconds if kernels else 0.0
         before = _told
         _told = now
         return now - before
