@@ -1,11 +1,39 @@
-"""Gradient compression for data-parallel training, plugged into the unmodified Horovod optimizer.
+"""Gradient compression for data-parallel training.
 
-Importing this package imports no framework: ``hvdcompress.horovod.torch`` and the other drivers do.
+The drivers are ``hvdcompress.ddp``, ``.fsdp``, ``.horovod.torch``, ``.horovod.tensorflow``, ``.horovod.keras`` and
+``.mpi``; ``.loopback`` has all ranks in one process. Importing this package imports nothing else: no framework, and
+names are loaded when they are first used.
 """
 
-from hvdcompress.optimizers import without_momentum
-from hvdcompress.plan import Plan, load
-from hvdcompress.registry import available, get
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdcompress.optimizers import without_momentum
+    from hvdcompress.plan import Plan, load
+    from hvdcompress.registry import available, get
 
 __version__ = "0.1.0"
 __all__ = ["Plan", "available", "get", "load", "without_momentum", "__version__"]
+
+_HOMES = {
+    "Plan": "plan",
+    "available": "registry",
+    "get": "registry",
+    "load": "plan",
+    "without_momentum": "optimizers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: a public name, or one of the modules that define them."""
+    if name in _HOMES.values():
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,6 +1,7 @@
 """The registry: method ids and their classes, found in ``methods/`` and in entry points of ``hvdcompress.methods``.
 
-There is no list to maintain: every file in ``methods/`` is a method, and its name is the id.
+There is no list to maintain: every file in ``methods/`` is a method, and its name is the id. A file is imported when
+its method is asked for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import difflib
 import importlib
 import pkgutil
 import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
@@ -21,17 +23,51 @@ from hvdcompress.method import Method, method
 __all__ = ["FieldError", "available", "classes", "docstring", "formula", "get", "method", "suggest"]
 
 
-def _methods_of(module: Any) -> list[type[Method]]:
-    return [
+class Classes(MutableMapping[str, type[Method]]):
+    """Method classes by id, sorted. The module of a method is imported when its class is asked for.
+
+    Args:
+        modules: the name of each method's module, by id.
+    """
+
+    def __init__(self, modules: Mapping[str, str]):
+        self._modules = modules
+        self._loaded: dict[str, type[Method]] = {}
+
+    def __getitem__(self, id: str) -> type[Method]:
+        if id not in self._loaded:
+            self._loaded[id] = _class_in(self._modules[id])
+        return self._loaded[id]
+
+    def __setitem__(self, id: str, cls: type[Method]) -> None:
+        self._loaded[id] = cls
+
+    def __delitem__(self, id: str) -> None:
+        del self._loaded[id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self._modules, *self._loaded}))
+
+    def __len__(self) -> int:
+        return len({*self._modules, *self._loaded})
+
+
+def _class_in(name: str) -> type[Method]:
+    """Import a module and return the method that it defines."""
+    module = importlib.import_module(name)
+    found = [
         item
         for item in vars(module).values()
-        if isinstance(item, type) and issubclass(item, Method) and item.__module__ == module.__name__ and item.id
+        if isinstance(item, type) and issubclass(item, Method) and item.__module__ == name and item.id
     ]
+    if len(found) != 1:
+        raise RuntimeError(f"the module {name} must define one method, decorated with @method; found: {found}")
+    return found[0]
 
 
 @cache
-def classes() -> dict[str, type[Method]]:
-    """Return every known method's class, by id.
+def classes() -> Classes:
+    """Return the classes of all known methods, by id.
 
     An entry point of a third party names a module with a decorated class.
 
@@ -42,15 +78,13 @@ def classes() -> dict[str, type[Method]]:
 
     names = [f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__)]
     names += [point.value for point in entry_points(group="hvdcompress.methods")]
-    found: dict[str, type[Method]] = {}
+    modules: dict[str, str] = {}
     for name in names:
-        for cls in _methods_of(importlib.import_module(name)):
-            if cls.id in found:
-                raise RuntimeError(
-                    f"two methods have the id {cls.id!r}: {found[cls.id]!r} and {cls!r}; rename one of their modules"
-                )
-            found[cls.id] = cls
-    return dict(sorted(found.items()))
+        id = name.rpartition(".")[2]
+        if id in modules:
+            raise RuntimeError(f"two methods have the id {id!r}: {modules[id]} and {name}; rename one of these modules")
+        modules[id] = name
+    return Classes(modules)
 
 
 def available() -> list[str]:

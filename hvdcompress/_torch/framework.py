@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 import hvdcompress.ops
-import hvdcompress.ops.torch as torch_ops
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Framework, Step
-from hvdcompress.ops import fast
 from hvdcompress.plan import Bucket
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -42,8 +40,12 @@ class TorchFramework(Framework):
     def ops(self, like: Any) -> Any:
         """Return the array ops for a vector that :meth:`flat` or :meth:`vector` returned."""
         if isinstance(like, np.ndarray):
-            return fast
-        return hvdcompress.ops.cuda if like.is_cuda and not self.force_torch else torch_ops
+            return hvdcompress.ops.fast
+        if like.is_cuda and not self.force_torch:
+            return hvdcompress.ops.cuda
+        import hvdcompress.ops.torch as torch_ops
+
+        return torch_ops
 
     def flat(self, gradient: torch.Tensor) -> Any:
         """Return a gradient as a vector of the library that computes with it; a view where it is contiguous."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.engine.transport import Group, Handle, Request, Transport
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
-from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 
@@ -153,7 +153,13 @@ class Collectives:
     # -- one verb -----------------------------------------------------------------------------------------
 
     def start(
-        self, name: str, round: int, verb: Verb, ops: Ops = fast, like: Array | None = None, equal: bool = False
+        self,
+        name: str,
+        round: int,
+        verb: Verb,
+        ops: Ops | None = None,
+        like: Array | None = None,
+        equal: bool = False,
     ) -> Pending:
         """Start the collective of a verb; returns at once.
 
@@ -161,10 +167,11 @@ class Collectives:
             name: the tensor or bucket.
             round: which of its collectives this is in this step, from 0.
             verb: what the method asks for.
-            ops: the array verbs of its payload's library.
+            ops: the array verbs of its payload's library (default: the fast CPU one).
             like: an array on the payloads' device.
             equal: of an all-gather, whether all ranks' payloads are known to be as long as this one's.
         """
+        ops = ops or hvdcompress.ops.fast
         # Made before observers are told, as the root computes its payload here
         request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
         full = f"{name}.round{round}"

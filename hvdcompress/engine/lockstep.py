@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.transport import Request
-from hvdcompress.ops import fast
 
 Results = list[Any]
 
@@ -37,7 +37,7 @@ def _all_reduce(requests: Sequence[Request]) -> Results:
     kinds = {f"{request.op} {request.payload.dtype}" for request in requests}
     if len(kinds) != 1:
         raise RuntimeError(f"an all-reduce of different kinds: {sorted(kinds)}")
-    total = fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
+    total = hvdcompress.ops.fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
     return [total] * len(requests)
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.method import AllGather, Array, Broadcast, Communication, Context, Method, TensorSpec, Verb, Workspace
-from hvdcompress.ops import fast
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 
@@ -67,7 +67,7 @@ def begin(method: Method, ctx: Context, x: Array, whole: int = 1) -> Communicati
         whole: what the state's whole numbers, such as GradiVeQ's number of components, are set to.
     """
     spec = ctx.spec
-    work = Workspace(fast)
+    work = Workspace(hvdcompress.ops.fast)
     # full() and not zeros(): memory that is there, as in any step but the first
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
     own = feedback.Feedback(method, blank_state(method, spec, whole), spare)
@@ -116,6 +116,7 @@ def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple
 def carry_out(verbs: list[Verb]) -> list[Array]:
     """Every rank's verb -> every rank's result, on numpy arrays in one process."""
     world = len(verbs)
+    fast = hvdcompress.ops.fast
     requests = [lower(verb, rank, world, fast, np.zeros(0), broadcasts=True) for rank, verb in enumerate(verbs)]
     outs = lockstep.carry_out(requests)
     pieces = [request.gets or () for request in requests]

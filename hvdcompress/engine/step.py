@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.engine.agreement import JOIN, NUMBERS, PeerError, Status, Terms, compare_terms, failure
 from hvdcompress.engine.collectives import Collectives, Pending
 from hvdcompress.engine.commit import Outcome, conclude
@@ -30,7 +31,6 @@ from hvdcompress.engine.safety.alarm import everyones
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState, Turn
 from hvdcompress.method import AllReduce, Array
-from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.plan import Bucket
@@ -65,7 +65,7 @@ class Framework:
 
     def ops(self, like: Array) -> Ops:
         """Return the array ops for gradients like this one."""
-        return fast
+        return hvdcompress.ops.fast
 
     def store(self, exchange: Exchange) -> None:
         """Bring the results of an exchange from its ``outs`` to where the framework reads them."""

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+import hvdcompress.ops
 from hvdcompress.engine.agreement import failure
 from hvdcompress.engine.safety.alarm import Alarm, Call, missing
 from hvdcompress.engine.transport import Request
-from hvdcompress.ops import fast
 
 Array = np.ndarray[Any, Any]
 
@@ -181,7 +181,7 @@ def _half(op: str) -> MPI.Op:
         a = np.frombuffer(given, np.float16)
         b = np.frombuffer(total, np.float16)
         if op == "sum":
-            fast.add_all([b, a], into_first=True)
+            hvdcompress.ops.fast.add_all([b, a], into_first=True)
         else:
             np.maximum(a, b, out=b)
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import scipy.fft
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops import pool
@@ -83,6 +82,8 @@ def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
 
 
 def _spectra(x: Array, block: int) -> Iterator[Array]:
+    import scipy.fft  # here, because only the method fft needs it, and it takes longer than the rest of the package
+
     for part, length in _pieces(x, block):
         wave = np.multiply(part, np.float32(forward_scale(length, block)), out=pool.empty(part.size, np.float32))
         yield scipy.fft.rfft(wave.reshape(-1, length), overwrite_x=True).ravel().view(np.float32)
@@ -90,6 +91,8 @@ def _spectra(x: Array, block: int) -> Iterator[Array]:
 
 def write_waves(waves: Waves, factor: float, out: Array, subtract: bool) -> None:
     """Write factor times the waves to ``out``, or subtract it from what is there."""
+    import scipy.fft  # as above
+
     shares = [Sparse(int64(share.index), share.values) for share in waves.shares]
     begins = [0] * len(shares)
     first = 0

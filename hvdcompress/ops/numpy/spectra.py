@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy.fft
 
 from hvdcompress.ops.numpy.selection import top_k
 from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
@@ -14,6 +13,8 @@ _SLICE = 1 << 14  # pairs at a time: what is made on the way stays in the proces
 
 
 def rfft(x: Array, block: int) -> Array:
+    import scipy.fft  # here, because only the method fft needs it, and it takes longer than the rest of the package
+
     whole = x.size // block * block
     spectra = [np.zeros(0, np.complex64)]
     for part in (x[:whole].reshape(-1, block), x[whole:].reshape(1, -1)):
@@ -24,6 +25,8 @@ def rfft(x: Array, block: int) -> Array:
 
 
 def irfft(spectrum: Array, n: int, block: int) -> Array:
+    import scipy.fft  # as above
+
     whole, rest = n // block * block, n % block
     edge = n // block * (block // 2 + 1)
     bins = spectrum.view(np.complex64)
