@@ -9,7 +9,7 @@ from hvdcompress.method import AllReduce, Count, FeedbackName, Method, Reduced, 
 from hvdcompress.testing import check_method
 
 
-@method
+@method("roundrobin")
 class RoundRobin(Method):
     """Sends one of ``pieces`` equal pieces in each step, in turn."""
 

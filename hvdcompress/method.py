@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, overload
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -500,12 +501,40 @@ class Method:
 
 M = TypeVar("M", bound=type[Method])
 
+REGISTERED: dict[str, type[Method]] = {}  #: classes decorated with ``@method("my_id")``, by their id
+
+
+@overload
+def method(given: str) -> Callable[[M], M]: ...
+
+
+@overload
+def method(given: M) -> M: ...
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def method(cls: M) -> M:
-    """Class decorator: make a method of a class.
+def method(given: M | str) -> M | Callable[[M], M]:
+    """Class decorator: make a method of a class, a frozen dataclass with validated fields.
 
-    The class becomes a frozen dataclass with validated fields, and its id the name of its module.
+    ``@method("my_id")`` registers it under an id, wherever the class is: in a script, or in a notebook, where running
+    the cell again replaces it. ``@method`` alone gives it the name of its module, as for the files in ``methods/``.
+
+    Raises:
+        ValueError: this library has a method with that id.
     """
-    cls.id = cls.__module__.rpartition(".")[2]
+    if not isinstance(given, str):
+        return _made(given, given.__module__.rpartition(".")[2])
+    if find_spec(f"hvdcompress.methods.{given}"):
+        raise ValueError(f"the id {given!r} is that of a method of hvdcompress: choose another one")
+
+    def register(cls: M) -> M:
+        made = REGISTERED[given] = _made(cls, given)
+        return made
+
+    return register
+
+
+def _made(cls: M, id: str) -> M:
+    """Return a class as a frozen dataclass with validated fields."""
+    cls.id = id
     return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore

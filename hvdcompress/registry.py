@@ -1,7 +1,7 @@
-"""The registry: method ids and their classes, found in ``methods/`` and in entry points of ``hvdcompress.methods``.
+"""The registry: method ids and their classes.
 
-There is no list to maintain: every file in ``methods/`` is a method, and its name is the id. A file is imported when
-its method is asked for.
+Every file in ``methods/`` is a method, and its name is the id; so is every module that an entry point of the group
+``hvdcompress.methods`` names. A module is imported when its method is asked for. ``@method("my_id")`` adds a class.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hvdcompress.method import Method, method
+from hvdcompress.method import REGISTERED, Method, method
 
 __all__ = ["FieldError", "available", "classes", "docstring", "formula", "get", "method", "suggest"]
 
 
 class Classes(MutableMapping[str, type[Method]]):
-    """Method classes by id, sorted. The module of a method is imported when its class is asked for.
+    """Method classes by id, sorted: those of ``@method("my_id")``, and those of modules, imported when asked for.
 
     Args:
         modules: the name of each method's module, by id.
@@ -35,6 +35,8 @@ class Classes(MutableMapping[str, type[Method]]):
         self._loaded: dict[str, type[Method]] = {}
 
     def __getitem__(self, id: str) -> type[Method]:
+        if id in REGISTERED:
+            return REGISTERED[id]
         if id not in self._loaded:
             self._loaded[id] = _class_in(self._modules[id])
         return self._loaded[id]
@@ -46,10 +48,10 @@ class Classes(MutableMapping[str, type[Method]]):
         del self._loaded[id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._modules, *self._loaded}))
+        return iter(sorted({*self._modules, *self._loaded, *REGISTERED}))
 
     def __len__(self) -> int:
-        return len({*self._modules, *self._loaded})
+        return len({*self._modules, *self._loaded, *REGISTERED})
 
 
 def _class_in(name: str) -> type[Method]:

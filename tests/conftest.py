@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,8 @@ for folder in ("methods", "parts", "engine", "ops", "lab", "fuzz"):
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import spoiled  # noqa: E402
 
+from hvdcompress.method import REGISTERED  # noqa: E402
+
 spoiled.spoil()
 
 # No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.
@@ -43,6 +46,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("hvdcompress")
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """A method that a test registers with ``@method("my_id")`` is forgotten at its end."""
+    before = dict(REGISTERED)
+    yield
+    for id in REGISTERED.keys() - before.keys():
+        sys.modules.pop(id, None)  # an example's module has the name of its method
+        del REGISTERED[id]
+
 
 # -- files of which no test is chosen are not imported ---------------------------------------------------
 

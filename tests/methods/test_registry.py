@@ -9,9 +9,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hvdcompress
+from hvdcompress import method as contract
 from hvdcompress import registry
 from hvdcompress.method import Method
 
@@ -148,3 +150,38 @@ def test_two_methods_of_one_id_are_an_error(
     _entry_point(monkeypatch, tmp_path, "topk")
     with pytest.raises(RuntimeError, match="two methods have the id 'topk'"):
         hvdcompress.available()
+
+
+def test_a_class_is_registered_anywhere() -> None:
+    """As in a notebook, where running a cell again makes the class again."""
+    from hvdcompress.loopback import Loopback
+
+    for scale in (1, 2):
+
+        @contract.method("mine")
+        class Mine(contract.Method):
+            paper, sends = "none", "4n bytes"
+            factor = scale
+
+            def num_bytes(self, spec, world):
+                return 4 * spec.size
+
+            def exchange(self, x, state, ctx, work):
+                total = yield contract.AllReduce(x * np.float32(self.factor))
+                return contract.Reduced(total=total)
+
+    assert "mine" in hvdcompress.available() and hvdcompress.get("mine") == Mine()
+    ones = np.ones(2000, np.float32)
+    assert Loopback("mine", world=2).allreduce([ones, ones], name="w")[0][0] == 2.0
+    assert hvdcompress.load(hvdcompress.load({"method": "mine"}).to_dict()).program.main == Mine()
+    with pytest.raises(ValueError, match="'topk' is that of a method of hvdcompress"):
+        contract.method("topk")
+
+
+def test_every_method_has_its_class_in_the_package() -> None:
+    from hvdcompress import methods
+
+    classes = {getattr(methods, name) for name in methods.__all__}
+    assert classes == {registry.classes()[id] for id in hvdcompress.available()}
+    with pytest.raises(AttributeError, match="TopQ"):
+        _ = methods.TopQ
