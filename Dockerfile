@@ -23,5 +23,7 @@ COPY . /hvdcompress
 WORKDIR /hvdcompress
 RUN ./launch/setup.sh && rm -rf ~/.cache
 ENV PATH=/hvdcompress/.venv/bin:$PATH
+# Otherwise the first training in each container compiles the kernels.
+RUN hvdcompress doctor --warm
 
 CMD ["./launch/quickstart.sh"]

@@ -9,11 +9,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
+import hvdcompress.ops
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.agreement import Status, Terms
 from hvdcompress.engine.collectives import Collectives
@@ -28,10 +31,9 @@ from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.ops import fast
 from hvdcompress.ops.spec import Ops
 from hvdcompress.optimizers import SGD, described
-from hvdcompress.plan import Bucket, Plan, plan_of
+from hvdcompress.plan import Bucket, Grouping, Plan, Program, plan_of
 
 Op = Literal["average", "sum"]
 
@@ -47,6 +49,7 @@ class Loopback:
         optimizer: describes the optimizer that gets the results, whose momentum is then adapted; without it nothing
             is.
         ops: the array backend (default: the fast CPU one).
+        grouping: which tensors travel together where the plan does not say so (default: none do).
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Attributes:
@@ -61,16 +64,18 @@ class Loopback:
         *,
         loss_scale: float | Callable[[], float] = 1.0,
         optimizer: SGD | None = None,
-        ops: Ops = fast,
+        ops: Ops | None = None,
+        grouping: Grouping | None = None,
         **settings: Any,
     ):
         if world < 1:
             raise ValueError(f"world = {world} must be 1 or more")
         self.plan = plan_of(method, **settings)
         self.world = world
-        self.ops = ops
+        self.ops = ops or hvdcompress.ops.fast
         self.loss_scale = loss_scale
-        self._framework = _Framework(ops)
+        self.grouping = grouping
+        self._framework = _Framework(self.ops)
         self.ledger = Ledger(world)
         self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
         self.ranks = [RankState(self.plan, rank, world, self.ledger) for rank in range(world)]
@@ -255,7 +260,7 @@ class Loopback:
         """Return the buckets of these tensors, into which what ranks keep of them is brought: mostly as it is."""
         given = tuple(specs.values())
         if self._last is None or self._last[0] != given:
-            buckets = self.plan.buckets(given, ages=self.ranks[0].ages())
+            buckets = self.plan.buckets(given, self.grouping, self.ranks[0].ages())
             for rank in self.ranks:
                 rank.regroup(buckets)
             self._last = (given, buckets)
@@ -267,6 +272,52 @@ class Loopback:
             return lockstep.carry_out(requests)
         except RuntimeError as error:
             raise RuntimeError(f"{name!r}: {error}") from None
+
+
+LARGE = 1 << 20  #: elements of the tensors that stand for all in :func:`warm_up`
+
+
+def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None = None) -> None:
+    """Import and compile what the methods of a plan need on the CPU, by trial steps of two simulated ranks.
+
+    Without it, the first step of a training would. A kernel that the trial does not call is compiled in that step.
+
+    Args:
+        plan: the plan.
+        specs: the tensors that the plan is for.
+        grouping: which tensors travel together.
+    """
+    tensors: dict[Method, list[TensorSpec]] = {}
+    for spec in specs:
+        for _, method in plan.program_of(spec).stages:
+            tensors.setdefault(method, []).append(spec)
+    for method, suited in tensors.items():
+        only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0)
+        net = Loopback(only, world=2, grouping=grouping)
+        for rank in net.ranks:
+            rank.observers.clear()
+        compressed = [spec for spec in suited if spec.size >= plan.min_elements and method.suits(spec)]
+        sample = {spec.name: spec for spec in (*_sample(suited)[:1], *_sample(compressed))}.values()
+        random = np.random.default_rng(0)
+        for _ in range(3):  # the first step has no history, and phases may alternate
+            net.allreduce_many([{spec.name: _numbers(random, spec) for spec in sample} for _ in range(2)])
+
+
+def _numbers(random: np.random.Generator, spec: TensorSpec) -> np.ndarray:
+    dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype  # which numpy does not have
+    return random.standard_normal(spec.shape, np.float32).astype(dtype)
+
+
+def _sample(specs: list[TensorSpec]) -> list[TensorSpec]:
+    """Return three tensors that stand for all: the two smallest, and the largest of at most ``LARGE`` elements."""
+    ordered = sorted(specs, key=lambda spec: spec.size)
+    fitting = [spec for spec in ordered if spec.size <= LARGE]
+    if ordered and not fitting:
+        shape = list(ordered[0].shape)
+        while math.prod(shape) > LARGE:
+            shape[shape.index(max(shape))] //= 2
+        return [replace(ordered[0], shape=tuple(shape))]
+    return [*fitting[:2], *fitting[-1:]]
 
 
 class _Framework(Framework):

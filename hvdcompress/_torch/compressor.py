@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,11 @@ from hvdcompress._torch.optimizers import Optimizers, TorchReader
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
+from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.saving import snapshot
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
+from hvdcompress.loopback import warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.optimizers import what_is_done
@@ -130,6 +133,13 @@ class TensorCompressor(compressor.Compressor):
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
+        self._warm_up(specs)
+
+    def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
+        """Import and compile now what the first step needs, so that no rank waits for it there."""
+        if not self.framework.force_torch and all(p.device.type == "cpu" for p in self.parameters.values()):
+            with contextlib.suppress(ExchangeError):  # the first step raises it, with the tensor that it is about
+                warm_up(self.plan, specs, self.grouping)
 
     def _group(self, ages: Mapping[str, object]) -> list[TensorSpec]:
         """Group the parameters into buckets; returns what the engine sees of them.

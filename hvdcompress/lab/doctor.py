@@ -20,6 +20,10 @@ from hvdcompress.lab.cluster import hosts, launcher, selftest
 from hvdcompress.lab.cluster.stopping import Stopped, stoppable
 from hvdcompress.lab.output.console import console_of
 from hvdcompress.lab.output.table import MISSING, Column, Format, Table
+from hvdcompress.loopback import warm_up
+from hvdcompress.method import TensorSpec
+from hvdcompress.plan import IN_ORDER, plan_of
+from hvdcompress.registry import available, get
 
 SETUP = "launch/setup.sh of the project's sources builds Horovod and installs the rest"
 MARKS = {"works": "[green]✓[/]", "broken": "[red]✗[/]", "absent": "[dim]–[/]"}
@@ -221,6 +225,35 @@ def run(console: Console, timeout: float, form: str = Format.text) -> int:
     else:
         console.print("[green]Everything works.[/]")
     return 1 if broken else 0
+
+
+#: two tensors that travel together, and one of the size from which on other kernels are faster
+SHAPES = [(96, 16), (64, 32), (512, 1024)]
+
+
+def warm(console: Console) -> None:
+    """Compile the kernels of all methods, and print where they are kept and how long it took.
+
+    Raises:
+        ValueError: numba is not installed, so there are no kernels.
+    """
+    if importlib.util.find_spec("numba") is None:
+        raise ValueError("numba is not installed, so there is nothing to compile: pip install numba")
+    began = time.monotonic()
+    ids = ["auto", *available()]
+    for number, id in enumerate(ids, 1):
+        with console.status(f"[{number}/{len(ids)}] compiling what {id} needs …"):
+            for settings in ({}, *(get(id).examples if id != "auto" else ())):
+                shapes = SHAPES[: 2 if settings else 3]
+                specs = [TensorSpec(f"{place}.weight", shape) for place, shape in enumerate(shapes)]
+                warm_up(plan_of(id, **settings), specs, IN_ORDER)
+    kernels = importlib.import_module("hvdcompress.ops.numba._kernels.compiling")
+    folder, count = kernels.folder(), len(list(Path(kernels.folder()).glob("*.nbc")))
+    console.print(
+        f"{count} compiled kernels in {escape(launcher.shown(Path(folder)))} ({time.monotonic() - began:.0f} s)",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _findings(console: Console, timeout: float) -> Iterator[tuple[str, Finding]]:

@@ -28,8 +28,9 @@ FLOORS: list[set[str]] = [
     {"optimizers"},
     {"__init__"},
     {"engine"},
+    {"loopback"},
     {"_torch"},
-    {"loopback", "horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
+    {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
     {"fsdp", "horovod/keras", "integrations"},
     {"testing", "lab", "lab/nets", "lab/configfile", "lab/cluster"},
     {"lab/output"},
@@ -215,7 +216,31 @@ for name in ("hvdcompress", "hvdcompress.engine.telemetry.ledger", "hvdcompress.
     assert len(found) == 4 and all(line.endswith(" []") for line in found), found
 
 
+@pytest.mark.parametrize(
+    "code,loaded",
+    [
+        ("import hvdcompress", set()),
+        ("import hvdcompress; hvdcompress.get('topk')", {"numpy", "pydantic", "none", "topk"}),
+        ("import torch; from hvdcompress import ddp", {"numpy", "pydantic", "none"}),
+        ("from hvdcompress.loopback import Loopback", {"numpy", "pydantic", "none"}),
+    ],
+)
+def test_what_is_not_used_is_not_imported(code: str, loaded: set[str]) -> None:
+    if "torch" in code:
+        pytest.importorskip("torch")
+    code += """
+import sys
+heavy = {"numpy", "pydantic", "numba", "scipy.fft"} & set(sys.modules)
+prefix = "hvdcompress.methods."
+print(*heavy, *[name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix)])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert set(found.stdout.split()) <= loaded
+
+
 def test_the_public_face() -> None:
     for name in ("available", "get", "load", "__version__"):
-        assert hasattr(hvdcompress, name)
+        assert hasattr(hvdcompress, name) and name in dir(hvdcompress)
+    with pytest.raises(AttributeError, match="no attribute 'avaliable'"):
+        hvdcompress.avaliable  # noqa: B018
     assert set(hvdcompress.__all__) >= {"available", "get", "load", "__version__"}

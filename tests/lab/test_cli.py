@@ -230,6 +230,12 @@ def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
     assert doctor.emulated_hosts(1.0).state == "works"
 
 
+def test_doctor_warm_compiles_and_says_where_kernels_are(monkeypatch):
+    monkeypatch.setattr(doctor, "available", lambda: ["fp16"])
+    result = invoke("doctor", "--warm")
+    assert result.exit_code == 0 and re.search(r"\d+ compiled kernels in .*_kernels.* \(\d+ s\)", result.output)
+
+
 # -- whole runs ----------------------------------------------------------------------------------
 
 

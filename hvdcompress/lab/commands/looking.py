@@ -60,12 +60,21 @@ def configs(
 
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Compile the kernels of all methods for this processor instead.")
+    ] = False,
     form: FormatOption = Format.text,
 ) -> None:
     """Check the installation, with a 2-rank all-reduce over MPI and over Gloo.
+
+    With `--warm`, compile all kernels and keep them on disk, so that no training does: for the build of a container
+    image, on the kind of processor that it will run on.
 
     Exit status: 0; 1 if something that is installed does not work.
     """
     from hvdcompress.lab import doctor
 
+    if warm:
+        doctor.warm(console_of())
+        return
     raise typer.Exit(doctor.run(console_of(), timeout, form))
