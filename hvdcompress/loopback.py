@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -292,15 +293,21 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
         for _, method in plan.program_of(spec).stages:
             tensors.setdefault(method, []).append(spec)
     for method, suited in tensors.items():
-        only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0)
-        net = Loopback(only, world=2, grouping=grouping)
-        for rank in net.ranks:
-            rank.observers.clear()
+        only = replace(plan, program=Program(((0, method),)), rules=(), verify_every=0, source="{}")
         compressed = [spec for spec in suited if spec.size >= plan.min_elements and method.suits(spec)]
         sample = {spec.name: spec for spec in (*_sample(suited)[:1], *_sample(compressed))}.values()
-        random = np.random.default_rng(0)
-        for _ in range(3):  # the first step has no history, and phases may alternate
-            net.allreduce_many([{spec.name: _numbers(random, spec) for spec in sample} for _ in range(2)])
+        _try(only, tuple(replace(spec, name=str(number)) for number, spec in enumerate(sample)), grouping)
+
+
+@cache  # a process may make many Compressors alike
+def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -> None:
+    """Take steps of two simulated ranks with random gradients."""
+    net = Loopback(plan, world=2, grouping=grouping)
+    for rank in net.ranks:
+        rank.observers.clear()
+    random = np.random.default_rng(0)
+    for _ in range(3):  # the first step has no history, and phases may alternate
+        net.allreduce_many([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])
 
 
 def _numbers(random: np.random.Generator, spec: TensorSpec) -> np.ndarray:
