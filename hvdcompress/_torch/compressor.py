@@ -290,8 +290,8 @@ class TensorCompressor(compressor.Compressor):
         if others and self.local.rank == 0:
             log.warn_once(
                 f"{', '.join(others)}: momentum on top of residuals costs accuracy, and only that of SGD can be "
-                "adapted. Give attach() optimizer=optimizer and no method, and auto takes one that suits it; or call "
-                "hvdcompress.without_momentum(optimizer)"
+                "adapted; hvdcompress.without_momentum(optimizer) takes it out of the optimizer, as auto does if it is "
+                "given optimizer=optimizer"
             )
 
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:

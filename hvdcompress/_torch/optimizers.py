@@ -16,7 +16,6 @@ import torch
 from hvdcompress.engine.telemetry import log
 from hvdcompress.optimizers import without_momentum
 from hvdcompress.parts.momentum import Momentum
-from hvdcompress.plan import Plan, auto_for_adam, plan_of
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
 
@@ -49,34 +48,22 @@ def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
     return [unwrapped(one) for one in (given if isinstance(given, Iterable) else [given])]
 
 
-def plan_for(optimizers: Optimizers | None, rank: int, method: Any, **settings: Any) -> Plan:
-    """Make the plan of a Compressor that is told its optimizer.
-
-    The second moment of Adam and its relatives is spoiled by gradients of low rank, so for them "auto" is a sparse
-    method; and as gradients that wait act as momentum, beta1 becomes 0.
-
-    Args:
-        optimizers: one, several, or None if they are not known.
-        rank: this rank; rank 0 logs what was done.
-        method: as for :func:`plan_of`.
-        settings: as for :func:`plan_of`.
+def without_beta1(optimizers: Optimizers | None, rank: int) -> None:
+    """Set beta1 of Adam and its relatives to 0, as gradients that wait act as momentum; rank 0 logs it.
 
     Raises:
         TypeError: there is no optimizer of PyTorch.
-        ValueError: the plan is wrong.
     """
-    adams = [one for one in listed(optimizers) if "betas" in one.param_groups[0]]
-    chosen = auto_for_adam(method) if adams else None
-    plan = plan_of(method if chosen is None else chosen, **settings)
-    for one in adams if chosen else ():
+    for one in listed(optimizers):
+        if "betas" not in one.param_groups[0] or not _first_factor(one):
+            continue
         before = in_words(one)
         without_momentum(one)
         if rank == 0:
             log.warn_once(
-                f"{before}: auto is {plan.program.main.id} with this optimizer, and beta1 is 0 from now on, because "
-                "gradients that wait in residuals act as momentum; give a method instead of auto to keep beta1"
+                f"{before}: beta1 is 0 from now on, because gradients that wait in residuals act as momentum, and only "
+                "that of SGD can be adapted; give a method instead of auto to keep it"
             )
-    return plan
 
 
 class TorchReader:

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress._torch.optimizers import Optimizers, plan_for
+from hvdcompress._torch.optimizers import Optimizers, without_beta1
 from hvdcompress.ddp.transport import ProcessGroupTransport, joined
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Plan
+from hvdcompress.plan import IN_ORDER, Plan, is_auto, plan_of
 
 
 @dataclass(eq=False)
@@ -65,8 +65,7 @@ class Compressor(TensorCompressor):
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
             residuals are kept unscaled, so it may change between steps.
         optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
-            it, an optimizer is found when it takes its first step. With Adam or a relative, "auto" is top-k, and sets
-            their beta1 to 0.
+            it, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and its relatives to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
@@ -106,8 +105,9 @@ class Compressor(TensorCompressor):
         self._parent = process_group or dist.group.WORLD
         rank = dist.get_rank(self._parent)
         world = dist.get_world_size(self._parent)
-        plan = plan_for(optimizer, rank, method, **settings)
-        super().__init__(plan, rank, world, named_parameters, loss_scale, ops)
+        super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
+        if is_auto(method):
+            without_beta1(optimizer, rank)
         if optimizer is not None:
             self.use_optimizer(optimizer)
         self.used: set[str] | None = None

@@ -26,7 +26,7 @@ from hvdcompress.engine.telemetry import log
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import Method
 from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
-from hvdcompress.plan import Plan, auto_for_adam
+from hvdcompress.plan import Plan, is_auto
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
@@ -48,8 +48,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any new Keras 3 optimizer; a ``LossScaleOptimizer`` too, whose inner optimizer must be a plain one.
-        compression: a Compressor, or what one is made of: a method id, a Method, a Plan or a plan's dict. With Adam or
-            a relative, "auto" is top-k, and sets its beta_1 to 0.
+        compression: a Compressor, or what one is made of: a method id, a Method, a Plan or a plan's dict. "auto" sets
+            beta_1 of Adam and its relatives to 0.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: gradients of so many batches are averaged on each rank before they are exchanged.
         sparse_as_dense: make the sparse gradients of embeddings dense, and exchange them; an error otherwise.
@@ -74,10 +74,10 @@ def DistributedOptimizer(
             raise ValueError(f"a Compressor has its settings already: {', '.join(settings)}")
         compressor = compression
     else:
-        inner = optimizer.inner_optimizer if scaled else optimizer
-        if hasattr(inner, "beta_1") and (chosen := auto_for_adam(compression)):
-            compression, inner.beta_1 = chosen, 0.0  # gradients that wait in residuals act as momentum
         compressor = Compressor(compression, process_set=process_set, **settings)
+        inner = optimizer.inner_optimizer if scaled else optimizer
+        if is_auto(compression) and hasattr(inner, "beta_1"):
+            inner.beta_1 = 0.0  # gradients that wait in residuals act as momentum
     if backward_passes_per_step > 1:
         if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
             raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")

@@ -25,9 +25,7 @@ WHOLE = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
 #: What the method "auto" stands for
-AUTO = {"method": "acpsgd", "matrix_rank": 8, "fallback": True}
-#: The same where the optimizer is known to be Adam, or a relative of it: low-rank gradients spoil its second moment
-AUTO_FOR_ADAM = {"method": "topk", "density": 0.01, "fallback": True}
+AUTO = {"method": "topk", "density": 0.01, "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
@@ -66,8 +64,7 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this changed
 
-    The method "auto" is acpsgd of rank 8, with ``fallback``. Drivers that are given an optimizer of Adam's kind take
-    topk of 1 % instead.
+    The method "auto" is topk of 1 %, with ``fallback``. Drivers that are given the optimizer set beta1 of Adam to 0.
 
     Args:
         source: the file's path, or the dict.
@@ -112,12 +109,9 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
     return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
 
 
-def auto_for_adam(method: str | Method | Plan | Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the plan that "auto" stands for where the optimizer is of Adam's kind; None of other methods."""
-    given = method if isinstance(method, Mapping) else {"method": method}
-    if given.get("method") != "auto":
-        return None
-    return {**AUTO_FOR_ADAM, **{key: value for key, value in given.items() if key != "method"}}
+def is_auto(method: str | Method | Plan | Mapping[str, Any]) -> bool:
+    """Return whether the user leaves the method to us, as :func:`plan_of` accepts it."""
+    return (method.get("method") if isinstance(method, Mapping) else method) == "auto"
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
