@@ -19,10 +19,11 @@ LABELS = {
     "ddp_powersgd_r1": "PyTorch's PowerSGD hook, rank 1",
     "ddp_powersgd_r2": "PyTorch's PowerSGD hook, rank 2",
     "ddp_powersgd_r4": "PyTorch's PowerSGD hook, rank 4",
-    "acpsgd@matrix_rank=8": "auto (ACP-SGD, rank 8)",
+    "acpsgd@matrix_rank=8": "ACP-SGD, rank 8",
     "acpsgd_r4": "ACP-SGD, rank 4",
     "powersgd_r4": "PowerSGD, rank 4",
-    "topk": "top-k, 1 %",
+    "topk": "auto (top-k, 1 %)",
+    "topk@beta1=0": "auto (top-k, 1 %)",
     "topk@density=0.002": "top-k, 0.2 %",
     "scalecom_48x": "ScaleCom, 48x",
 }
