@@ -42,5 +42,5 @@ for epoch in range(10 if checkpoint else 0, 20):
         accelerator.save_state(f"{folder}/epoch-{epoch}")
 
 accuracy = (model(images[~train]).argmax(1) == labels[~train]).float().mean().item()
-accelerator.print(f"sent {compressor.ledger.rate():.0f}x less, held-out accuracy {accuracy:.1%}")
+accelerator.print(f"sent {compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")
 accelerator.end_training()

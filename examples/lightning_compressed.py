@@ -52,4 +52,4 @@ trainer.fit(model, data, ckpt_path=checkpoint)
 
 accuracy = (model.net(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if trainer.is_global_zero:
-    print(f"sent {trainer.strategy.compressor.ledger.rate():.0f}x less, held-out accuracy {accuracy:.1%}")
+    print(f"sent {trainer.strategy.compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")

@@ -26,4 +26,6 @@ if comm.rank == 0:
     if comm.size == 1:
         print(f"one rank, error {error:.1%}: alone it sends nothing; start several with mpirun -np 4")
     else:
-        print(f"{comm.size} ranks, error {error:.1%}, {compressor.ledger.rate():.1f} times fewer bytes than dense")
+        print(
+            f"{comm.size} ranks, error {error:.1%}, {compressor.ledger.compression_ratio():.1f} times fewer bytes than dense"
+        )

@@ -78,7 +78,7 @@ class Compressor(compressor.Compressor):
         self.step = Step(self.local, self.collectives, terms, Agree.FIRST_AND_LAST)
         self.step.factor = 1.0 / self.local.world
         try:
-            self.step.say()
+            self.step.send_status()
             for bucket in self.plan.buckets(specs, IN_ORDER, self.local.ages()):
                 vectors = [gradients[member.name].reshape(-1) for member in bucket.members]
                 self.step.add(bucket, range(len(vectors)), vectors)

@@ -51,4 +51,4 @@ trainer.train(resume_from_checkpoint=checkpoint)
 
 accuracy = (trainer.model.net(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if trainer.is_world_process_zero():
-    print(f"sent {compression.compressor.ledger.rate():.0f}x less, held-out accuracy {accuracy:.1%}")
+    print(f"sent {compression.compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")

@@ -177,7 +177,7 @@ class Workspace:
         return found
 
 
-# -- the verbs: everything a method may ask of a network ----------------------------------------
+# -- the collectives: everything a method may ask of a network ----------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,8 +246,9 @@ class AllToAll:
     """Bytes that come from each rank; required with ``splits``."""
 
 
-Verb = AllReduce | AllGather | Broadcast | AllToAll
-Communication = Generator[Verb, Any, Reduced]  #: what ``exchange`` is: yields verbs, is sent results, returns a Reduced
+Collective = AllReduce | AllGather | Broadcast | AllToAll
+#: what ``exchange`` is: yields collectives, is sent their results, returns a Reduced
+Communication = Generator[Collective, Any, Reduced]
 
 
 # -- types of hyper-parameters, shared by methods ------------------------------------------------
@@ -332,7 +333,7 @@ class Method:
     exact: ClassVar[bool] = True
     """Whether all array backends send the same bytes. False where an FFT or a matrix product rounds differently."""
     phases: ClassVar[tuple[str, ...]] = ("compress",)
-    """Names of the phases. Within a phase, the number, verbs and dtypes of the collectives are fixed."""
+    """Names of the phases. Within a phase, the number, kinds and dtypes of the collectives are fixed."""
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()
     """More hyper-parameter settings for the tests to try."""
 

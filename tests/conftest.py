@@ -20,7 +20,7 @@ for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"),
     os.environ.setdefault(f"TF_{setting}", value)
 
 # Triton's kernels run in its interpreter, on CPU tensors; it looks for this when it is imported, later than this file.
-# With a GPU:  TRITON_INTERPRET=0 pytest tests/ops/test_ops.py -k "triton and verbs_on"
+# With a GPU:  TRITON_INTERPRET=0 pytest tests/ops/test_ops.py -k "triton and ops_on"
 os.environ.setdefault("TRITON_INTERPRET", "1")
 with suppress(ImportError):  # before TensorFlow, after which it cannot be imported
     import triton  # noqa: F401

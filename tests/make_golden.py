@@ -75,7 +75,7 @@ def record(id: str, settings: dict[str, Any], ops: Any = None) -> dict[str, Any]
                 "collectives": [
                     {
                         "tensor": c.name,
-                        "verb": " ".join(filter(None, [c.verb, c.op, c.dtypes[0]])),
+                        "verb": " ".join(filter(None, [c.collective, c.op, c.dtypes[0]])),
                         "root": c.root,
                         "sent": [sent.hex() for sent in c.sent],
                     }

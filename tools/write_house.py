@@ -21,7 +21,7 @@ from test_imports import FLOORS, graph, room_of  # noqa: E402
 OUT = ROOT / "docs" / "house.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 1000, 40, 34, 16
 SAYS = {
-    "ops": "array verbs: spec, numpy, numba, torch, triton",
+    "ops": "array ops: spec, numpy, numba, torch, triton",
     "method": "the contract",
     "parts": "steps that methods share",
     "methods": "one file = one paper",

@@ -1,7 +1,7 @@
-"""From a method's verbs to what is really sent, and back: written once, for every transport.
+"""From a method's collectives to what is really sent, and back: written once, for every transport.
 
 ===========  ===========================================================================
-verb         what is sent
+collective         what is sent
 ===========  ===========================================================================
 all-reduce   as it is
 all-gather   as it is; before it, where a transport must know lengths that are not
@@ -24,7 +24,7 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine.telemetry.observer import Observer, Sent
 from hvdcompress.engine.transport import Group, Handle, Request, Transport
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Verb
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 
@@ -41,40 +41,42 @@ def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
-def lower(verb: Verb, rank: int, world: int, ops: Ops, like: Array, broadcasts: bool = False) -> Request:
-    """What ``rank`` sends for a verb.
+def lower(collective: Collective, rank: int, world: int, ops: Ops, like: Array, broadcasts: bool = False) -> Request:
+    """What ``rank`` sends for a collective.
 
     Args:
-        verb: what the method asks for.
+        collective: what the method asks for.
         rank: this rank.
         world: number of ranks.
-        ops: the array verbs of the payload's library.
+        ops: the array ops of the payload's library.
         like: an array on the device that every rank's payload must lie on.
         broadcasts: send a broadcast as it is, not as a sum.
     """
-    if isinstance(verb, AllReduce):
-        return Request("all_reduce", verb.x, verb.op, spent=verb.spent)
-    if isinstance(verb, AllGather):
-        return Request("all_gather", verb.x)
-    if isinstance(verb, AllToAll):
-        equal = (len(verb.x) // world,) * world
-        return Request("all_to_all", verb.x, gives=verb.splits or equal, gets=verb.receives or equal)
-    root = int(verb.root)
-    made = verb.make() if rank == root else None
+    if isinstance(collective, AllReduce):
+        return Request("all_reduce", collective.x, collective.op, spent=collective.spent)
+    if isinstance(collective, AllGather):
+        return Request("all_gather", collective.x)
+    if isinstance(collective, AllToAll):
+        equal = (len(collective.x) // world,) * world
+        return Request("all_to_all", collective.x, gives=collective.splits or equal, gets=collective.receives or equal)
+    root = int(collective.root)
+    made = collective.make() if rank == root else None
     if broadcasts:
-        return Request("broadcast", made, gives=(verb.num_bytes,), root=root)
-    zeros_or_made = ops.zeros(verb.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
+        return Request("broadcast", made, gives=(collective.num_bytes,), root=root)
+    zeros_or_made = (
+        ops.zeros(collective.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
+    )
     return Request("all_reduce", zeros_or_made, spent=made is None)
 
 
-def lift(verb: Verb, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
+def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
     """A collective's result as the method expects it; ``lengths``: of the pieces that came, in rank order."""
-    if isinstance(verb, AllGather | AllToAll):
+    if isinstance(collective, AllGather | AllToAll):
         return cut(out, lengths)
-    return ops.to_bytes(out) if isinstance(verb, Broadcast) else out
+    return ops.to_bytes(out) if isinstance(collective, Broadcast) else out
 
 
-def gathered_lengths(out: Array, verb: AllGather, world: int, ops: Ops) -> list[int]:
+def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) -> list[int]:
     """The lengths of the payloads in a gathered buffer, by rank and, where it was for several tensors, by tensor.
 
     They are this rank's where ``world`` times these fill the buffer, and all headers, if there are any, are alike:
@@ -83,9 +85,9 @@ def gathered_lengths(out: Array, verb: AllGather, world: int, ops: Ops) -> list[
     Raises:
         WireError: the payloads' headers do not fill the buffer.
     """
-    mine = verb.x
-    own = len(verb.x)
-    lengths = verb.lengths or (len(verb.x),)
+    mine = collective.x
+    own = len(collective.x)
+    lengths = collective.lengths or (len(collective.x),)
     if len(out) == own * world:
         ranks = out.reshape(world, own)
         starts = itertools.accumulate(lengths[:-1], initial=0)
@@ -120,7 +122,7 @@ class Running:
 
 @dataclass(eq=False)
 class Pending:
-    """A verb under way.
+    """A collective under way.
 
     Attributes:
         running: its collective.
@@ -128,7 +130,7 @@ class Pending:
     """
 
     name: str
-    verb: Verb
+    collective: Collective
     request: Request
     ops: Ops
     running: Running
@@ -136,7 +138,7 @@ class Pending:
 
 
 class Collectives:
-    """The verbs of one rank's exchanges over a transport, told to observers.
+    """The collectives of one rank's exchanges over a transport, told to observers.
 
     Args:
         transport: the network.
@@ -150,33 +152,33 @@ class Collectives:
         self.rank, self.world = self.group
         self.ordered = transport.ordered
 
-    # -- one verb -----------------------------------------------------------------------------------------
+    # -- one collective -----------------------------------------------------------------------------------------
 
     def start(
         self,
         name: str,
         round: int,
-        verb: Verb,
+        collective: Collective,
         ops: Ops | None = None,
         like: Array | None = None,
         equal: bool = False,
     ) -> Pending:
-        """Start the collective of a verb; returns at once.
+        """Start the collective of a collective; returns at once.
 
         Args:
             name: the tensor or bucket.
             round: which of its collectives this is in this step, from 0.
-            verb: what the method asks for.
-            ops: the array verbs of its payload's library (default: the fast CPU one).
+            collective: what the method asks for.
+            ops: the array ops of its payload's library (default: the fast CPU one).
             like: an array on the payloads' device.
             equal: of an all-gather, whether all ranks' payloads are known to be as long as this one's.
         """
         ops = ops or hvdcompress.ops.fast
         # Made before observers are told, as the root computes its payload here
-        request = lower(verb, self.rank, self.world, ops, like, self.transport.broadcasts)
+        request = lower(collective, self.rank, self.world, ops, like, self.transport.broadcasts)
         full = f"{name}.round{round}"
-        if isinstance(verb, AllGather):
-            own = verb.x
+        if isinstance(collective, AllGather):
+            own = collective.x
             if equal:
                 lengths = (len(own),) * self.world
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
@@ -185,25 +187,25 @@ class Collectives:
                 length = np.array([len(own)], np.int64).view(np.uint8)
                 self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
                 asked = Request("all_gather", length, gets=(8,) * self.world)
-                return Pending(name, verb, request, ops, self._start(f"{full}.lengths", asked))
+                return Pending(name, collective, request, ops, self._start(f"{full}.lengths", asked))
         else:
-            root = isinstance(verb, Broadcast) and self.rank == int(verb.root)
-            payload = verb.x if not isinstance(verb, Broadcast) else request.payload if root else None
-            num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else int(verb.x.nbytes)
-            splits = verb.splits if isinstance(verb, AllToAll) else None
-            self._sent(name, Sent(type(verb).__name__, payload, num_bytes, splits=splits))
-        return Pending(name, verb, request, ops, self._start(full, request), request.gets)
+            root = isinstance(collective, Broadcast) and self.rank == int(collective.root)
+            payload = collective.x if not isinstance(collective, Broadcast) else request.payload if root else None
+            num_bytes = collective.num_bytes if isinstance(collective, Broadcast) else int(collective.x.nbytes)
+            splits = collective.splits if isinstance(collective, AllToAll) else None
+            self._sent(name, Sent(type(collective).__name__, payload, num_bytes, splits=splits))
+        return Pending(name, collective, request, ops, self._start(full, request), request.gets)
 
     def ready(self, pending: Pending) -> bool:
         """Whether :meth:`advance` would return at once."""
         return pending.running.out is not None or self.transport.ready(pending.running.handle)
 
     def advance(self, pending: Pending) -> bool:
-        """Wait for what is under way; whether the verb is done. If not, it has gone on to its next collective."""
+        """Wait for what is under way; whether the collective is done. If not, it has gone on to its next collective."""
         out = self._wait(pending.running)
-        if not isinstance(pending.verb, AllGather):
+        if not isinstance(pending.collective, AllGather):
             return True
-        own = pending.verb.x
+        own = pending.collective.x
         if pending.lengths is None and not self.transport.unequal:
             pending.lengths = np.asarray(out).view(np.int64).tolist()
             self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
@@ -212,16 +214,16 @@ class Collectives:
             return False
         # Of several tensors that travel together, only the headers tell where each payload begins
         told = pending.lengths is not None
-        if not told or pending.verb.lengths:
-            lengths = pending.lengths = gathered_lengths(out, pending.verb, self.world, pending.ops)
+        if not told or pending.collective.lengths:
+            lengths = pending.lengths = gathered_lengths(out, pending.collective, self.world, pending.ops)
         if not told:
             self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world)))
         return True
 
     def result(self, pending: Pending) -> Any:
-        """What a verb that is done has brought, as the method expects it."""
+        """What a collective that is done has brought, as the method expects it."""
         assert pending.running.out is not None
-        return lift(pending.verb, pending.running.out, pending.lengths or (), pending.ops)
+        return lift(pending.collective, pending.running.out, pending.lengths or (), pending.ops)
 
     def progress(self, under_way: Sequence[Any]) -> None:
         """Let a transport that has no thread of its own work on the oldest of these exchanges' collectives."""
@@ -234,9 +236,9 @@ class Collectives:
 
     # -- sums of texts, for errors and comparisons ---------------------------------------------------------
 
-    def run(self, name: str, verb: Verb, round: int = 0) -> Any:
-        """The result of a verb on numpy arrays; waits."""
-        pending = self.start(name, round, verb)
+    def run(self, name: str, collective: Collective, round: int = 0) -> Any:
+        """The result of a collective on numpy arrays; waits."""
+        pending = self.start(name, round, collective)
         while not self.advance(pending):
             pass
         return self.result(pending)

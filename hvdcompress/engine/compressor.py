@@ -128,7 +128,7 @@ class Compressor(ABC):
             self._say_what_is_done()
         before = fallback.verdict
         gives_up = fallback.end_step()
-        fallback.hear(step.voted)
+        fallback.decide(step.voted)
         if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
             log.warn_once(str(fallback))
 

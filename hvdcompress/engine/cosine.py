@@ -93,8 +93,8 @@ class Comparison:
         for number, exchange in enumerate(sorted(exchanges, key=lambda each: each.name)):
             setup = exchange.setup
             if exchange.name in self._copies and setup.bucket.spec.size:
-                verb = AllReduce(self._copies[exchange.name], "sum", spent=True)
-                self._under_way.append((exchange, collectives.start(NAME, number, verb, setup.ops, setup.like)))
+                collective = AllReduce(self._copies[exchange.name], "sum", spent=True)
+                self._under_way.append((exchange, collectives.start(NAME, number, collective, setup.ops, setup.like)))
 
     def finish(self, collectives: Collectives, exact: Mapping[str, Product], unused: Collection[str]) -> None:
         """Wait for the all-reduces, compare, and tell observers.

@@ -29,7 +29,7 @@ from hvdcompress.engine.momentum import Adapter
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.telemetry.observer import Answer
 from hvdcompress.engine.together import Together
-from hvdcompress.method import AllGather, Array, Broadcast, Communication, Reduced, Verb
+from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced
 from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves
 from hvdcompress.parts import feedback, momentum
 
@@ -60,7 +60,7 @@ class Exchange:
         stage: where the exchange is.
         name: the name of the bucket.
         outs: the flat arrays that receive the reduced gradients, in the order of the bucket.
-        verb: in stage RUNNING, the collective that the method waits for.
+        collective: in stage RUNNING, the collective that the method waits for.
         reduced: from stage REDUCED on, what the method returned; one for the bucket, or one for each tensor where the
             method runs on each.
         round: the number of the collective that the method waits for.
@@ -72,7 +72,7 @@ class Exchange:
         self.name = setup.bucket.spec.name
         self.stage = Stage.FILLING
         self.outs: list[Any] = [None] * len(setup.bucket.members)
-        self.verb: Verb | None = None
+        self.collective: Collective | None = None
         self.reduced: list[Reduced] = []
         self.round = -1
         self.pending: Pending | None = None
@@ -160,7 +160,7 @@ class Exchange:
         self.stage = Stage.RUNNING
         self._send(None)
 
-    def resume(self, result: Any) -> Verb | None:
+    def resume(self, result: Any) -> Collective | None:
         """Give the method the result of its collective; return the next collective, or None if the method is done.
 
         Raises:
@@ -168,22 +168,24 @@ class Exchange:
         """
         self._expect(Stage.RUNNING)
         setup = self.setup
-        assert self.verb is not None
+        assert self.collective is not None
         seconds = time.perf_counter() - self._asked_at
-        num_bytes = self.verb.num_bytes if isinstance(self.verb, Broadcast) else int(self.verb.x.nbytes)
-        answer = Answer(setup.method.id, self.round, type(self.verb).__name__, num_bytes, seconds)
+        num_bytes = (
+            self.collective.num_bytes if isinstance(self.collective, Broadcast) else int(self.collective.x.nbytes)
+        )
+        answer = Answer(setup.method.id, self.round, type(self.collective).__name__, num_bytes, seconds)
         for observer in setup.local.observers:
             observer.answered(setup.local.rank, self.name, answer)
         return self._send(result)
 
-    def _send(self, result: Any) -> Verb | None:
+    def _send(self, result: Any) -> Collective | None:
         assert self._communication is not None
         began = time.perf_counter()
         try:
-            self.verb = self._communication.send(result)
+            self.collective = self._communication.send(result)
             self.round += 1
         except StopIteration as stop:
-            self.verb = None
+            self.collective = None
             self.reduced = stop.value if self._together else [stop.value]
             self.stage = Stage.REDUCED
         except Exception as error:
@@ -191,7 +193,7 @@ class Exchange:
         finally:
             self._asked_at = time.perf_counter()
             self._note_work(self._asked_at - began)
-        return self.verb
+        return self.collective
 
     @property
     def call(self) -> Hashable:
@@ -205,10 +207,10 @@ class Exchange:
         Raises:
             ExchangeError: the length is fixed, and was another one before.
         """
-        if not (isinstance(self.verb, AllGather) and self.verb.fixed):
+        if not (isinstance(self.collective, AllGather) and self.collective.fixed):
             return False
         before = self.setup.memory.lengths.get(self.call)
-        now = len(self.verb.x)
+        now = len(self.collective.x)
         if before not in (None, now):
             raise self.failed(
                 ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}{UNEVEN}")
@@ -221,7 +223,7 @@ class Exchange:
         Raises:
             ExchangeError: they differ.
         """
-        if not (isinstance(self.verb, AllGather) and self.verb.fixed):
+        if not (isinstance(self.collective, AllGather) and self.collective.fixed):
             return
         each = by_rank(lengths, self.setup.group.world)
         if len(set(each)) > 1:

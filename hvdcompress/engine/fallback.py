@@ -93,7 +93,7 @@ class Fallback:
         whole = [statistics.median_low(self._whole[kind] or [0.0]) for kind in (False, True)]
         return [*whole, *(statistics.median_low(self._exchanges[kind]) for kind in (False, True))]
 
-    def hear(self, voted: Sequence[float]) -> None:
+    def decide(self, voted: Sequence[float]) -> None:
         """Take the greatest of the ranks' :meth:`votes`, and decide if that is possible."""
         if not voted or not self.compares:
             return

@@ -1,8 +1,8 @@
 """Which collectives a method asks for in a phase, found out by running it once on a small tensor.
 
-Within a phase the number, verbs and dtypes of collectives are fixed (the conformance suite checks it). So a driver that
-must lay them out beforehand, as TensorFlow's graphs require, can learn them from a rehearsal: all ranks in lockstep,
-on zeros, in a small shape that the method suits.
+Within a phase the number, kinds and dtypes of collectives are fixed (the conformance suite checks it). So a driver
+that must lay them out beforehand, as TensorFlow's graphs require, can learn them from a rehearsal: all ranks in
+lockstep, on zeros, in a small shape that the method suits.
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ import numpy as np
 import hvdcompress.ops
 from hvdcompress.engine import lockstep
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.method import AllGather, Array, Broadcast, Communication, Context, Method, TensorSpec, Verb, Workspace
+from hvdcompress.method import (
+    AllGather,
+    Array,
+    Broadcast,
+    Collective,
+    Communication,
+    Context,
+    Method,
+    TensorSpec,
+    Workspace,
+)
 from hvdcompress.ops.vectors import dtype_name
 from hvdcompress.parts import feedback
 
 
 class Round(NamedTuple):
-    """One collective: the verb's name, the operation of an all-reduce, and the dtype that it carries."""
+    """One collective: the collective's name, the operation of an all-reduce, and the dtype that it carries."""
 
-    verb: str
+    collective: str
     op: str
     dtype: str
 
 
-def round_of(verb: Verb) -> Round:
-    """What a verb is in a rehearsal."""
-    dtype = "uint8" if isinstance(verb, Broadcast) else dtype_name(verb.x)
-    return Round(type(verb).__name__, getattr(verb, "op", ""), dtype)
+def round_of(collective: Collective) -> Round:
+    """What a collective is in a rehearsal."""
+    dtype = "uint8" if isinstance(collective, Broadcast) else dtype_name(collective.x)
+    return Round(type(collective).__name__, getattr(collective, "op", ""), dtype)
 
 
 def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
@@ -104,26 +114,31 @@ def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple
     ranks = [begin(method, context_of(method, phase, rank, world, spec), x) for rank in range(world)]
     rounds: list[tuple[Round, int]] = []
     try:
-        verbs = [next(communication) for communication in ranks]
+        collectives = [next(communication) for communication in ranks]
         while True:
-            rounds.append((round_of(verbs[0]), _length(verbs[0])))
-            results = carry_out(verbs)
-            verbs = [communication.send(result) for communication, result in zip(ranks, results, strict=True)]
+            rounds.append((round_of(collectives[0]), _length(collectives[0])))
+            results = carry_out(collectives)
+            collectives = [communication.send(result) for communication, result in zip(ranks, results, strict=True)]
     except StopIteration:
         return tuple(rounds)
 
 
-def carry_out(verbs: list[Verb]) -> list[Array]:
-    """Every rank's verb -> every rank's result, on numpy arrays in one process."""
-    world = len(verbs)
+def carry_out(collectives: list[Collective]) -> list[Array]:
+    """Every rank's collective -> every rank's result, on numpy arrays in one process."""
+    world = len(collectives)
     fast = hvdcompress.ops.fast
-    requests = [lower(verb, rank, world, fast, np.zeros(0), broadcasts=True) for rank, verb in enumerate(verbs)]
+    requests = [
+        lower(collective, rank, world, fast, np.zeros(0), broadcasts=True)
+        for rank, collective in enumerate(collectives)
+    ]
     outs = lockstep.carry_out(requests)
     pieces = [request.gets or () for request in requests]
-    if isinstance(verbs[0], AllGather):
-        pieces = [tuple(gathered_lengths(outs[0], verbs[0], world, fast))] * world
-    return [lift(verb, out, lengths, fast) for verb, out, lengths in zip(verbs, outs, pieces, strict=True)]
+    if isinstance(collectives[0], AllGather):
+        pieces = [tuple(gathered_lengths(outs[0], collectives[0], world, fast))] * world
+    return [
+        lift(collective, out, lengths, fast) for collective, out, lengths in zip(collectives, outs, pieces, strict=True)
+    ]
 
 
-def _length(verb: Verb) -> int:
-    return verb.num_bytes if isinstance(verb, Broadcast) else len(verb.x)
+def _length(collective: Collective) -> int:
+    return collective.num_bytes if isinstance(collective, Broadcast) else len(collective.x)

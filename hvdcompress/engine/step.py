@@ -158,7 +158,7 @@ class Step:
         self._done: list[Exchange] = []  # in stage REDUCED
         self._factors: dict[str, float] = {}  # what totals were multiplied by, by bucket
         self._passing: list[Passing] = []  # gradients that the framework reduces
-        self._first: Pending | None = None  # the first status, until it is heard
+        self._first: Pending | None = None  # the first status, until it is received
         self._told = ""  # what this rank said has failed
         self._asked = False  # this rank asks for a trigger
         self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
@@ -186,7 +186,7 @@ class Step:
             may_carry: a stock float32 all-reduce can carry the payload, if that is all there is to the exchange.
 
         Returns:
-            The exchange if its payload is to be carried: the caller all-reduces ``exchange.verb.x`` and calls
+            The exchange if its payload is to be carried: the caller all-reduces ``exchange.collective.x`` and calls
             :meth:`receive_carried` with the result. Otherwise None.
 
         Raises:
@@ -211,7 +211,7 @@ class Step:
         # A device is not asked here whether the gradient is finite: that would wait for it once for each bucket
         self._note(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
-            self.hear()  # the status was under way while the first bucket was encoded
+            self.receive_status()  # the status was under way while the first bucket was encoded
         carried = may_carry and exchange.setup.turn.carried_elements() is not None
         if exchange.stage is Stage.REDUCED:
             self._done.append(exchange)
@@ -312,7 +312,7 @@ class Step:
         state = self.terms.fingerprint(steps, self.checksums)
         return Status(self.error is not None, not self.finite, self._asked, self.local.replaced, state, scale)
 
-    def say(self) -> None:
+    def send_status(self) -> None:
         """Tell all ranks how the step stands on this one, without waiting for them."""
         if self.agree is Agree.BEFORE_WAITING:
             with self.errors_wait:
@@ -325,8 +325,8 @@ class Step:
         return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
 
     @UNRAISED
-    def hear(self) -> None:
-        """Wait for the ranks' status and obey it, once after each :meth:`say`.
+    def receive_status(self) -> None:
+        """Wait for the ranks' status and obey it, once after each :meth:`send_status`.
 
         Raises:
             PeerError: a rank failed, or ranks disagree; the same message on every rank.
@@ -379,12 +379,12 @@ class Step:
         """
         mine = self.error  # the others are told by the status; an error that comes later sounds the alarm
         try:
-            self.say()
+            self.send_status()
             if mine is None:
                 try:
                     add()
                 except Exception:
-                    self.hear()  # if ranks disagree, that is the cause, and comes first
+                    self.receive_status()  # if ranks disagree, that is the cause, and comes first
                     raise
             self.finish()
         except Exception as caught:
@@ -404,7 +404,7 @@ class Step:
         while self.agree is Agree.BEFORE_WAITING and self._first and not self.collectives.ready(self._first):
             with self.errors_wait:
                 self._go_on()
-        self.hear()
+        self.receive_status()
         self._refuse_missing()
         self._drain()
         # Only now does this rank know whether its own gradients are finite: the first status came before them
@@ -496,10 +496,10 @@ class Step:
 
     def _submit(self, exchange: Exchange) -> None:
         """Start the collective that an exchange waits for."""
-        assert exchange.verb is not None
+        assert exchange.collective is not None
         equal = exchange.knows_lengths()
         exchange.pending = self.collectives.start(
-            exchange.name, exchange.round, exchange.verb, exchange.setup.ops, exchange.x, equal
+            exchange.name, exchange.round, exchange.collective, exchange.setup.ops, exchange.x, equal
         )
         self._under_way.append(exchange)
 

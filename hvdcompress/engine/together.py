@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.transport import Group
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Communication, Reduced, Verb
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Communication, Reduced
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import dtype_name
 
@@ -27,12 +27,12 @@ Buffer = Callable[[str, int, str], Array]
 class Together:
     """The communications of several tensors under one method, driven as if they were one.
 
-    Inside a phase the number, verbs and dtypes of a method's collectives are fixed, so each round is one verb.
+    Inside a phase the number, kinds and dtypes of a method's collectives are fixed, so each round is one collective.
 
     Args:
         names: the tensors'.
         group: the ranks that take part.
-        ops: the array verbs of their library.
+        ops: the array ops of their library.
         buffer: where payloads are joined.
 
     Attributes:
@@ -46,17 +46,17 @@ class Together:
         self.buffer = buffer
         self.now = names[0]
         self._each: list[Communication | None] = [None] * len(names)
-        self._verbs: list[Verb | None] = [None] * len(names)
+        self._collectives: list[Collective | None] = [None] * len(names)
         self._reduced: list[Reduced | None] = [None] * len(names)
         self._round = 0
         self._joins: list[tuple[int, int]] = []  # where payloads were joined, in memory
 
     def begin(self, place: int, communication: Communication) -> None:
-        """Run a tensor's communication to its first verb."""
+        """Run a tensor's communication to its first collective."""
         self._each[place] = communication
         self._run(place, None)
 
-    def send(self, result: Any) -> Verb:
+    def send(self, result: Any) -> Collective:
         """Hand all of them their parts of a collective's result (None at first); returns the next collective.
 
         Raises:
@@ -66,10 +66,10 @@ class Together:
         if self._round:
             for place, part in enumerate(self._parts(result)):
                 self._run(place, part)
-        left = sum(verb is not None for verb in self._verbs)
+        left = sum(collective is not None for collective in self._collectives)
         if not left:
             raise StopIteration(self._reduced)
-        if left < len(self._verbs):
+        if left < len(self._collectives):
             self._unlike()
         self._round += 1
         return self._joined()
@@ -87,9 +87,9 @@ class Together:
         assert communication is not None
         self.now = self.names[place]
         try:
-            self._verbs[place] = communication.send(result)
+            self._collectives[place] = communication.send(result)
         except StopIteration as stop:
-            self._verbs[place] = None
+            self._collectives[place] = None
             self._reduced[place] = self._kept(stop.value)
 
     def _join(self, arrays: list[Array]) -> Array:
@@ -109,64 +109,74 @@ class Together:
 
         return replace(reduced, state={slot: kept(array) for slot, array in reduced.state.items()})
 
-    def _joined(self) -> Verb:
-        """One verb for all."""
-        verbs: list[Any] = self._verbs
-        first, *others = verbs
-        if any(_kind(verb) != _kind(first) for verb in others):
+    def _joined(self) -> Collective:
+        """One collective for all."""
+        collectives: list[Any] = self._collectives
+        first, *others = collectives
+        if any(_kind(collective) != _kind(first) for collective in others):
             self._unlike()
         if isinstance(first, Broadcast):
-            if len({int(verb.root) for verb in verbs}) > 1:
-                return self._from_several_roots(verbs)
-            num_bytes = sum(verb.num_bytes for verb in verbs)
-            return Broadcast(lambda: self._join([verb.make() for verb in verbs]), first.root, num_bytes)
+            if len({int(collective.root) for collective in collectives}) > 1:
+                return self._from_several_roots(collectives)
+            num_bytes = sum(collective.num_bytes for collective in collectives)
+            return Broadcast(
+                lambda: self._join([collective.make() for collective in collectives]), first.root, num_bytes
+            )
         if isinstance(first, AllReduce):
-            x = end_to_end([verb.x for verb in verbs])
+            x = end_to_end([collective.x for collective in collectives])
             if x is not None:
-                return AllReduce(x, first.op, spent=all(verb.spent for verb in verbs))
-            return AllReduce(self._join([verb.x for verb in verbs]), first.op, spent=True)
+                return AllReduce(x, first.op, spent=all(collective.spent for collective in collectives))
+            return AllReduce(self._join([collective.x for collective in collectives]), first.op, spent=True)
         if isinstance(first, AllGather):
-            lengths = tuple(len(verb.x) for verb in verbs)
-            fixed = all(verb.fixed for verb in verbs)
-            return AllGather(self._join([verb.x for verb in verbs]), fixed=fixed, lengths=lengths)
+            lengths = tuple(len(collective.x) for collective in collectives)
+            fixed = all(collective.fixed for collective in collectives)
+            return AllGather(self._join([collective.x for collective in collectives]), fixed=fixed, lengths=lengths)
         # what goes to one rank, of all tensors, lies together
-        pieces = [cut(verb.x, self._lengths(verb, verb.splits)) for verb in verbs]
+        pieces = [cut(collective.x, self._lengths(collective, collective.splits)) for collective in collectives]
         x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
         if first.splits is None:
             return AllToAll(x)
-        return AllToAll(x, _sums([verb.splits for verb in verbs]), _sums([verb.receives for verb in verbs]))
+        return AllToAll(
+            x,
+            _sums([collective.splits for collective in collectives]),
+            _sums([collective.receives for collective in collectives]),
+        )
 
-    def _from_several_roots(self, verbs: list[Broadcast]) -> AllReduce:
+    def _from_several_roots(self, collectives: list[Broadcast]) -> AllReduce:
         """A sum, to which each rank gives its own payloads, and zeros in the places of the others'."""
-        x = self.buffer(f"together.{self._round}.roots", sum(verb.num_bytes for verb in verbs) // 4, "int32")
+        x = self.buffer(
+            f"together.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
+        )
         self.ops.fill(x, 0)
-        for verb, place in zip(verbs, cut(x, [verb.num_bytes // 4 for verb in verbs]), strict=True):
-            if int(verb.root) == self.rank:
-                self.ops.concat([self.ops.from_bytes(verb.make(), "int32")], place)
+        for collective, place in zip(
+            collectives, cut(x, [collective.num_bytes // 4 for collective in collectives]), strict=True
+        ):
+            if int(collective.root) == self.rank:
+                self.ops.concat([self.ops.from_bytes(collective.make(), "int32")], place)
         return AllReduce(x, spent=True)
 
     def _parts(self, result: Any) -> list[Any]:
         """Each tensor's part of the collective's result."""
-        verbs: list[Any] = self._verbs
-        first = verbs[0]
-        count = len(verbs)
+        collectives: list[Any] = self._collectives
+        first = collectives[0]
+        count = len(collectives)
         if isinstance(first, Broadcast):
-            return cut(self.ops.to_bytes(result), [verb.num_bytes for verb in verbs])
+            return cut(self.ops.to_bytes(result), [collective.num_bytes for collective in collectives])
         if isinstance(first, AllReduce):
-            return cut(result, [len(verb.x) for verb in verbs])
+            return cut(result, [len(collective.x) for collective in collectives])
         if isinstance(first, AllGather):  # a payload per rank and tensor
             return [result[place::count] for place in range(count)]
-        lengths = [self._lengths(verb, verb.receives) for verb in verbs]
+        lengths = [self._lengths(collective, collective.receives) for collective in collectives]
         from_ranks = [cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
         return [list(pieces) for pieces in zip(*from_ranks, strict=True)]
 
-    def _lengths(self, verb: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
-        return given if given is not None else (len(verb.x) // self.world,) * self.world
+    def _lengths(self, collective: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
+        return given if given is not None else (len(collective.x) // self.world,) * self.world
 
     def _unlike(self) -> NoReturn:
         kinds = [
-            (type(verb).__name__ if verb else "nothing more", name)
-            for verb, name in zip(self._verbs, self.names, strict=True)
+            (type(collective).__name__ if collective else "nothing more", name)
+            for collective, name in zip(self._collectives, self.names, strict=True)
         ]
         words = ", ".join(f"{kind} for {name!r}" for kind, name in kinds)
         raise RuntimeError(
@@ -193,11 +203,16 @@ def span(array: Any) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-def _kind(verb: Any) -> tuple[Any, ...]:
-    """What verbs must have alike to be one."""
-    if isinstance(verb, Broadcast):
+def _kind(collective: Any) -> tuple[Any, ...]:
+    """What collectives must have alike to be one."""
+    if isinstance(collective, Broadcast):
         return (Broadcast,)
-    return type(verb), verb.x.dtype, getattr(verb, "op", ""), getattr(verb, "splits", None) is None
+    return (
+        type(collective),
+        collective.x.dtype,
+        getattr(collective, "op", ""),
+        getattr(collective, "splits", None) is None,
+    )
 
 
 def _sums(each: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective as it is really sent; ``collectives.lower`` makes it from a method's verb.
+    """One collective as it is really sent; ``collectives.lower`` makes it from a method's collective.
 
     Attributes:
         kind: the collective.

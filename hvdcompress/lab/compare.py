@@ -88,7 +88,7 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
     default = {name: value for name, value in type(method)().hyperparameters().items()}
     changed = [f"{k}={v}" for k, v in method.hyperparameters().items() if v != default[k] or k == "density"]
     settings = " ".join(text for text in changed if not text.startswith(hidden) or entry.settings.get("feedback"))
-    sent, rate = net.ledger.bytes_sent(world - 1) / len(gradients), net.ledger.rate(world - 1)
+    sent, rate = net.ledger.bytes_sent(world - 1) / len(gradients), net.ledger.compression_ratio(world - 1)
     return Outcome(entry.label, method.id, settings, errors, sums, sent, rate, registry.formula(type(method)))
 
 

@@ -1,8 +1,8 @@
-"""The array verbs that methods are written in, once for each array library.
+"""The array ops that methods are written in, once for each array library.
 
-``spec`` says what each verb does. ``numpy`` is the reference; ``numba`` replaces the verbs where a benchmark shows
+``spec`` says what each op does. ``numpy`` is the reference; ``numba`` replaces the ops where a benchmark shows
 that compiling pays (it is ``fast``, which CPU drivers use); ``torch`` serves tensors anywhere, and ``triton`` replaces
-the verbs of which a kernel makes one pass over a GPU's memory (it is ``cuda``, which GPU tensors get). All backends
+the ops of which a kernel makes one pass over a GPU's memory (it is ``cuda``, which GPU tensors get). All backends
 send the same payload bytes.
 """
 

@@ -109,7 +109,7 @@ def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
 
 
 class Finders(NamedTuple):
-    """A backend's verbs that find one thing each."""
+    """A backend's ops that find one thing each."""
 
     all_finite: Callable[[Array], Flag]
     moments: Callable[[Array], tuple[float, float]]

@@ -1,13 +1,13 @@
-"""The specification of the array verbs: what each verb does, written once for all backends.
+"""The specification of the array ops: what each op does, written once for all backends.
 
-Methods are written in the verbs of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``,
+Methods are written in the ops of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``,
 ``ops/triton``) is a module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same
-bytes, except where a verb says "to rounding".
+bytes, except where an op says "to rounding".
 
 Conventions. Arrays are one-dimensional; [n] after an array is its length, and a matrix [rows × m] is its flat memory,
-row by row. Unless a verb says otherwise, values are float32, indices are int32 (int64 if the tensor has 2^31 elements
+row by row. Unless an op says otherwise, values are float32, indices are int32 (int64 if the tensor has 2^31 elements
 or more), payloads are uint8 in little-endian order, and results are new arrays. Inputs are never changed, except by
-the verbs that say "in place" or have an argument ``out``. |x| is the elementwise absolute value.
+the ops that say "in place" or have an argument ``out``. |x| is the elementwise absolute value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdcompress.ops.vectors import (
 
 
 class Ops(Protocol):
-    """The array verbs. A backend is a module with these functions."""
+    """The array ops. A backend is a module with these functions."""
 
     # -- memory: make, view and rearrange arrays ------------------------------------------------------------------
 
@@ -623,7 +623,7 @@ class Ops(Protocol):
         """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
 
         It uses no matrix library, whose sums depend on the processor and its threads: unlike machines agree to the
-        bit, and so do the reference and the compiled verb, whose sums are added as those of :meth:`bucket_norms`.
+        bit, and so do the reference and the compiled op, whose sums are added as those of :meth:`bucket_norms`.
 
         Args:
             x: [rows × m] float32 or float64.

@@ -1,4 +1,4 @@
-"""What the array verbs take and return besides plain arrays: sparse vectors, and vectors that are still coded.
+"""What the array ops take and return besides plain arrays: sparse vectors, and vectors that are still coded.
 
 A coded vector is decoded where it is written (:meth:`hvdcompress.ops.spec.Ops.write`), which saves a pass over memory.
 """

@@ -58,7 +58,7 @@ def check_bytes(case: Case) -> None:
 
 
 def check_collectives(case: Case) -> None:
-    """Verbs and dtypes depend only on tensor, phase and world, not on data, rank or step."""
+    """Collectives and dtypes depend only on tensor, phase and world, not on data, rank or step."""
     known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     kinds: tuple[Kind, ...] = ("normal", "zero", "heavy")
     for n in case.sizes:
@@ -67,27 +67,28 @@ def check_collectives(case: Case) -> None:
             for step in range(case.steps if kind == "normal" else 2):
                 net.log.clear()
                 net.allreduce(case.gradients(n, step, kind), "w")
-                verbs = []
+                collectives = []
                 for collective in net.log:
-                    where = f"n = {n}, {kind}, step {step}, {collective.verb}"
+                    where = f"n = {n}, {kind}, step {step}, {collective.collective}"
                     dtypes, lengths = set(collective.dtypes), set(collective.lengths)
                     require(len(dtypes) == 1, f"{where}: the ranks' dtypes differ: {sorted(dtypes)}")
                     dtype = dtypes.pop()
-                    if collective.verb != "AllReduce":
+                    if collective.collective != "AllReduce":
                         require(dtype == "uint8", f"{where}: the payload is {dtype}, not uint8")
-                    if collective.verb != "AllGather" and not collective.splits:
+                    if collective.collective != "AllGather" and not collective.splits:
                         require(len(lengths) == 1, f"{where}: the ranks' lengths differ: {sorted(lengths)}")
-                    if collective.verb == "Broadcast":
+                    if collective.collective == "Broadcast":
                         size = collective.num_bytes[0]
                         require(size % 4 == 0, f"{where}: {size} bytes are not a multiple of 4")
-                    if collective.verb == "AllToAll" and not collective.splits:
+                    if collective.collective == "AllToAll" and not collective.splits:
                         even = lengths.pop() % case.world == 0
                         require(even, f"{where}: the payload cannot be cut into {case.world} equal pieces")
-                    verbs.append((collective.verb, collective.op, dtype))
+                    collectives.append((collective.collective, collective.op, dtype))
                 key = (n, case.method.phase_of(step))
-                first = known.setdefault(key, verbs)
+                first = known.setdefault(key, collectives)
                 require(
-                    verbs == first, f"n = {n}, {kind}, step {step}: the verbs are {verbs}, before they were {first}"
+                    collectives == first,
+                    f"n = {n}, {kind}, step {step}: the collectives are {collectives}, before they were {first}",
                 )
 
 
@@ -244,7 +245,7 @@ def check_wire(case: Case) -> None:
     shape = case.shape(120)
     net = case.trial()
     net.allreduce(case.gradients(shape), "w")
-    payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.verb == "AllGather" for sent in c.sent]
+    payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.collective == "AllGather" for sent in c.sent]
     ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
     ops, n = net.ops, case.method.places(ctx.spec)
     work = Workspace(ops)

@@ -82,7 +82,7 @@ class Collective:
 
     name: str  #: of the tensor
     step: int
-    verb: str  #: name of the verb's class
+    collective: str  #: name of the collective's class
     op: str  #: "sum" or "max" of an all-reduce, else ""
     dtypes: tuple[str, ...]  #: by rank; of a broadcast, only the root's
     lengths: tuple[int, ...]  #: elements, by rank; of a broadcast, only the root's
@@ -92,8 +92,8 @@ class Collective:
     splits: bool = False  #: whether it is an all-to-all of unequal pieces
 
 
-#: what a request of each kind is in ``Collective.verb``
-VERBS = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all": "AllToAll", "broadcast": "Broadcast"}
+#: what a request of each kind is in ``Collective.collective``
+COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all": "AllToAll", "broadcast": "Broadcast"}
 
 
 def plan_for(method: Method | Plan, **settings: Any) -> Plan:
@@ -160,7 +160,7 @@ class Trial(Loopback):
             Collective(
                 name,
                 known.step if known else 0,
-                VERBS[kind],
+                COLLECTIVES[kind],
                 first.op if kind == "all_reduce" else "",
                 tuple(str(array.dtype) for array in arrays),
                 tuple(len(array) for array in arrays),
@@ -201,20 +201,20 @@ def _numpy_tree(value: Any) -> Any:
 
 
 class _TorchOps:
-    """Verbs for tensors, taking numpy arrays as views where a driver would hand over tensors."""
+    """Array ops for tensors, taking numpy arrays as views where a driver would hand over tensors."""
 
     def __init__(self, module: Ops):
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
-        verb = getattr(self.module, name)
+        op = getattr(self.module, name)
         if name == "asarray":  # its argument is a host array by contract
-            return verb
-        return lambda *args, **kwargs: verb(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
+            return op
+        return lambda *args, **kwargs: op(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
 
 
 def _tensors(value: Any) -> Any:
-    """Return an argument of a verb with tensors, which share memory, in the place of numpy arrays."""
+    """Return an argument of an op with tensors, which share memory, in the place of numpy arrays."""
     if isinstance(value, np.ndarray):
         import torch
 

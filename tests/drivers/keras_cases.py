@@ -192,7 +192,7 @@ def fit_on_digits_with_scalecom_ends_near_none() -> None:
         assert len(set(hvd.allgather_object(str(history.history["loss"])))) == 1, "metrics are averaged"
         ends[method] = 100 * history.history["val_accuracy"][-1]
         NUMBERS[f"digits {method}"] = ends[method]
-    NUMBERS["rate"] = optimizer.compressor.ledger.rate()
+    NUMBERS["rate"] = optimizer.compressor.ledger.compression_ratio()
     assert ends["none"] > 95 and ends["scalecom"] > ends["none"] - 1.0, ends
 
 

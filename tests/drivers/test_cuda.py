@@ -201,8 +201,8 @@ def test_a_rank_that_fails_sends_from_the_same_device(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_no_verb_mixes_host_and_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All that the tests of the verbs call, on tensors of the device; results stay there, and are the reference's."""
+def test_no_op_mixes_host_and_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """All that the tests of the ops call, on tensors of the device; results stay there, and are the reference's."""
     ops = importlib.import_module(f"hvdcompress.ops.{name}")
     for file in sorted((Path(__file__).parents[1] / "ops").glob("test_ops_*.py")):
         importlib.import_module(file.stem)

@@ -126,12 +126,12 @@ def test_lists_and_scalars_go_through() -> None:
 # -- collectives that ranks do not agree on ---------------------------------------------------------------
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, verbs: list[Any]) -> Loopback:
-    """A network whose method yields, on each rank, the verb given for it."""
+def broken(monkeypatch: pytest.MonkeyPatch, collectives: list[Any]) -> Loopback:
+    """A network whose method yields, on each rank, the collective given for it."""
     method = hvdcompress.get("none")
 
     def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
-        yield verbs[ctx.rank]
+        yield collectives[ctx.rank]
         return Reduced(total=x)
 
     monkeypatch.setattr(type(method), "exchange", exchange)
@@ -142,7 +142,7 @@ BYTES, FLOATS = np.zeros(8, np.uint8), np.zeros(3, np.float32)
 
 
 @pytest.mark.parametrize(
-    "verbs,words",
+    "collectives,words",
     [
         ([AllReduce(FLOATS), AllGather(BYTES)], "different collectives"),
         ([AllReduce(FLOATS), AllReduce(FLOATS[:2])], "different lengths"),
@@ -154,9 +154,9 @@ BYTES, FLOATS = np.zeros(8, np.uint8), np.zeros(3, np.float32)
         ([AllGather(BYTES), AllGather(BYTES[:4])], "payload"),
     ],
 )
-def test_ranks_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch, verbs: list[Any], words: str) -> None:
+def test_ranks_that_disagree_are_an_error(monkeypatch: pytest.MonkeyPatch, collectives: list[Any], words: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=words):
-        broken(monkeypatch, verbs).allreduce([np.ones(3, np.float32)] * 2, "w")
+        broken(monkeypatch, collectives).allreduce([np.ones(3, np.float32)] * 2, "w")
 
 
 def test_all_to_all_hands_each_rank_its_piece() -> None:

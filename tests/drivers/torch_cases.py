@@ -329,9 +329,12 @@ def training_with_clipping_keeps_ranks_identical() -> None:
 
 
 @case
-def torch_verbs_give_the_same_as_numpy_ones() -> None:
+def torch_ops_give_the_same_as_numpy_ones() -> None:
     for number, (method, settings) in enumerate(VARIANTS):
-        host, device = parameters(f"verbs{number}"), parameters(f"verbs{number}")  # random numbers go by name
+        host, device = (
+            parameters(f"collectives{number}"),
+            parameters(f"collectives{number}"),
+        )  # random numbers go by name
         opts = [
             optimizer(host, Compressor(method, host.items(), **settings)),
             optimizer(device, Compressor(method, device.items(), ops="torch", **settings)),

@@ -1,4 +1,4 @@
-"""Verbs are lowered to what is sent, and results lifted: the same over any transport, and told to observers."""
+"""Collectives are lowered to what is sent, and results lifted: the same over any transport, and told to observers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from threads import ThreadTransport, run
 
 from hvdcompress.engine.collectives import Collectives, cut, gathered_lengths, lower
 from hvdcompress.engine.telemetry.ledger import Ledger
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Verb
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
 
 
 def results(transport: ThreadTransport, make: Any) -> list[Any]:
-    """What the verbs of one rank bring, one after another."""
+    """What the collectives of one rank bring, one after another."""
     ledger = Ledger(transport.world, transport.rank)
     collectives = Collectives(transport, [ledger])
-    found = [collectives.run("w", verb, number) for number, verb in enumerate(make(transport.rank))]
+    found = [collectives.run("w", collective, number) for number, collective in enumerate(make(transport.rank))]
     return [*found, ledger]
 
 
-def verbs(rank: int) -> list[Verb]:
+def collectives(rank: int) -> list[Collective]:
     x = np.float32([1, 2, 3]) * (rank + 1)
     made = np.arange(8, dtype=np.uint8)
     pieces = np.arange(6, dtype=np.uint8) + 10 * rank
@@ -40,8 +40,8 @@ def verbs(rank: int) -> list[Verb]:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_every_verb_brings_what_the_method_expects(ordered: bool) -> None:
-    found, _ = run(3, ordered, lambda transport: results(transport, verbs))
+def test_every_op_brings_what_the_method_expects(ordered: bool) -> None:
+    found, _ = run(3, ordered, lambda transport: results(transport, collectives))
     for rank, (total, largest, gathered, made, pieces, one, ledger) in enumerate(found):
         assert total.tolist() == [6, 12, 18] and largest.tolist() == [3, 6, 9]
         assert [piece.tolist() for piece in gathered] == [[0, 0], [1, 1], [2, 2]]
@@ -56,7 +56,7 @@ def test_every_verb_brings_what_the_method_expects(ordered: bool) -> None:
 def test_unequal_payloads_are_cut_by_their_headers() -> None:
     """Even where a rank's own length times the ranks is the buffer's, as here on rank 1."""
 
-    def make(rank: int) -> list[Verb]:
+    def make(rank: int) -> list[Collective]:
         payload = wire.pack(wire.Header("topk", 0, 0, 9, 1, wire.NUM_BYTES + 4 * rank)) + bytes(4 * rank)
         return [AllGather(np.frombuffer(payload, np.uint8))]
 
@@ -77,10 +77,10 @@ def test_the_zeros_of_a_broadcast_are_made_where_the_gradient_is() -> None:
         def from_bytes(self, buffer: Any, dtype: str) -> Any:
             return ("made", buffer, dtype)
 
-    verb = Broadcast(lambda: "payload", 0, 12)  # type: ignore[arg-type, return-value]
+    collective = Broadcast(lambda: "payload", 0, 12)  # type: ignore[arg-type, return-value]
     gradient: Any = "a gradient on a device"
-    assert lower(verb, 1, 2, OnADevice(), gradient).payload == ("zeros", 3, "int32", gradient)
-    assert lower(verb, 0, 2, OnADevice(), gradient).payload == ("made", "payload", "int32")
+    assert lower(collective, 1, 2, OnADevice(), gradient).payload == ("zeros", 3, "int32", gradient)
+    assert lower(collective, 0, 2, OnADevice(), gradient).payload == ("made", "payload", "int32")
 
 
 def test_pieces_must_fill_what_is_cut() -> None:

@@ -51,8 +51,8 @@ def to_the_end(exchanges: Sequence[Exchange]) -> None:
     for exchange in exchanges:
         exchange.start()
     while exchanges[0].stage is Stage.RUNNING:
-        verbs: list[Any] = [exchange.verb for exchange in exchanges]
-        for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+        collectives: list[Any] = [exchange.collective for exchange in exchanges]
+        for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
             exchange.resume(result)
     for exchange in exchanges:
         exchange.deliver(1.0 / WORLD)
@@ -72,8 +72,8 @@ def at(stage: Stage) -> Exchange:
         exchange.start()
     if stage is Stage.RUNNING:
         return exchanges[0]
-    verbs: list[Any] = [exchange.verb for exchange in exchanges]
-    exchanges[0].resume(carry_out(verbs)[0])
+    collectives: list[Any] = [exchange.collective for exchange in exchanges]
+    exchanges[0].resume(carry_out(collectives)[0])
     if stage is Stage.REDUCED:
         return exchanges[0]
     exchanges[0].deliver(0.5)
@@ -85,7 +85,7 @@ def at(stage: Stage) -> Exchange:
 CALLS: dict[str, tuple[Callable[[Exchange], Any], set[Stage]]] = {
     "add": (lambda one: one.add([0], [np.zeros(2000, np.float32)]), {Stage.FILLING}),
     "start": (lambda one: one.start(), set()),  # the gradients have to be there, too
-    "resume": (lambda one: one.resume([one.verb.x] * WORLD), {Stage.RUNNING}),  # type: ignore[union-attr]
+    "resume": (lambda one: one.resume([one.collective.x] * WORLD), {Stage.RUNNING}),  # type: ignore[union-attr]
     "deliver": (lambda one: one.deliver(1.0), {Stage.REDUCED, Stage.DELIVERED}),
     "new_state": (lambda one: one.new_state(), {Stage.DELIVERED}),
     "close": (lambda one: one.close(), {Stage.DELIVERED}),
@@ -218,7 +218,7 @@ def test_a_commit_that_fails_halfway_leaves_all_states_as_they_were(monkeypatch:
             exchange.add([0], [numbers((bucket.spec.size,), step)])
             exchange.start()
             while exchange.stage is Stage.RUNNING:
-                exchange.resume(carry_out([exchange.verb])[0])  # type: ignore[list-item]
+                exchange.resume(carry_out([exchange.collective])[0])  # type: ignore[list-item]
             exchange.deliver(1.0)
             found.append(exchange)
         return found
@@ -249,7 +249,7 @@ def test_an_error_of_the_method_names_tensor_round_and_rank(monkeypatch: pytest.
     exchange.add(range(4), gradients(bucket, 1))
     exchange.start()
     with pytest.raises(ExchangeError, match=r"tensor 'a\+3' \(method topk, round 0, rank 1\): ZeroDivisionError"):
-        exchange.resume([exchange.verb.x] * WORLD)  # type: ignore[union-attr]
+        exchange.resume([exchange.collective.x] * WORLD)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("method,linear", [("randomk", True), ("none", True)])
@@ -263,8 +263,8 @@ def test_a_payload_that_a_stock_all_reduce_carries(method: str, linear: bool) ->
             assert exchange.setup.method.linear is linear
             exchange.add([0], gradients(bucket, rank), [np.empty(60, np.float32)])
             exchange.start()
-            assert exchange.setup.turn.carried_elements() == len(exchange.verb.x)  # type: ignore[union-attr]
-        total = sum(exchange.verb.x for exchange in exchanges)  # type: ignore[union-attr, misc]
+            assert exchange.setup.turn.carried_elements() == len(exchange.collective.x)  # type: ignore[union-attr]
+        total = sum(exchange.collective.x for exchange in exchanges)  # type: ignore[union-attr, misc]
         for exchange in exchanges:
             exchange.deliver(exchange.resume_carried(total * np.float32(factor), factor))
         results[factor] = exchanges[0].outs[0]

@@ -34,7 +34,7 @@ def play(compressed: float, dense: float, steps: int = ALL + 5, ranks: int = 2) 
         voted = [max(each) for each in zip(*votes, strict=True)]
         for number, each in enumerate(group):
             each.end_step()
-            each.hear(voted)
+            each.decide(voted)
             seconds = (dense if kinds[-1] else compressed) * (1.5 if number == ranks - 1 else 1.0)
             each.note(now[number], now[number] + seconds)
             now[number] += seconds
@@ -64,7 +64,7 @@ def test_the_faster_kind_wins(compressed, dense, kept, uncompressed):
 
 def test_before_giving_up_one_step_brings_the_residuals():
     fallback = play(0.2, 0.1, 19)[0][0]
-    fallback.hear([0.2, 0.1, 0.2, 0.1])
+    fallback.decide([0.2, 0.1, 0.2, 0.1])
     assert fallback.verdict is Verdict.FLUSH and not fallback.uncompressed
     assert fallback.end_step() and fallback.verdict is Verdict.DENSE
     assert not fallback.end_step()
@@ -84,7 +84,7 @@ def test_an_evaluation_between_steps_decides_nothing():
     group, _ = play(0.1, 0.1, 11)
     now = 100.0  # an evaluation after the uncompressed step
     group[0].note(now, now + 0.1)
-    group[0].hear(group[0].votes())
+    group[0].decide(group[0].votes())
     assert group[0].verdict is Verdict.OPEN
 
 

@@ -93,7 +93,7 @@ def test_the_table_is_within_80_columns_and_its_total_is_the_ledgers() -> None:
     assert len({len(line) for line in lines[:-1]}) == 1, "columns stand below each other"
     head, total = lines[0].split(), lines[-2].split()
     assert head == ["method", "tensors", "gradients", "sent", "ratio", "residual", "codec"]
-    assert total[:2] == ["total", "3"] and f"{net.ledger.rate(0):.4g}" in total
+    assert total[:2] == ["total", "3"] and f"{net.ledger.compression_ratio(0):.4g}" in total
     assert "rank 0 of 2, 3 steps" in lines[-1]
 
 
@@ -178,7 +178,7 @@ def test_scalars_have_the_users_step_and_the_ledgers_numbers() -> None:
     found = scalars_of(net)
     assert {step for _, step in found.values()} == {4}
     assert {step for _, step in scalars_of(net, step=70).values()} == {70}
-    assert found["hvdcompress/ratio"][0] == net.ledger.rate(0)
+    assert found["hvdcompress/ratio"][0] == net.ledger.compression_ratio(0)
     assert found["hvdcompress/scalecom density=0.05/residual_norm"][0] == pytest.approx(
         float(np.linalg.norm(net.residual("a", 0))), rel=1e-6
     )
@@ -199,7 +199,7 @@ def test_torchs_writer_takes_them(tmp_path: Path) -> None:
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     (event,) = read.Scalars("hvdcompress/ratio")
-    assert (event.step, event.value) == (4, pytest.approx(net.ledger.rate(0)))
+    assert (event.step, event.value) == (4, pytest.approx(net.ledger.compression_ratio(0)))
 
 
 # -- the log ---------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Answers(Observer):
 
     def answered(self, rank: int, name: str, what: Answer) -> None:
         assert what.seconds >= 0
-        self.seen.append((rank, name, what.method, what.round, what.verb, what.num_bytes))
+        self.seen.append((rank, name, what.method, what.round, what.collective, what.num_bytes))
 
 
 def test_every_round_is_an_event() -> None:

@@ -19,12 +19,12 @@ from hvdcompress.testing import numbers
 
 
 @pytest.mark.parametrize(
-    "verb,wire", [("AllReduce", 1200), ("Broadcast", 1200), ("AllToAll", 600), ("AllGather", 2400)]
+    "collective,wire", [("AllReduce", 1200), ("Broadcast", 1200), ("AllToAll", 600), ("AllGather", 2400)]
 )
-def test_bytes_on_the_wire_of_a_ring_of_four(verb: str, wire: int) -> None:
+def test_bytes_on_the_wire_of_a_ring_of_four(collective: str, wire: int) -> None:
     """m = 800, p = 4: all-reduce 2·3/4·m, all-to-all 3/4·m, all-gather 3·m."""
     ledger = Ledger(world=4)
-    ledger.sent(0, "w", Sent(verb, None, 800))
+    ledger.sent(0, "w", Sent(collective, None, 800))
     assert (ledger.bytes_sent(), ledger.bytes_on_wire(), ledger.collectives()) == (800, wire, 1)
 
 
@@ -67,11 +67,11 @@ def test_ranks_and_tensors_are_kept_apart() -> None:
 
 def test_rate_is_dense_bytes_by_bytes_sent() -> None:
     net = Loopback("topk", world=2, density=0.01)
-    assert math.isnan(net.ledger.rate(0))
+    assert math.isnan(net.ledger.compression_ratio(0))
     for step in range(3):
         net.allreduce([numbers((4000,), rank, step) for rank in range(2)])
     assert net.ledger.dense_bytes(0) == 3 * 16_000
-    assert net.ledger.rate(0) == 48_000 / net.ledger.bytes_sent(0) > 40
+    assert net.ledger.compression_ratio(0) == 48_000 / net.ledger.bytes_sent(0) > 40
 
 
 def test_dense_bytes_are_in_the_gradients_own_dtype() -> None:
@@ -142,14 +142,14 @@ def test_asking_changes_nothing() -> None:
     assert ledger.bytes_sent(5) == 0 and repr(ledger.tensors(5)) == before
 
 
-def test_unknown_verb_is_an_error() -> None:
+def test_unknown_op_is_an_error() -> None:
     with pytest.raises(KeyError):
         Ledger(world=2).sent(0, "w", Sent("SendRecv", None, 8))
 
 
 def test_one_rank_is_told_why_it_has_no_rate():
     with pytest.warns(UserWarning, match="one rank alone sends nothing.*horovodrun -np 2"):
-        assert math.isnan(Ledger(1).rate())
+        assert math.isnan(Ledger(1).compression_ratio())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert math.isnan(Ledger(2).rate()), "nothing was sent yet"
+        assert math.isnan(Ledger(2).compression_ratio()), "nothing was sent yet"

@@ -259,4 +259,4 @@ def test_collectives_start_before_the_last_gradient_comes(method: str) -> None:
         step.poll()
         rounds.append(local.ledger.collectives())
     assert rounds == sorted(rounds) and 0 < rounds[0] < rounds[-1]
-    assert all(not exchange.verb for exchange in step.exchanges.values()), "all have come to their end meanwhile"
+    assert all(not exchange.collective for exchange in step.exchanges.values()), "all have come to their end meanwhile"

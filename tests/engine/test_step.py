@@ -53,13 +53,13 @@ class Door:
         outs = {name: np.empty_like(g) for name, g in given.items()}
         try:
             if agree is Agree.FIRST_AND_LAST:
-                step.say()
+                step.send_status()
             if not error:
                 for bucket in self.plan.buckets(TensorSpec(name, g.shape) for name, g in given.items()):
                     members = [given[m.name].ravel() for m in bucket.members]
                     step.add(bucket, range(len(members)), members, [outs[m.name].reshape(-1) for m in bucket.members])
             if agree is Agree.BEFORE_WAITING:
-                step.say()
+                step.send_status()
             step.finish()
         except BaseException:
             step.abandon()
@@ -317,10 +317,10 @@ def test_a_gradient_that_never_comes_is_named(agree: Agree) -> None:
     step, bucket = alone(agree)
     step.factor = 1.0
     if agree is Agree.FIRST_AND_LAST:
-        step.say()
+        step.send_status()
     step.add(bucket, [1], [np.ones(6, np.float32)])
     if agree is Agree.BEFORE_WAITING:
-        step.say()  # the others are told
+        step.send_status()  # the others are told
         assert "no gradient of 'a' has come" in str(step.error)
     with pytest.raises((RuntimeError, PeerError), match="no gradient of 'a' has come"):
         step.finish()
@@ -331,7 +331,7 @@ def test_missing_gradients_are_filled_with_zeros() -> None:
     step.factor, ones = 1.0, np.ones(6, np.float32)
     step.add(bucket, [1], [ones])
     step.fill_missing()
-    step.say()
+    step.send_status()
     step.finish()
     assert ones.sum() == 3 and step.local.steps() == {"a": 1, "b": 1}
     assert not step.local.residual("a").any() and step.local.residual("b").sum() == 3  # type: ignore[union-attr]
@@ -339,7 +339,7 @@ def test_missing_gradients_are_filled_with_zeros() -> None:
 
 def test_a_factor_that_was_not_set_is_said() -> None:
     step, bucket = alone(Agree.FIRST_AND_LAST)
-    step.say()
+    step.send_status()
     step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
     with pytest.raises(RuntimeError, match=r"step.factor was not set"):
         step.finish()
@@ -349,7 +349,7 @@ def test_tensors_of_one_bucket_are_saved_at_one_step() -> None:
     step, bucket = alone(Agree.BEFORE_WAITING)
     step.factor = 1.0
     step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
-    step.say()
+    step.send_status()
     step.finish()
     saved = step.local.state_dict()
     saved["steps"]["b"] = 7

@@ -39,21 +39,21 @@ def started(rank: RankState, bucket: Bucket, members: list[np.ndarray], in_place
     return exchange
 
 
-def asks(*verbs: Any) -> Generator[Any, Any, Any]:
+def asks(*collectives: Any) -> Generator[Any, Any, Any]:
     """A method that asks for these collectives, and returns what they brought."""
     found = []
-    for verb in verbs:
-        found.append((yield verb))
+    for collective in collectives:
+        found.append((yield collective))
     return Reduced(total=found)  # type: ignore[arg-type]
 
 
 def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
-    """By rank and tensor, a list of verbs -> by rank and tensor, their results."""
+    """By rank and tensor, a list of collectives -> by rank and tensor, their results."""
     ranks = []
     for number, tensors in enumerate(programs):
         together = Together([f"t{place}" for place in range(len(tensors))], Group(number, len(programs)), fast, buffer)
-        for place, verbs in enumerate(tensors):
-            together.begin(place, asks(*verbs))
+        for place, collectives in enumerate(tensors):
+            together.begin(place, asks(*collectives))
         ranks.append(together)
     results: list[Any] = [None] * len(ranks)
     try:
@@ -68,7 +68,7 @@ def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
     return [[reduced.total for reduced in each] for each in ended]
 
 
-def test_each_tensor_gets_its_part_of_every_verb() -> None:
+def test_each_tensor_gets_its_part_of_every_op() -> None:
     def tensor(rank: int, place: int) -> list[Any]:
         x = np.arange(4 + place, dtype=np.float32) + rank
         payload = np.full(4 * (place + 1), 10 * rank + place, np.uint8)
@@ -107,8 +107,8 @@ def test_lengths_that_differ_are_read_from_every_tensors_header() -> None:
     extras = [(0, 8), (8, 0), (4, 4)]
     ranks = [np.concatenate([payload(extra) for extra in each]) for each in extras]
     for mine, each in zip(ranks, extras, strict=True):
-        verb = AllGather(mine, lengths=tuple(wire.NUM_BYTES + extra for extra in each))
-        found = gathered_lengths(np.concatenate(ranks), verb, WORLD, fast)
+        collective = AllGather(mine, lengths=tuple(wire.NUM_BYTES + extra for extra in each))
+        found = gathered_lengths(np.concatenate(ranks), collective, WORLD, fast)
         assert found == [wire.NUM_BYTES + extra for pair in extras for extra in pair]
 
 
@@ -136,9 +136,9 @@ def test_state_is_not_left_where_the_next_step_writes() -> None:
     together = Together(["a", "b"], Group(0, 1), fast, keep)
     for place in range(2):
         together.begin(place, method(place))
-    verb: Any = together.send(None)
+    collective: Any = together.send(None)
     with pytest.raises(StopIteration) as stopped:
-        together.send(verb.x)  # as a transport does that reduces in place
+        together.send(collective.x)  # as a transport does that reduces in place
     for buffer in kept.values():
         buffer[:] = -1
     for place, reduced in enumerate(stopped.value.value):
@@ -170,9 +170,9 @@ def steps(ranks: list[RankState], grouping: Grouping | None, numbers_of: range) 
                 started(rank, bucket, [own[m.name] for m in bucket.members], in_place=True)
                 for rank, own in zip(ranks, given, strict=True)
             ]
-            while exchanges[0].verb is not None:
-                verbs: list[Any] = [exchange.verb for exchange in exchanges]
-                for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+            while exchanges[0].collective is not None:
+                collectives: list[Any] = [exchange.collective for exchange in exchanges]
+                for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
                     exchange.resume(result)
             for rank, exchange in zip(ranks, exchanges, strict=True):
                 exchange.deliver(1.0)
@@ -214,8 +214,8 @@ def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) ->
     for bucket in plan.buckets(SPECS, grouping):
         members = [given[m.name] for m in bucket.members]
         exchanges = [started(rank, bucket, members) for rank in ranks]
-        verbs: list[Any] = [exchange.verb for exchange in exchanges]
-        for rank, exchange, result in zip(ranks, exchanges, carry_out(verbs), strict=True):
+        collectives: list[Any] = [exchange.collective for exchange in exchanges]
+        for rank, exchange, result in zip(ranks, exchanges, carry_out(collectives), strict=True):
             assert exchange.resume(result) is None
             exchange.deliver(1.0)
             conclude(rank, [exchange], [], Outcome())
@@ -238,8 +238,8 @@ def test_small_dense_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
     exchange = started(rank, bucket, members)
     assert looked == [bucket.spec.size] * (2 if bad else 1)
     assert exchange.finite is not bad
-    assert isinstance(exchange.verb, AllReduce)
-    np.testing.assert_array_equal(exchange.verb.x, 0.0 if bad else np.concatenate(before))
+    assert isinstance(exchange.collective, AllReduce)
+    np.testing.assert_array_equal(exchange.collective.x, 0.0 if bad else np.concatenate(before))
     for member, was in zip(members, before, strict=True):
         np.testing.assert_array_equal(member, was)
 

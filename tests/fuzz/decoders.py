@@ -98,15 +98,15 @@ class Tampered:
         self.rounds = []
         outs = [np.empty(self.bucket.spec.size, np.float32) for _ in range(2)]
         exchanges = [self._started(rank, out) for rank, out in enumerate(outs)]
-        while exchanges[0].verb is not None:
-            requests = [lower(one.verb, rank, 2, fast, one.x) for rank, one in enumerate(exchanges)]
+        while exchanges[0].collective is not None:
+            requests = [lower(one.collective, rank, 2, fast, one.x) for rank, one in enumerate(exchanges)]
             results = [np.array(result) for result in carry_out(requests)]
-            gathers = isinstance(exchanges[0].verb, AllGather)
+            gathers = isinstance(exchanges[0].collective, AllGather)
             sent = np.asarray(requests[1].payload).tobytes() if gathers else results[0].tobytes()
             self.rounds.append((results[0].copy(), sent))
             for one, request, result in zip(exchanges, requests, results, strict=True):
-                lengths = gathered_lengths(result, one.verb, 2, fast) if gathers else request.gets
-                one.resume(lift(one.verb, result, lengths or (), fast))
+                lengths = gathered_lengths(result, one.collective, 2, fast) if gathers else request.gets
+                one.resume(lift(one.collective, result, lengths or (), fast))
         for rank, one in zip(self.ranks, exchanges, strict=True):
             one.deliver(0.5)
             conclude(rank, [one], [], Outcome(finite=commit))
@@ -130,22 +130,22 @@ class Tampered:
         exchange = self._started(0, self.out)
         try:
             for at, (result, _) in enumerate(self.rounds):
-                verb = exchange.verb
-                assert verb is not None, "the method asks for fewer collectives"
-                if isinstance(verb, AllGather):
-                    own, got = verb.x, result
+                collective = exchange.collective
+                assert collective is not None, "the method asks for fewer collectives"
+                if isinstance(collective, AllGather):
+                    own, got = collective.x, result
                     if at == number:
                         got = np.concatenate([own, np.frombuffer(data, np.uint8)])
                     by_header = at != number or not told
-                    lengths = gathered_lengths(got, verb, 2, fast) if by_header else [len(own), len(data)]
+                    lengths = gathered_lengths(got, collective, 2, fast) if by_header else [len(own), len(data)]
                 else:
                     got = result.copy()
                     if at == number:  # networks keep lengths
                         whole = (data + bytes(got.nbytes))[: got.nbytes]
                         got = np.frombuffer(bytearray(whole), got.dtype)
-                    lengths = lower(verb, 0, 2, fast, exchange.x).gets or ()
-                exchange.resume(lift(verb, got, lengths, fast))
-            assert exchange.verb is None, "the method asks for more collectives"
+                    lengths = lower(collective, 0, 2, fast, exchange.x).gets or ()
+                exchange.resume(lift(collective, got, lengths, fast))
+            assert exchange.collective is None, "the method asks for more collectives"
             exchange.deliver(0.5)
         except ExchangeError as error:
             if isinstance(error.__cause__, wire.WireError):

@@ -34,10 +34,10 @@ def test_both_backends_do_the_same_work() -> None:
     pairs = zip(*(bench.cases_on_device(1500, on_cpu) for _ in range(2)), strict=True)
     for mine, its in pairs:  # each on arrays of its own: some calls change them
         results = mine.call(general), its.call(fused)
-        if mine.verb not in ("moments", "to_fp16"):
-            assert as_bytes(results[0]) == as_bytes(results[1]), mine.verb
-    fast = {case.verb for case in bench.cases_on_device(1500, on_cpu)}
-    compiled = {verb for verb in fused.__all__ if getattr(fused, verb) is not getattr(general, verb)}
+        if mine.op not in ("moments", "to_fp16"):
+            assert as_bytes(results[0]) == as_bytes(results[1]), mine.op
+    fast = {case.op for case in bench.cases_on_device(1500, on_cpu)}
+    compiled = {op for op in fused.__all__ if getattr(fused, op) is not getattr(general, op)}
     assert compiled <= fast
 
 

@@ -109,10 +109,10 @@ def test_a_segment_is_compressed_while_the_others_is_on_its_way() -> None:
     answer = None
     with pytest.raises(StopIteration):
         while True:
-            verb = steps.send(answer)
-            events.append(type(verb).__name__)
-            answer = np.ones(2, np.float32).view(np.uint8) if isinstance(verb, End) else None
-            assert not isinstance(verb, Begin) or len(verb.payload) == verb.num_bytes == 8
+            collective = steps.send(answer)
+            events.append(type(collective).__name__)
+            answer = np.ones(2, np.float32).view(np.uint8) if isinstance(collective, End) else None
+            assert not isinstance(collective, Begin) or len(collective.payload) == collective.num_bytes == 8
     work = ["Begin", "compress", "End"] * 3 + ["Begin", "decompress", "End"] * 3
     assert events == ["compress", *work, "decompress"]
 

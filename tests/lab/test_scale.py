@@ -103,15 +103,15 @@ def test_gathers_grow_and_sums_do_not():
     for id, settings in VARIANTS:
         plan = plan_of(id, min_elements=1, **settings)
         few, many = (cost.work(plan, SHAPES, p, driver=None) for p in (8, 512))
-        verbs = {
-            each[0].verb
+        collectives = {
+            each[0].collective
             for bucket in plan.buckets(TensorSpec(n, s) for n, s in SHAPES.items())
             for each in imagined.imagine(plan.program.main, imagined.last_phase(plan.program.main), 8, bucket.spec)
             if plan.program.main.suits(bucket.spec)
         }
-        if verbs == {"AllGather"} and id != "dgc":  # it sends vectors dense
+        if collectives == {"AllGather"} and id != "dgc":  # it sends vectors dense
             assert many.on_wire == pytest.approx(few.on_wire * 511 / 7)
-        elif not verbs & {"AllGather", "AllToAll"} and id != "terngrad":  # its fields grow with the logarithm
+        elif not collectives & {"AllGather", "AllToAll"} and id != "terngrad":  # its fields grow with the logarithm
             assert many.on_wire == pytest.approx(few.on_wire * (511 / 512) / (7 / 8))
 
 
@@ -452,7 +452,7 @@ def test_links_are_measured(tmp_path):
         pytest.skip(missing)
     lines = [json.loads(line) for line in links.measure(2, "100mbit", 0.1)]
     found = [Point.from_dict(line) for line in lines]
-    assert {point.label.split()[1] for point in found} == set(links.VERBS)
+    assert {point.label.split()[1] for point in found} == set(links.COLLECTIVES)
     longest = max(found, key=lambda point: point.work.line)
     bare = 8 * longest.work.line / 1e8
     # at full speed 1.05 of it; other programs on the machine may take their share

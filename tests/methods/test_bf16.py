@@ -79,7 +79,7 @@ def test_bytes_are_those_of_a_scatter_reduce(world: int, n: int) -> None:
     net = Trial(Loopback("bf16", world=world).plan.program.main, world)
     net.allreduce([np.ones(n, np.float32)] * world)
     shard = -(-n // world)
-    assert [(c.verb, c.num_bytes[0]) for c in net.log] == [
+    assert [(c.collective, c.num_bytes[0]) for c in net.log] == [
         ("AllToAll", 2 * shard * world),
         ("AllGather", 2 * shard),
     ]

@@ -91,7 +91,7 @@ def gate(id: str, **settings: Any) -> None:
     assert loss <= dense()[0] + 0.05, f"{id}: training loss {loss:.3f}, dense {dense()[0]:.3f}"
     assert accuracy >= dense()[1] - 2.0, f"{id}: held-out accuracy {accuracy:.1f} %, dense {dense()[1]:.1f} %"
     if "density" in settings:
-        assert net.ledger.rate(0) > 4, f"{id}: a rate of only {net.ledger.rate(0):.1f}"
+        assert net.ledger.compression_ratio(0) > 4, f"{id}: a rate of only {net.ledger.compression_ratio(0):.1f}"
 
 
 def test_dense_learns() -> None:

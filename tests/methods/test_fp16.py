@@ -69,4 +69,4 @@ def test_small_values_survive_down_to_the_stated_bound() -> None:
 def test_bytes_and_dtype_on_the_wire() -> None:
     net = Trial(Loopback("fp16", world=3).plan.program.main, 3)
     net.allreduce([np.ones(101, np.float32)] * 3, "w")
-    assert [(c.verb, c.dtypes[0], c.num_bytes) for c in net.log] == [("AllReduce", "float16", (202, 202, 202))]
+    assert [(c.collective, c.dtypes[0], c.num_bytes) for c in net.log] == [("AllReduce", "float16", (202, 202, 202))]

@@ -214,7 +214,7 @@ def test_the_basis_is_made_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         net = Trial(hvdcompress.get("gradiveq", **SHORT), 3)
         for step in range(4):
             net.allreduce([gradient(rank, step) for rank in range(3)], name)
-        (fit,) = [c for c in net.log if c.verb == "Broadcast"]
+        (fit,) = [c for c in net.log if c.collective == "Broadcast"]
         assert fit.step == 3 and fit.num_bytes == (4 + 4 * 3 * 4,) * 3
         roots[name] = fit.root
     assert len(set(roots.values())) > 1  # tensors take turns
@@ -265,13 +265,13 @@ def pump(method: Any, specs: list[TensorSpec], xs: list[np.ndarray], states: lis
     """Run one exchange of several ranks, without a driver."""
     turns = [Context(rank, len(xs), step, spec, phase=phase) for rank, spec in enumerate(specs)]
     running = [method.exchange(x, s, ctx, Workspace(reference)) for x, s, ctx in zip(xs, states, turns, strict=True)]
-    verbs, done = [next(one) for one in running], []
+    collectives, done = [next(one) for one in running], []
     while not done:
-        results = rehearsal.carry_out(verbs)
-        verbs = []
+        results = rehearsal.carry_out(collectives)
+        collectives = []
         for one, result in zip(running, results, strict=True):
             try:
-                verbs.append(one.send(result))
+                collectives.append(one.send(result))
             except StopIteration as stop:
                 done.append(stop.value)
     return done
@@ -426,7 +426,7 @@ def test_bytes(world: int, size: int) -> None:
     values = 2 * (72 // size) + 72 % size
     assert net.ledger.bytes_sent(0) - before == 4 * values
     assert method.num_bytes(spec, world, 2, net.ranks[0].states["w"].slots) == 4 * values
-    assert [(c.verb, c.lengths[0], c.dtypes[0]) for c in net.log] == [("AllReduce", values, "float32")]
+    assert [(c.collective, c.lengths[0], c.dtypes[0]) for c in net.log] == [("AllReduce", values, "float32")]
     assert before == 4 * 4 * 72 + 4 + 4 * 2 * 4
 
 
@@ -623,8 +623,8 @@ def test_damaged_broadcasts_are_refused() -> None:
     ctx = Context(0, 1, 3, TensorSpec("w", SHAPE), phase=1)
     for d in (0, 4, 2**31 + 5):
         fitting = method.fit_basis(numbers((96,), 1), ctx, Workspace(reference))  # type: ignore[attr-defined]
-        verb = next(fitting)
-        bad = verb.make().copy()
+        collective = next(fitting)
+        bad = collective.make().copy()
         bad[:4] = np.frombuffer(int(d).to_bytes(4, "little"), np.uint8)
         with pytest.raises(hvdcompress.parts.wire.WireError, match="components"):
             fitting.send(bad)

@@ -165,8 +165,8 @@ def partners(collective: Collective) -> dict[int, int]:
 def test_one_round_for_each_doubling_and_a_broadcast(world: int) -> None:
     net = Trial(hvdcompress.get("gtopk", density=0.1), world)
     net.allreduce([numbers((50,), rank) for rank in range(world)], "w")
-    verbs = [c.verb for c in net.log]
-    assert verbs == ["AllToAll"] * math.ceil(math.log2(world)) + ["Broadcast"]
+    collectives = [c.collective for c in net.log]
+    assert collectives == ["AllToAll"] * math.ceil(math.log2(world)) + ["Broadcast"]
     assert net.log[-1].root == 0
     senders = [list(partners(c)) for c in net.log[:-1]]
     for number, ranks in enumerate(senders):

@@ -131,7 +131,7 @@ def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int) ->
         outs = net.allreduce([numbers((40, 50), rank) for rank in range(world)])
         assert len({out.tobytes() for out in outs}) == 1
         assert net.ledger.bytes_sent(0) == width * 3 * (40 + 50)
-        assert [(c.verb, c.lengths[0]) for c in net.log] == [("AllReduce", 120), ("AllReduce", 150)]
+        assert [(c.collective, c.lengths[0]) for c in net.log] == [("AllReduce", 120), ("AllReduce", 150)]
 
 
 def test_what_it_suits() -> None:

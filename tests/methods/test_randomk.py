@@ -100,7 +100,7 @@ def test_global_generators_are_untouched() -> None:
 def test_all_ranks_draw_the_same_places_and_send_no_index() -> None:
     net = Trial(hvdcompress.get("randomk", density=0.01), 4)
     net.allreduce([np.full(1000, rank + 1, np.float32) for rank in range(4)], "w")
-    assert [(c.verb, c.num_bytes) for c in net.log] == [("AllReduce", (40,) * 4)]
+    assert [(c.collective, c.num_bytes) for c in net.log] == [("AllReduce", (40,) * 4)]
     assert set(net.allreduce([np.ones(1000, np.float32)] * 4, "v")[0].tolist()) == {0, 1}
 
 

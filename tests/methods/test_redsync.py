@@ -135,7 +135,7 @@ def test_trimmed_is_topk_in_every_step() -> None:
 
 
 class Counting:
-    """The array verbs, with the sizes of the vectors whose mean magnitude was asked for: a search begins with it."""
+    """The array ops, with the sizes of the vectors whose mean magnitude was asked for: a search begins with it."""
 
     def __init__(self) -> None:
         self.searches: list[int] = []

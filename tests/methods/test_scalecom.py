@@ -75,7 +75,7 @@ def test_beside_an_independent_oracle(world: int, n: int, density: float, beta: 
 def places(net: Trial) -> np.ndarray:
     """Return the positions that the last step of tensor w sent, from the broadcast's bytes."""
     method, worker = net.plan.program.main, net.ranks[0]
-    sent = next(c for c in reversed(net.log) if c.verb == "Broadcast").sent[0]
+    sent = next(c for c in reversed(net.log) if c.collective == "Broadcast").sent[0]
     return method.unpack(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec, net.ops)
 
 
@@ -84,7 +84,7 @@ def test_leader_is_step_modulo_world(world: int) -> None:
     net = Trial(hvdcompress.get("scalecom", density=0.1), world)
     for step in range(9):
         net.allreduce([numbers((50,), rank, step) for rank in range(world)], "w")
-    assert [c.root for c in net.log if c.verb == "Broadcast"] == [step % world for step in range(9)]
+    assert [c.root for c in net.log if c.collective == "Broadcast"] == [step % world for step in range(9)]
 
 
 def test_leader_counter_is_in_the_checkpoint() -> None:
@@ -106,7 +106,7 @@ def test_leader_does_not_move_on_at_an_abandoned_step() -> None:
     bad[2][7] = np.nan
     net.allreduce(bad, "w")
     net.allreduce([numbers((50,), rank) for rank in range(3)], "w")
-    assert [c.root for c in net.log if c.verb == "Broadcast"] == [0, 1, 1]
+    assert [c.root for c in net.log if c.collective == "Broadcast"] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("select", ["chunk", "exact"])
@@ -170,7 +170,7 @@ def test_an_index_costs_log2_of_the_chunk(density: float, bits: int) -> None:
     net.allreduce([numbers((n,), rank) for rank in range(2)], "w")
     broadcast, reduce = net.log
     assert broadcast.num_bytes == (4 * -(-k * bits // 32),) * 2
-    assert (reduce.verb, reduce.num_bytes) == ("AllReduce", (4 * k, 4 * k))
+    assert (reduce.collective, reduce.num_bytes) == ("AllReduce", (4 * k, 4 * k))
 
 
 @pytest.mark.parametrize("select", ["exact", "chunk"])
@@ -191,7 +191,7 @@ def test_rate_of_a_hundred() -> None:
     for select, bits in (("chunk", 7), ("exact", 9)):
         net = Loopback("scalecom", world=2, density=1 / 128, select=select)
         net.allreduce([numbers((128 * 320,), rank) for rank in range(2)])
-        np.testing.assert_allclose(net.ledger.rate(0), 128 * 32 / (32 + bits), rtol=5e-3)
+        np.testing.assert_allclose(net.ledger.compression_ratio(0), 128 * 32 / (32 + bits), rtol=5e-3)
 
 
 def test_the_papers_settings() -> None:

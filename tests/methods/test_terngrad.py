@@ -62,7 +62,7 @@ def test_bytes_by_the_formula(world: int, width: int) -> None:
         net = Trial(hvdcompress.get("terngrad"), world)
         net.allreduce([numbers((n,), rank) for rank in range(world)], "w")
         assert net.ledger.bytes_sent(0) == 4 + 4 * math.ceil(n / (32 // width))
-        assert [(c.verb, c.op, c.dtypes[0], c.lengths[0]) for c in net.log] == [
+        assert [(c.collective, c.op, c.dtypes[0], c.lengths[0]) for c in net.log] == [
             ("AllReduce", "max", "float32", 1),
             ("AllReduce", "sum", "int32", math.ceil(n / (32 // width))),
         ]

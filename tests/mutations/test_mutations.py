@@ -141,15 +141,15 @@ def duplicates_are_dropped(patch: Patch) -> None:
 
 
 def one_ranks_leader_is_off_by_one(patch: Patch) -> None:
-    _turn_leader(patch, lambda verb, ctx: (verb.root + (ctx.rank == 1)) % ctx.world)
+    _turn_leader(patch, lambda collective, ctx: (collective.root + (ctx.rank == 1)) % ctx.world)
 
 
 def every_ranks_leader_is_off_by_one(patch: Patch) -> None:
-    _turn_leader(patch, lambda verb, ctx: (verb.root + 1) % ctx.world)
+    _turn_leader(patch, lambda collective, ctx: (collective.root + 1) % ctx.world)
 
 
 def leader_is_always_rank_0(patch: Patch) -> None:
-    _turn_leader(patch, lambda verb, ctx: 0)
+    _turn_leader(patch, lambda collective, ctx: 0)
 
 
 def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
@@ -158,12 +158,14 @@ def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
 
     def turned(self: Method, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         inner = exchange(self, x, state, ctx, work)
-        verb = next(inner)
+        collective = next(inner)
         while True:
-            verb = replace(verb, root=root(verb, ctx)) if isinstance(verb, Broadcast) else verb
-            result = yield verb
+            collective = (
+                replace(collective, root=root(collective, ctx)) if isinstance(collective, Broadcast) else collective
+            )
+            result = yield collective
             try:
-                verb = inner.send(result)
+                collective = inner.send(result)
             except StopIteration as stop:
                 return stop.value
 
@@ -194,7 +196,7 @@ def last_value_is_lost(patch: Patch) -> None:
 
 
 def top_k_otherwise(patch: Patch, top_k: Callable[[Any, int], Any]) -> None:
-    """All verbs that select the largest do it like this."""
+    """All ops that select the largest do it like this."""
 
     def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> Any:
         chosen = [top_k(each.values, k) for each, k in zip(candidates, counts, strict=True)]
@@ -341,7 +343,7 @@ def broadcasts_are_not_counted(patch: Patch) -> None:
     sent = Ledger.sent
 
     def skip(self: Ledger, rank: int, name: str, what: Sent) -> None:
-        if what.verb != "Broadcast":
+        if what.collective != "Broadcast":
             sent(self, rank, name, what)
 
     patch.setattr(Ledger, "sent", skip)

@@ -21,11 +21,11 @@ from hvdcompress.parts import matrices
 FFT = type(hvdcompress.get("fft"))
 
 
-def everywhere(patch: Patch, verb: str, other: Callable[..., Any]) -> None:
-    """Put another function in a verb's place, in the reference and where the reference itself uses it."""
+def everywhere(patch: Patch, op: str, other: Callable[..., Any]) -> None:
+    """Put another function in an op's place, in the reference and where the reference itself uses it."""
     for module in (reference, spectra, arithmetic):
-        if hasattr(module, verb):
-            patch.setattr(module, verb, other)
+        if hasattr(module, op):
+            patch.setattr(module, op, other)
 
 
 # -- range float ------------------------------------------------------------------------------------------------

@@ -29,15 +29,15 @@ def suite(id: str, *checks: Check, **options: Any) -> Guard:
     return lambda: check_method(method, worlds=(3,), sizes=(97,), steps=6, ops=reference, checks=checks)
 
 
-def both(patch: Patch, verb: str, change: Callable[..., Any]) -> None:
-    """Put ``change(old, *arguments)`` in a verb's place, in the reference and in the CPU drivers' backend."""
+def both(patch: Patch, op: str, change: Callable[..., Any]) -> None:
+    """Put ``change(old, *arguments)`` in an op's place, in the reference and in the CPU drivers' backend."""
     for ops in (reference, fast):
-        old = getattr(ops, verb)
-        patch.setattr(ops, verb, lambda *args, old=old, **more: change(old, *args, **more))
+        old = getattr(ops, op)
+        patch.setattr(ops, op, lambda *args, old=old, **more: change(old, *args, **more))
 
 
 def changed(patch: Patch, id: str, change: Callable[..., Any]) -> None:
-    """Put ``change(verb, ctx)`` in the place of each verb that a method yields."""
+    """Put ``change(collective, ctx)`` in the place of each collective that a method yields."""
     cls = type(hvdcompress.get(id))
     exchange = cls.exchange
 
@@ -46,10 +46,10 @@ def changed(patch: Patch, id: str, change: Callable[..., Any]) -> None:
         result = None
         while True:
             try:
-                verb = inner.send(result)
+                collective = inner.send(result)
             except StopIteration as stop:
                 return stop.value
-            result = yield change(verb, ctx)
+            result = yield change(collective, ctx)
 
     patch.setattr(cls, "exchange", turned)
 
@@ -106,7 +106,7 @@ def fp16_is_made_small_as_well(patch: Patch) -> None:
 
 
 def p_is_not_summed(patch: Patch) -> None:
-    changed(patch, "powersgd", lambda verb, ctx: replace(verb, x=verb.x * (ctx.rank == 0)))
+    changed(patch, "powersgd", lambda collective, ctx: replace(collective, x=collective.x * (ctx.rank == 0)))
 
 
 # -- GradiVeQ -----------------------------------------------------------------------------------------------------
@@ -179,7 +179,11 @@ def every_rank_makes_its_own_basis(patch: Patch) -> None:
 
 
 def root_is_each_rank_itself(patch: Patch) -> None:
-    changed(patch, "gradiveq", lambda verb, ctx: replace(verb, root=ctx.rank) if isinstance(verb, Broadcast) else verb)
+    changed(
+        patch,
+        "gradiveq",
+        lambda collective, ctx: replace(collective, root=ctx.rank) if isinstance(collective, Broadcast) else collective,
+    )
 
 
 def axes_are_height_first_but_depth_last(patch: Patch) -> None:
@@ -194,13 +198,15 @@ def one_dense_step_too_few(patch: Patch) -> None:
 def ends_of_slices_are_lost(patch: Patch) -> None:
     size = type(hvdcompress.get("gradiveq")).slice_of  # type: ignore[attr-defined]
 
-    def zeros(verb: Any, ctx: Any) -> Any:
+    def zeros(collective: Any, ctx: Any) -> Any:
         rest = ctx.spec.size % size(
             hvdcompress.get("gradiveq", **test_gradiveq.SHORT | {"slice_elements": 20}), ctx.spec
         )
-        if not isinstance(verb, AllReduce) or len(verb.x) == ctx.spec.size:
-            return verb
-        return replace(verb, x=np.concatenate([verb.x[: len(verb.x) - rest], np.zeros(rest, np.float32)]))
+        if not isinstance(collective, AllReduce) or len(collective.x) == ctx.spec.size:
+            return collective
+        return replace(
+            collective, x=np.concatenate([collective.x[: len(collective.x) - rest], np.zeros(rest, np.float32)])
+        )
 
     changed(patch, "gradiveq", zeros)
 

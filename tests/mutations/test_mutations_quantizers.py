@@ -53,11 +53,11 @@ def streams_are_one(patch: Patch) -> None:
 
 
 def _drawn(patch: Patch, change: Callable[[Any], Any]) -> None:
-    """The reference's random numbers are changed, and the compiled verb gives way to it."""
+    """The reference's random numbers are changed, and the compiled op gives way to it."""
     uniform = codes.uniform
     patch.setattr(codes, "uniform", lambda *rest: change(uniform(*rest)))
-    for verb in ("quantize", "quantize_max", "quantize_fields"):
-        patch.setattr(f"{FAST}.{verb}", getattr(reference, verb))
+    for op in ("quantize", "quantize_max", "quantize_fields"):
+        patch.setattr(f"{FAST}.{op}", getattr(reference, op))
 
 
 def levels_are_rounded_to_nearest(patch: Patch) -> None:
@@ -73,7 +73,7 @@ def random_numbers_stop_short_of_one(patch: Patch) -> None:
 
 
 def _unfused_signs(patch: Patch) -> None:
-    """The pass that finds signs and mean of a sum asks the verbs that find them alone."""
+    """The pass that finds signs and mean of a sum asks the ops that find them alone."""
     for ops in (fast, reference):
         accumulate = ops.accumulate
 
@@ -103,14 +103,14 @@ def _norms(patch: Patch, change: Callable[..., Any]) -> None:
 
     _unfused_signs(patch)
     found = {ops: ops.bucket_norms for ops in (fast, reference)}
-    for ops, verb in found.items():
-        patch.setattr(ops, "bucket_norms", lambda *rest, verb=verb: change(verb, *rest))
+    for ops, op in found.items():
+        patch.setattr(ops, "bucket_norms", lambda *rest, op=op: change(op, *rest))
         patch.setattr(ops, "quantize_max", lambda *rest, ops=ops: quantize_max(ops, *rest))
 
 
 def one_norm_for_the_whole_tensor(patch: Patch) -> None:
-    def same(verb: Any, x: Any, bucket: int, norm: str) -> Any:
-        norms = verb(x, bucket, norm)
+    def same(op: Any, x: Any, bucket: int, norm: str) -> Any:
+        norms = op(x, bucket, norm)
         return np.full_like(norms, norms.max(initial=0))
 
     _norms(patch, same)
@@ -119,26 +119,26 @@ def one_norm_for_the_whole_tensor(patch: Patch) -> None:
 def norms_are_rounded_down(patch: Patch) -> None:
     """To bfloat16 by cutting bits off: the largest values exceed them."""
 
-    def cut(verb: Any, *rest: Any) -> Any:
-        return (verb(*rest).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    def cut(op: Any, *rest: Any) -> Any:
+        return (op(*rest).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
     _norms(patch, cut)
 
 
 def l2_norms_overflow(patch: Patch) -> None:
-    def narrow(verb: Any, x: Any, bucket: int, norm: str) -> Any:
+    def narrow(op: Any, x: Any, bucket: int, norm: str) -> Any:
         starts = np.arange(0, x.size, max(1, min(bucket, x.size)))
         with np.errstate(over="ignore"):
-            return np.sqrt(np.add.reduceat(x * x, starts)) if x.size and norm == "l2" else verb(x, bucket, norm)
+            return np.sqrt(np.add.reduceat(x * x, starts)) if x.size and norm == "l2" else op(x, bucket, norm)
 
     _norms(patch, narrow)
 
 
 def means_are_summed_in_float32(patch: Patch) -> None:
-    def narrow(verb: Any, x: Any, bucket: int, norm: str) -> Any:
+    def narrow(op: Any, x: Any, bucket: int, norm: str) -> Any:
         with np.errstate(over="ignore"):
             mean = np.cumsum(np.abs(x), dtype=np.float32)[-1:] / np.float32(max(x.size, 1))
-        return mean if norm == "mean" else verb(x, bucket, norm)
+        return mean if norm == "mean" else op(x, bucket, norm)
 
     _norms(patch, narrow)
 
@@ -231,9 +231,9 @@ def scalers_are_ones_own(patch: Patch) -> None:
 
     def unshared(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
         steps = exchange(self, x, state, ctx, work)
-        verb = next(steps)
-        yield verb
-        words = yield steps.send(verb.x)
+        collective = next(steps)
+        yield collective
+        words = yield steps.send(collective.x)
         try:
             steps.send(words)
         except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""What the tests of the array verbs share: data, arrays of every backend, and the registry of calls to compare."""
+"""What the tests of the array ops share: data, arrays of every backend, and the registry of calls to compare."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SPECIAL = [*SMALL, 6e-8, 6.1e-5, 0.1, -0.1, 1.0, -1.0, 65504.0, 65520.0, *LARGE]
 finite = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_nan=False, allow_infinity=False))
 
 
-def verbs() -> set[str]:
-    """The names of the array verbs."""
-    return {name for name, verb in vars(Ops).items() if inspect.isfunction(verb) and name[0] != "_"}
+def op_names() -> set[str]:
+    """The names of the array ops."""
+    return {name for name, op in vars(Ops).items() if inspect.isfunction(op) and name[0] != "_"}
 
 
 def key(number: int) -> np.ndarray:
@@ -84,11 +84,11 @@ Call = Callable[[Any, Put, np.ndarray, np.ndarray], Any]
 CALLS: dict[str, list[Call]] = {}
 
 
-def call(verb: str) -> Callable[[Call], Call]:
-    """Registers one way of calling a verb with two float32 vectors of equal length."""
+def call(op: str) -> Callable[[Call], Call]:
+    """Registers one way of calling an op with two float32 vectors of equal length."""
 
     def register(function: Call) -> Call:
-        CALLS.setdefault(verb, []).append(function)
+        CALLS.setdefault(op, []).append(function)
         return function
 
     return register
@@ -109,15 +109,15 @@ def numbers(x: np.ndarray, width: int) -> np.ndarray:
 
 
 def compare(ops: Any, x: np.ndarray, residual: np.ndarray) -> None:
-    """All calls of all verbs on two vectors, under ``ops`` and under the reference."""
+    """All calls of all ops on two vectors, under ``ops`` and under the reference."""
     differ = []
     with np.errstate(all="ignore"):  # Inf is a result like another here
-        for verb, functions in CALLS.items():
+        for op, functions in CALLS.items():
             for number, function in enumerate(functions):
                 put = Put(ops)
                 expected, result = function(reference, Put(reference), x, residual), function(ops, put, x, residual)
                 if get(result) != get(expected):
-                    differ.append(f"{verb}, call {number}: {result} instead of {expected}")
+                    differ.append(f"{op}, call {number}: {result} instead of {expected}")
                 put.check()
     assert not differ, "\n".join(differ)
 

@@ -1,4 +1,4 @@
-"""Every backend's verbs are those of the spec, and give the reference's results to the bit."""
+"""Every backend's ops are those of the spec, and give the reference's results to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import BACKENDS, CALLS, Put, compare, finite, get, host, vector, verbs
+from comparing import BACKENDS, CALLS, Put, compare, finite, get, host, op_names, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,27 +35,27 @@ def test_backends_are_those_in_the_folder() -> None:
     assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(BACKENDS)
 
 
-def test_backends_have_the_verbs_of_the_spec_and_no_others(backend: Any) -> None:
-    assert list(backend.__all__) == sorted(verbs())
+def test_backends_have_the_ops_of_the_spec_and_no_others(backend: Any) -> None:
+    assert list(backend.__all__) == sorted(op_names())
     functions = {name for name, f in inspect.getmembers(backend, inspect.isfunction) if name[0] != "_"}
-    assert functions == verbs()
+    assert functions == op_names()
 
 
-def test_verbs_take_the_arguments_of_the_spec(backend: Any) -> None:
+def test_ops_take_the_arguments_of_the_spec(backend: Any) -> None:
     """mypy checks their number and types, in ``ops/__init__.py``, but neither names nor defaults."""
 
     def arguments(function: Any) -> list[Any]:
         return [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
 
-    for verb in verbs():
-        assert arguments(getattr(backend, verb)) == arguments(getattr(Ops, verb))[1:], verb
+    for op in op_names():
+        assert arguments(getattr(backend, op)) == arguments(getattr(Ops, op))[1:], op
 
 
-def test_verbs_are_documented_in_the_spec_and_there_only(backend: Any) -> None:
-    for verb in verbs():
-        told = inspect.getdoc(getattr(Ops, verb)) or ""
-        assert re.match(r"[A-Z].*\.", told), f"Ops.{verb} has no sentence that says what it does"
-        assert len((getattr(backend, verb).__doc__ or "").splitlines()) <= 1, f"{verb} is documented in ops/spec.py"
+def test_ops_are_documented_in_the_spec_and_there_only(backend: Any) -> None:
+    for op in op_names():
+        told = inspect.getdoc(getattr(Ops, op)) or ""
+        assert re.match(r"[A-Z].*\.", told), f"Ops.{op} has no sentence that says what it does"
+        assert len((getattr(backend, op).__doc__ or "").splitlines()) <= 1, f"{op} is documented in ops/spec.py"
 
 
 def test_ops_import_nothing_of_the_package_but_ops() -> None:
@@ -88,13 +88,13 @@ def test_backends_do_not_import_each_other() -> None:
 # -- the reference's results --------------------------------------------------------------------------------------
 
 
-def test_every_verb_is_compared() -> None:
-    assert CALLS.keys() == verbs()
+def test_every_op_is_compared() -> None:
+    assert CALLS.keys() == op_names()
 
 
 @settings(max_examples=8)
 @given(pairs=st.lists(st.tuples(finite, finite), max_size=40))
-def test_verbs_on_any_floats(native: Any, pairs: list[tuple[float, float]]) -> None:
+def test_ops_on_any_floats(native: Any, pairs: list[tuple[float, float]]) -> None:
     x, residual = np.array(pairs, np.float32).reshape(-1, 2).T
     compare(native, np.ascontiguousarray(x), np.ascontiguousarray(residual))
 
@@ -112,12 +112,12 @@ TELLING = {0: ("normal",), 1: ("normal", "special"), 2: ("ties", "special"), 102
         for kind in KINDS
     ],
 )
-def test_verbs_on_vectors(native: Any, kind: str, n: int) -> None:
+def test_ops_on_vectors(native: Any, kind: str, n: int) -> None:
     compare(native, vector(kind, n), vector(kind, n, seed=1))
 
 
 @pytest.mark.parametrize("kind,n", [("heavy", 1), ("special", 515), pytest.param("ties", 2100, marks=pytest.mark.slow)])
-def test_triton_verbs_on_vectors(kind: str, n: int) -> None:
+def test_triton_ops_on_vectors(kind: str, n: int) -> None:
     """Of one program and of several, of equal magnitudes in several."""
     pytest.importorskip("triton")
     triton_ops = importlib.import_module("hvdcompress.ops.triton")
@@ -152,9 +152,9 @@ def test_unusual_memory_goes_to_the_reference() -> None:
     frozen.flags.writeable = False
     unaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
     for unusual in (frozen, x[::2], x.astype(np.float64), unaligned):
-        for verb, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("max_abs", ())):
-            found = getattr(numba_ops, verb)(unusual, *arguments)
-            assert get(found) == get(getattr(reference, verb)(unusual, *arguments)), verb
+        for op, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("max_abs", ())):
+            found = getattr(numba_ops, op)(unusual, *arguments)
+            assert get(found) == get(getattr(reference, op)(unusual, *arguments)), op
 
 
 def test_lengths_that_differ_are_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The verbs of ``arithmetic.py``: add, subtract and write dense and sparse vectors."""
+"""The ops of ``arithmetic.py``: add, subtract and write dense and sparse vectors."""
 
 from __future__ import annotations
 
@@ -261,8 +261,8 @@ def test_sums_of_many_ranks_are_added_in_rank_order(backend: Any) -> None:
     assert get(out) == get(expected)
 
 
-@pytest.mark.parametrize("verb", ["write", "merge"])
-def test_torch_adds_no_index_twice_at_once(monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+@pytest.mark.parametrize("op", ["write", "merge"])
+def test_torch_adds_no_index_twice_at_once(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
     """A device would do it in any order, or one of them would be lost."""
     torch, ops = pytest.importorskip("torch"), importlib.import_module("hvdcompress.ops.torch")
     calls, add = [], ops.arithmetic._add_at
@@ -275,7 +275,7 @@ def test_torch_adds_no_index_twice_at_once(monkeypatch: pytest.MonkeyPatch, verb
     monkeypatch.setattr("hvdcompress.ops.torch.arithmetic._add_at", watch)
     index = torch.tensor([0, 2, 5, 5, 5, 2, 5, 7, 0, 1, 2, 2])
     values = torch.tensor([1.0, 2, 3, 0, 0, 4, 5, 6, 7, 8, 9, 0])
-    if verb == "write":
+    if op == "write":
         ops.write(torch.ones(8), Sparse(index, values), 1.0)
         assert calls == [5, 3, 1]  # the third for index 2, which three ranks sent
     else:

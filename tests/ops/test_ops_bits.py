@@ -1,4 +1,4 @@
-"""The verbs of ``bits.py``: numbers of a few bits, and bitmaps."""
+"""The ops of ``bits.py``: numbers of a few bits, and bitmaps."""
 
 from __future__ import annotations
 

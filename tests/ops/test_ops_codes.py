@@ -1,4 +1,4 @@
-"""The verbs of ``codes.py``: random numbers, random rounding to levels, signs, and fields that add."""
+"""The ops of ``codes.py``: random numbers, random rounding to levels, signs, and fields that add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs of ``floats.py``: 16-bit floats and range floats (more on these in ``tests/parts/test_rangefloat.py``)."""
+"""The ops of ``floats.py``: 16-bit floats and range floats (more on these in ``tests/parts/test_rangefloat.py``)."""
 
 from __future__ import annotations
 

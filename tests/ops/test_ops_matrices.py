@@ -1,4 +1,4 @@
-"""The verbs of ``matrices.py``: layouts, products, orthonormal rows and principal components."""
+"""The ops of ``matrices.py``: layouts, products, orthonormal rows and principal components."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ for count in (1, 2, 3, 4, 5, 9):
 call("write")(lambda o, put, x, r: written(o, put, tame(x, 2, 3), tame(r, 2, 2000), 2, 1.0))  # beyond a block
 for count in (1, 2, 3):
     call("combine")(lambda o, put, x, r, c=count: o.combine(put(tame(r, 12)[: 4 * c]), put(tame(x, 4)), 4))
-for verb in ("matmul", "matmul_transposed", "orthonormalise", "principal"):
-    call(verb)(lambda o, put, x, r: None)  # to rounding only: below
+for op in ("coordinates", "matmul", "matmul_transposed", "orthonormalise", "principal"):
+    call(op)(lambda o, put, x, r: None)  # to rounding, or not by every backend: below
 
 
 # -- the definitions, in float64 ----------------------------------------------------------------------------------

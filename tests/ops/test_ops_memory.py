@@ -1,4 +1,4 @@
-"""The verbs of ``memory.py``: make, view and rearrange arrays."""
+"""The ops of ``memory.py``: make, view and rearrange arrays."""
 
 from __future__ import annotations
 

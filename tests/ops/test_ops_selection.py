@@ -1,4 +1,4 @@
-"""The verbs of ``selection.py``: choose elements by magnitude."""
+"""The ops of ``selection.py``: choose elements by magnitude."""
 
 from __future__ import annotations
 

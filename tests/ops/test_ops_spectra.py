@@ -1,4 +1,4 @@
-"""The verbs of ``spectra.py``: blockwise Fourier transforms."""
+"""The ops of ``spectra.py``: blockwise Fourier transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs of ``statistics.py``: numbers about an array."""
+"""The ops of ``statistics.py``: numbers about an array."""
 
 from __future__ import annotations
 

@@ -31,15 +31,15 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
     threads._pool.cache_clear()
 
 
-@pytest.mark.parametrize("verb", sorted(CALLS))
+@pytest.mark.parametrize("op", sorted(CALLS))
 @pytest.mark.parametrize("n", [2 * 65536 + 1, 3 * 4096 + 77])
-def test_results_do_not_depend_on_the_number_of_threads(cores: Any, verb: str, n: int) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(cores: Any, op: str, n: int) -> None:
     rng = np.random.default_rng(n)
     x, y = (rng.standard_t(3, n).astype(np.float32) for _ in range(2))
     results = []
     for number in (1, 3):
         cores(number)
-        results.append([get(call(ops, Put(ops), x.copy(), y.copy())) for call in CALLS[verb]])
+        results.append([get(call(ops, Put(ops), x.copy(), y.copy())) for call in CALLS[op]])
     assert results[0] == results[1]
 
 

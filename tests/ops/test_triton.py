@@ -67,7 +67,7 @@ def type_of(argument: Any) -> str:
 
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every kernel with every combination of dtypes and flags that the verbs launch it with; one of each width."""
+    """Every kernel with every combination of dtypes and flags that the ops launch it with; one of each width."""
     found: dict[Any, Any] = {}
 
     def note(kernel: Any, programs: int, like: Any, *arguments: Any, **constants: Any) -> None:
@@ -82,9 +82,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(f"hvdcompress.ops.triton.{subject}.launch", note)
     x = vector("normal", 9)
     with np.errstate(all="ignore"):
-        for verb in triton_ops.__all__:
-            if inspect.getmodule(getattr(triton_ops, verb)).__name__.startswith(triton_ops.__name__):
-                for function in CALLS[verb]:
+        for op in triton_ops.__all__:
+            if inspect.getmodule(getattr(triton_ops, op)).__name__.startswith(triton_ops.__name__):
+                for function in CALLS[op]:
                     function(triton_ops, Put(triton_ops), x, x[::-1].copy())
     triton_ops.moments(tensor(x))  # the calls that are compared do nothing: only to rounding
     for key in (None, np.array([5], np.uint32)):
@@ -142,8 +142,8 @@ def test_unusual_memory_goes_to_torch() -> None:
     for array in (tensor(twice)[::2], tensor(x[:0])):
         given = host(array)
         assert get(triton_ops.to_bf16(array)) == get(general.to_bf16(array))
-        for verb, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("moments", ())):
-            assert get(getattr(triton_ops, verb)(array, *arguments)) == get(getattr(reference, verb)(given, *arguments))
+        for op, arguments in (("top_k", (20,)), ("chunk_argmax", (7,)), ("count_above", (0.5,)), ("moments", ())):
+            assert get(getattr(triton_ops, op)(array, *arguments)) == get(getattr(reference, op)(given, *arguments))
         norms = torch.full((1,), 4.0, device=DEVICE)
         found = triton_ops.quantize(array, norms, 1000, 4, key)
         assert get(found) == get(reference.quantize(given, host(norms), 1000, 4, key))
@@ -223,7 +223,7 @@ def test_methods_send_the_reference_s_bytes(method: str) -> None:
     assert trials[0].log == trials[1].log
 
 
-# -- which verbs serve --------------------------------------------------------------------------------------------
+# -- which ops serve --------------------------------------------------------------------------------------------
 
 
 def test_cuda_tensors_get_triton() -> None:

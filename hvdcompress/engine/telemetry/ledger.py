@@ -5,7 +5,7 @@ included). ``bytes_on_wire`` is what the rank transmits when the collectives run
 shows only there, as a gathered payload is passed on p − 1 times.
 
 =========== ============== ===============================================
-verb        sent           on the wire
+collective        sent           on the wire
 =========== ============== ===============================================
 all-reduce  m              2·(p − 1)/p · m
 all-gather  own m          Σ over ranks of m, less the successor's own
@@ -62,15 +62,15 @@ class Ledger(Observer):
     def sent(self, rank: int, name: str, what: Sent) -> None:
         """One collective."""
         p = self.world
-        if what.verb in ("AllReduce", "Broadcast"):
+        if what.collective in ("AllReduce", "Broadcast"):
             wire = 2 * (p - 1) / p * what.num_bytes
-        elif what.verb == "AllToAll":
+        elif what.collective == "AllToAll":
             wire = what.num_bytes - what.splits[rank] if what.splits else (p - 1) / p * what.num_bytes
-        elif what.verb == "AllGather":
+        elif what.collective == "AllGather":
             lengths = what.lengths
             wire = sum(lengths) - lengths[(rank + 1) % p] if lengths else (p - 1) * what.num_bytes
         else:
-            raise KeyError(what.verb)
+            raise KeyError(what.collective)
         for entry in (self._ranks[rank], self._tensors[rank, name]):
             entry.sent += what.num_bytes
             entry.on_wire += wire
@@ -116,7 +116,7 @@ class Ledger(Observer):
         """Bytes of the gradients themselves, in their own dtype."""
         return self._ranks[self._rank(rank)].dense
 
-    def rate(self, rank: int | None = None) -> float:
+    def compression_ratio(self, rank: int | None = None) -> float:
         """Dense bytes / bytes sent. NaN before anything was sent; one rank alone never sends, and is told so."""
         sent = self.bytes_sent(rank)
         if self.world == 1 and not sent:

@@ -14,13 +14,13 @@ LOGGER = logging.getLogger("hvdcompress")
 
 
 class RoundLog(Observer):
-    """Writes a line per round: tensor, method, round, verb, bytes, milliseconds, rank."""
+    """Writes a line per round: tensor, method, round, collective, bytes, milliseconds, rank."""
 
     def answered(self, rank: int, name: str, what: Answer) -> None:
         """Write the line."""
         LOGGER.debug(
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
-            rank, name, what.method, what.round, what.verb, what.num_bytes, 1e3 * what.seconds,
+            rank, name, what.method, what.round, what.collective, what.num_bytes, 1e3 * what.seconds,
         )  # fmt: skip
 
 

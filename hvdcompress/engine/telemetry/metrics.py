@@ -33,7 +33,7 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
     seconds = ledger.seconds(rank)
     kept = [each.residual for each in groups if each.residual is not None]
     found = {
-        "ratio": ledger.rate(rank),
+        "ratio": ledger.compression_ratio(rank),
         "sent_bytes": float(ledger.bytes_sent(rank)),
         "wire_bytes": float(ledger.bytes_on_wire(rank)),
         "codec_seconds": seconds["select"],

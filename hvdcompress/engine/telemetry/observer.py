@@ -12,7 +12,7 @@ class Sent(NamedTuple):
     """A payload that was handed to a collective.
 
     Attributes:
-        verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+        collective: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
         payload: what was handed over; None for a broadcast of another rank, for a driver's own probe, and for a
             gradient that TensorFlow hands to Horovod itself.
         num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
@@ -20,7 +20,7 @@ class Sent(NamedTuple):
         splits: of an all-to-all of unequal pieces, the bytes for each rank.
     """
 
-    verb: str
+    collective: str
     payload: Array | None
     num_bytes: int
     lengths: Sequence[int] | None = None
@@ -33,14 +33,14 @@ class Answer(NamedTuple):
     Attributes:
         method: the method's id.
         round: which collective of the exchange it was, from 0.
-        verb: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
+        collective: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
         num_bytes: what this rank handed over; of a broadcast, what the root did.
         seconds: from when the method asked until it was given the result: a rank may do other work meanwhile.
     """
 
     method: str
     round: int
-    verb: str
+    collective: str
     num_bytes: int
     seconds: float
 

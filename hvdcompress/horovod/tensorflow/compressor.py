@@ -273,12 +273,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
         # Horovod keeps of a name what follows its last slash
         tensor = re.sub(r"[^A-Za-z0-9_.-]", lambda found: f"_{ord(found[0]):x}", bucket.spec.name.replace("/", "."))
-        name = f"{self.prefix}.{tensor}.round{number}.{planned.verb}"
+        name = f"{self.prefix}.{tensor}.round{number}.{planned.collective}"
         for part in payload:
             part.set_shape([None])
-        if planned.verb == "AllGather":
+        if planned.collective == "AllGather":
             return mpi_ops.allgather(payload[0], name, ignore_name_scope=True, process_set=self.process_set)
-        if planned.verb == "AllToAll":
+        if planned.collective == "AllToAll":
             return mpi_ops.alltoall(*payload, name, ignore_name_scope=True, process_set=self.process_set)[0]
         op = hvd.Max if planned.op == "max" else hvd.Sum
         return mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
@@ -498,8 +498,8 @@ def _work(bucket: Bucket) -> tf.DType:
 
 def _dtypes(planned: Round) -> list[tf.DType]:
     """What a collective is given: its payload and, of an all-to-all, how many bytes go to each rank."""
-    payload = tf.int32 if planned.verb == "Broadcast" else tf.as_dtype(planned.dtype)
-    return [payload, tf.int32] if planned.verb == "AllToAll" else [payload]
+    payload = tf.int32 if planned.collective == "Broadcast" else tf.as_dtype(planned.dtype)
+    return [payload, tf.int32] if planned.collective == "AllToAll" else [payload]
 
 
 def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:

@@ -31,7 +31,7 @@ from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState, Turn
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
-from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Verb
+from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
 from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket
 
@@ -150,7 +150,7 @@ class Segments:
             failed = float(name in self.errors)
             stock = pool.empty((piggyback or 0) + PROBE, np.float32)
             if piggyback is not None:
-                stock[:piggyback] = 0 if failed else exchange.verb.x  # type: ignore[union-attr]
+                stock[:piggyback] = 0 if failed else exchange.collective.x  # type: ignore[union-attr]
             flags = float(not finite), float(asks), failed, failed * (rank + 1)
             stock[-PROBE:] = 1.0 / p, (rank + 1.0) / p**2, *flags
             self._sent(name, Sent("AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes))
@@ -174,18 +174,18 @@ class Segments:
             name = bucket.spec.name
             exchange = self.exchanges.get(name)
             try:
-                if name in self.errors or exchange is None or exchange.verb is None:
+                if name in self.errors or exchange is None or exchange.collective is None:
                     raise self.errors.get(name) or RuntimeError(f"tensor {name!r} has no collective left to do")
-                verb = exchange.verb
-                if (found := round_of(verb)) != planned:
+                collective = exchange.collective
+                if (found := round_of(collective)) != planned:
                     raise RuntimeError(f"method {exchange.setup.method.id!r} asks for {found}, planned was {planned}")
-                payload, splits = self._outgoing(name, verb)
+                payload, splits = self._outgoing(name, collective)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
                 self.errors[name] = error
                 payload = self._nothing(bucket, number, planned)
                 splits = None
-            if planned.verb != "AllToAll":
+            if planned.collective != "AllToAll":
                 return [payload]
             equal = [len(payload) // self.local.world] * self.local.world
             return [payload, np.array(splits or equal, np.int32)]
@@ -198,8 +198,8 @@ class Segments:
                 return
             try:
                 exchange = self.exchanges[name]
-                assert exchange.verb is not None
-                exchange.resume(self._incoming(name, exchange.verb, result))
+                assert exchange.collective is not None
+                exchange.resume(self._incoming(name, exchange.collective, result))
             except Exception as error:
                 self.errors[name] = error
 
@@ -282,30 +282,30 @@ class Segments:
         self._asking[exchange.name] = self._asked
         return self._carried.get(exchange.name, 0) < self._asked
 
-    def _outgoing(self, name: str, verb: Verb) -> tuple[Array, tuple[int, ...] | None]:
-        """A verb's payload as it goes into Horovod, and of an all-to-all the bytes for each rank.
+    def _outgoing(self, name: str, collective: Collective) -> tuple[Array, tuple[int, ...] | None]:
+        """A collective's payload as it goes into Horovod, and of an all-to-all the bytes for each rank.
 
         Observers are told (of a gather when all lengths are known).
         """
-        request = lower(verb, self.local.rank, self.local.world, fast, np.zeros(0))
+        request = lower(collective, self.local.rank, self.local.world, fast, np.zeros(0))
         payload = np.ascontiguousarray(request.payload)
-        if isinstance(verb, Broadcast):
-            mine = self.local.rank == int(verb.root)
+        if isinstance(collective, Broadcast):
+            mine = self.local.rank == int(collective.root)
             self._sent(name, Sent("Broadcast", payload if mine else None, payload.nbytes))
-        elif not isinstance(verb, AllGather):
-            splits = verb.splits if isinstance(verb, AllToAll) else None
-            self._sent(name, Sent(type(verb).__name__, verb.x, verb.x.nbytes, splits=splits))
+        elif not isinstance(collective, AllGather):
+            splits = collective.splits if isinstance(collective, AllToAll) else None
+            self._sent(name, Sent(type(collective).__name__, collective.x, collective.x.nbytes, splits=splits))
         return payload, request.gives
 
-    def _incoming(self, name: str, verb: Verb, result: Array) -> Any:
+    def _incoming(self, name: str, collective: Collective, result: Array) -> Any:
         """A collective's result as the method expects it."""
         pieces: Sequence[int] = ()
-        if isinstance(verb, AllGather):
-            pieces = gathered_lengths(result, verb, self.local.world, fast)
-            self._sent(name, Sent("AllGather", verb.x, len(verb.x), pieces))
-        elif isinstance(verb, AllToAll):
-            pieces = verb.receives or [len(result) // self.local.world] * self.local.world
-        return lift(verb, result, pieces, fast)
+        if isinstance(collective, AllGather):
+            pieces = gathered_lengths(result, collective, self.local.world, fast)
+            self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
+        elif isinstance(collective, AllToAll):
+            pieces = collective.receives or [len(result) // self.local.world] * self.local.world
+        return lift(collective, result, pieces, fast)
 
     def _sent(self, name: str, what: Sent) -> None:
         for observer in self.local.observers:
@@ -313,13 +313,13 @@ class Segments:
 
     def _nothing(self, bucket: Bucket, number: int, planned: Round) -> Array:
         """A payload of zeros, as long as the other ranks', for a rank that failed."""
-        dtype = "int32" if planned.verb == "Broadcast" else planned.dtype
-        length = 0 if planned.verb == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
+        dtype = "int32" if planned.collective == "Broadcast" else planned.dtype
+        length = 0 if planned.collective == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
             turn = self.local.turn(bucket)
             with suppress(Exception):  # what failed here may fail there
                 length = lengths(turn.method, turn.phase, self.group.world, bucket.spec)[number]
-                length //= 4 if planned.verb == "Broadcast" else 1
+                length //= 4 if planned.collective == "Broadcast" else 1
         return np.zeros(length or 0, dtype)
 
     def _failed(self, name: str, error: Exception | None, failed: float, who: float) -> PeerError:

@@ -367,9 +367,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         with step.errors_wait:
             step.fill_missing()
             self._pass_on(arrivals)
-        step.say()
+        step.send_status()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
-            step.hear()
+            step.receive_status()
             if self.watchdog.on:
                 self.watchdog.meet(step.collectives.gather_text("watchdog", self._address))
 
@@ -434,7 +434,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         else:
             payload = None
             if ticket.carried:
-                payload = torch.as_tensor(ticket.carried.verb.x)  # type: ignore[union-attr]
+                payload = torch.as_tensor(ticket.carried.collective.x)  # type: ignore[union-attr]
             elif turn:  # the others' payloads may go along: match their length
                 length = turn.carried_elements()
                 where = ticket.gradient.device

@@ -58,8 +58,8 @@ class Link:
             line: bytes that pass one after the other, of all of them.
             world: the number of ranks.
         """
-        verb, _, partners = kind
-        return self.round + self.message * cost.messages(verb, lengths, world, partners) + 8 * line / self.rate
+        collective, _, partners = kind
+        return self.round + self.message * cost.messages(collective, lengths, world, partners) + 8 * line / self.rate
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Device(ABC):
     """Arrays of one library on one device."""
 
     ops: Ops
-    """The array verbs."""
+    """The array ops."""
     faults: bool = False
     """Whether page faults are counted."""
 
@@ -138,11 +138,11 @@ class Cpu(Device):
 
 
 class Tensors(Device):
-    """PyTorch's tensors, and verbs on them. On the CPU it is of use in tests alone.
+    """PyTorch's tensors, and the array ops on them. On the CPU it is of use in tests alone.
 
     Args:
         where: the tensors' device.
-        ops: the verbs; None: PyTorch's own.
+        ops: the array ops; None: PyTorch's own.
     """
 
     def __init__(self, where: str, ops: Ops | None = None):

@@ -1,14 +1,14 @@
-"""Time the array verbs, the numpy reference against the compiled ones.
+"""Time the array ops, the numpy reference against the compiled ones.
 
     python -m hvdcompress.lab.bench.ops [--size N]... [--write docs/ops-benchmark.md]
     python -m hvdcompress.lab.bench.ops --device cuda [--size N]...
 
 Both backends run in one process, in turns, so that a busy machine slows both; figures are medians of processor time,
 which does not count what other processes take. "GB/s" is the
-traffic that a verb cannot do without (each input read once, each output written once) over the time it took. What whole
+traffic that an op cannot do without (each input read once, each output written once) over the time it took. What whole
 steps of methods take is for ``hvdcompress bench codec``.
 
-With ``--device cuda`` the verbs of torch and of Triton are compared on a GPU, by CUDA's events: from the moment that
+With ``--device cuda`` the ops of torch and of Triton are compared on a GPU, by CUDA's events: from the moment that
 the device begins with the first call to its end of the last one, waits for the host included.
 """
 
@@ -48,20 +48,20 @@ DROPPED = {
 
 @dataclass
 class Case:
-    """A verb on prepared arguments, and the bytes that it cannot but move."""
+    """A op on prepared arguments, and the bytes that it cannot but move."""
 
-    verb: str
+    op: str
     what: str
     num_bytes: int
     call: Callable[[Any], Any]
 
 
 def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Case]:
-    """Every compiled verb, on n normally distributed elements at density 0.01.
+    """Every compiled op, on n normally distributed elements at density 0.01.
 
     Args:
         n: the elements.
-        place: puts an array where the verbs expect it.
+        place: puts an array where the ops expect it.
     """
     rng = np.random.default_rng(0)
     x, residual, out = (rng.normal(size=n).astype(np.float32) for _ in range(3))
@@ -206,7 +206,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
 
 
 def cases_on_device(n: int, place: Callable[[Any], Any]) -> list[Case]:
-    """The cases of :func:`cases`, and those of verbs that only Triton compiles."""
+    """The cases of :func:`cases`, and those of ops that only Triton compiles."""
     x = np.random.default_rng(2).normal(size=n).astype(np.float32)
     key, bucket, width = np.array([5], np.uint32), 512, 4
     norms = reference.bucket_norms(x, bucket, "max")
@@ -239,17 +239,17 @@ def medians(calls: Sequence[Callable[..., Any]], runs: int, repeat: int) -> list
     return [statistics.median(seconds[1:]) for seconds in times]  # the first ones compile and warm up
 
 
-def time_verbs(n: int, runs: int) -> list[list[str]]:
-    """Rows: verb, elements, milliseconds of both, GB/s of both, ratio."""
+def time_ops(n: int, runs: int) -> list[list[str]]:
+    """Rows: op, elements, milliseconds of both, GB/s of both, ratio."""
     rows = []
-    for case in track(cases(n), f"verbs, {n:,} elements", transient=True, console=console_of()):
+    for case in track(cases(n), f"ops, {n:,} elements", transient=True, console=console_of()):
         calls = [lambda case=case, ops=ops: case.call(ops) for ops in (reference, compiled)]
         rows.append(row_of(case, n, *medians(calls, runs, max(1, 1_000_000 // n))))
     return rows
 
 
 def time_on_device(n: int, runs: int) -> list[list[str]]:
-    """Rows: verb, elements, milliseconds of torch's and of Triton's verbs on a GPU, GB/s of both, ratio.
+    """Rows: op, elements, milliseconds of torch's and of Triton's ops on a GPU, GB/s of both, ratio.
 
     Raises:
         SystemExit: there is no GPU, or no Triton.
@@ -268,7 +268,7 @@ def time_on_device(n: int, runs: int) -> list[list[str]]:
         return general.asarray(array.view(np.int16) if array.dtype == np.uint16 else array, like=somewhere)
 
     somewhere, repeat, rows = torch.zeros(1, device="cuda"), max(1, 10_000_000 // n), []
-    for case in track(cases_on_device(n, on_device), f"verbs, {n:,} elements", transient=True, console=console_of()):
+    for case in track(cases_on_device(n, on_device), f"ops, {n:,} elements", transient=True, console=console_of()):
         times: list[list[float]] = [[], []]
         for _ in range(runs + 1):
             for ops, seconds in zip((general, fused), times, strict=True):
@@ -284,14 +284,14 @@ def time_on_device(n: int, runs: int) -> list[list[str]]:
 
 
 def row_of(case: Case, n: int, slow: float, fast: float) -> list[str]:
-    """Verb, elements, milliseconds of both backends, GB/s of both, ratio."""
-    name = f"{case.verb} ({case.what})" if case.what else case.verb
+    """Op, elements, milliseconds of both backends, GB/s of both, ratio."""
+    name = f"{case.op} ({case.what})" if case.what else case.op
     rate = [f"{case.num_bytes / seconds / 1e9:.2f}" for seconds in (slow, fast)]
     return [name, f"{n:,}", f"{slow * 1e3:.3f}", f"{fast * 1e3:.3f}", *rate, f"{slow / fast:.2f}"]
 
 
-VERB_HEAD = ["verb", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB/s", "ratio"]
-DEVICE_HEAD = ["verb", "elements", "torch ms", "triton ms", "torch GB/s", "triton GB/s", "ratio"]
+OP_HEAD = ["op", "elements", "numpy ms", "numba ms", "numpy GB/s", "numba GB/s", "ratio"]
+DEVICE_HEAD = ["op", "elements", "torch ms", "triton ms", "torch GB/s", "triton GB/s", "ratio"]
 
 
 def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
@@ -303,26 +303,26 @@ def table_of(head: list[str], rows: list[list[str]]) -> Table[list[str]]:
     return Table([column(at) for at in range(len(head))], rows)
 
 
-def page(verbs: list[list[str]], sizes: list[int]) -> str:
+def page(ops: list[list[str]], sizes: list[int]) -> str:
     """The Markdown page; says of itself that it is generated."""
     options = "" if sizes == SIZES else "".join(f"--size {n} " for n in sizes)
-    weak = [f"{row[0]} at {row[1]}: {row[-1]}" for row in verbs[-len(verbs) // len(sizes) :] if float(row[-1]) < EARNED]
-    dropped = "\n".join(f"- {verb} ({why})" for verb, why in DROPPED.items())
-    return f"""# What the compiled verbs are worth
+    weak = [f"{row[0]} at {row[1]}: {row[-1]}" for row in ops[-len(ops) // len(sizes) :] if float(row[-1]) < EARNED]
+    dropped = "\n".join(f"- {op} ({why})" for op, why in DROPPED.items())
+    return f"""# What the compiled ops are worth
 
 Generated by `python -m hvdcompress.lab.bench.ops {options}--write docs/ops-benchmark.md`; do not edit.
 Machine: {machine()}; one thread.
 
-Both backends run in one process, in turns; figures are medians of processor time. *GB/s* is the traffic that a verb
+Both backends run in one process, in turns; figures are medians of processor time. *GB/s* is the traffic that an op
 cannot do without (each input read once, each output written once) over the time it took; *ratio* is numpy's time over
 numba's. Density {DENSITY}. A kernel that reaches a ratio of {EARNED} at neither 1M nor 16M elements is dropped, and the
-numpy verb serves. Dropped so far, with their ratios at 1M and 16M elements:
+numpy op serves. Dropped so far, with their ratios at 1M and 16M elements:
 
 {dropped}
 
 Below {EARNED} at {sizes[-1]:,} elements in this run: {", ".join(weak) or "none"}.
 
-{folded(table_of(VERB_HEAD, verbs).markdown())}"""
+{folded(table_of(OP_HEAD, ops).markdown())}"""
 
 
 def main() -> None:
@@ -330,21 +330,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, action="append", help="elements; may be repeated (default: 64k, 1M, 16M)")
     parser.add_argument("--runs", type=int, default=7, help="runs of which the median is taken (default: 7)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the verbs run (default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the ops run (default: cpu)")
     parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
     arguments = parser.parse_args()
     sizes, console = arguments.size or SIZES, console_of()
     if arguments.device == "cuda":
         if arguments.write:
-            parser.error("--write is for the page of the processor's verbs")
+            parser.error("--write is for the page of the processor's ops")
         rows = [row for n in sizes for row in time_on_device(n, arguments.runs)]
         table_of(DEVICE_HEAD, rows).show(console)
         return
-    verbs = [row for n in sizes for row in time_verbs(n, arguments.runs)]
-    table_of(VERB_HEAD, verbs).show(console)
+    ops = [row for n in sizes for row in time_ops(n, arguments.runs)]
+    table_of(OP_HEAD, ops).show(console)
     if arguments.write:
         arguments.write.parent.mkdir(parents=True, exist_ok=True)
-        arguments.write.write_text(page(verbs, sizes), encoding="utf-8")
+        arguments.write.write_text(page(ops, sizes), encoding="utf-8")
         console.print(f"written: {arguments.write}")
 
 

@@ -126,20 +126,20 @@ class Side:
 
     def _exchange(self, exchanges: list[Exchange], spent: Spent) -> None:
         """The collectives of one bucket. Who computes the root's part of a broadcast is the mean rank, too."""
-        while (verb := exchanges[0].verb) is not None:
-            verbs: list[Any] = [exchange.verb for exchange in exchanges]
-            if isinstance(verb, Broadcast):
-                made = self.device.fetch(self._measured(spent, "encode", verbs[verb.root].make))
-                verbs = [replace(verb, make=lambda made=made: made)] * self.world  # type: ignore[misc]
+        while (collective := exchanges[0].collective) is not None:
+            collectives: list[Any] = [exchange.collective for exchange in exchanges]
+            if isinstance(collective, Broadcast):
+                made = self.device.fetch(self._measured(spent, "encode", collectives[collective.root].make))
+                collectives = [replace(collective, make=lambda made=made: made)] * self.world  # type: ignore[misc]
             else:
-                verbs = [replace(each, x=self.device.fetch(each.x)) for each in verbs]
-            for exchange, result in zip(exchanges, carry_out(verbs), strict=True):
+                collectives = [replace(each, x=self.device.fetch(each.x)) for each in collectives]
+            for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
                 self._advance(exchange, self._lifted(result), spent)
 
     def _advance(self, exchange: Exchange, result: Any, spent: Spent) -> None:
         """Hand a result to a rank. Only then is it known whether that was the last collective."""
         _, cost = self._gauge(exchange.resume, result)
-        spent.parts["decode" if exchange.verb is None else "encode"].add(cost, 1.0 / self.world)
+        spent.parts["decode" if exchange.collective is None else "encode"].add(cost, 1.0 / self.world)
 
     def _lifted(self, result: Any) -> Any:
         """A collective's result on the device: an array, or a list of them."""

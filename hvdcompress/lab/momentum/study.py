@@ -172,7 +172,7 @@ def train(task: Task, contender: Contender, seed: int, steps: int) -> dict[str, 
         "score": score,
         "evaluations": evaluations,
         "losses": [statistics.fmean(losses[start : start + EVERY]) for start in range(0, len(losses), EVERY)],
-        "ratio": exchange.ledger.rate(task.ranks - 1),
+        "ratio": exchange.ledger.compression_ratio(task.ranks - 1),
         "density": contender.density,
         "milliseconds": 1000 * statistics.median(seconds),
     }

@@ -140,7 +140,7 @@ def train(
         net.observe(learning_rate=rate, loss=loss)
         losses.append(loss)
     value, last = math.nan if until else evaluate(model, task.task, data), run.ranks - 1
-    return Trained(losses, value, net.ledger.rate(last), wire_rate(net), rows)
+    return Trained(losses, value, net.ledger.compression_ratio(last), wire_rate(net), rows)
 
 
 def wire_rate(net: Loopback) -> float:

@@ -100,7 +100,7 @@ def on_wire(asked: Asked, world: int) -> float:
     """Bytes that a rank transmits for a collective, by the ledger's formulas."""
     ledger = Ledger(world)
     splits = None if asked.keeps is None else (asked.keeps,)
-    ledger.sent(0, "", Sent(asked.verb, None, asked.num_bytes, splits=splits))
+    ledger.sent(0, "", Sent(asked.collective, None, asked.num_bytes, splits=splits))
     return ledger.tensors(0)[""].on_wire
 
 
@@ -108,25 +108,25 @@ def gathered(rounds: Rounds, world: int) -> tuple[int, float]:
     """Payloads, and their bytes, that rank 0 reads one by one: those of all-gathers and all-to-alls."""
     pieces, num_bytes = 0, 0.0
     for asked, *_ in rounds:
-        if asked.verb == "AllGather":
+        if asked.collective == "AllGather":
             pieces, num_bytes = pieces + world, num_bytes + world * asked.num_bytes
-        elif asked.verb == "AllToAll":
+        elif asked.collective == "AllToAll":
             even = asked.keeps is None
             pieces += world if even else asked.pieces
             num_bytes += asked.num_bytes if even else asked.gets
     return pieces, num_bytes
 
 
-def messages(verb: str, lengths: Sequence[int], world: int, partners: int | None = None) -> int:
+def messages(collective: str, lengths: Sequence[int], world: int, partners: int | None = None) -> int:
     """Messages that wait for each other when collectives of one kind begin together, and Horovod fuses what it can.
 
     ``partners``: with how many others a rank has to do in each all-to-all, where that is not all of them.
     """
-    if verb == "AllToAll":
+    if collective == "AllToAll":
         return len(lengths) * (world - 1 if partners is None else partners)
-    times = world if verb == "AllGather" else 1
+    times = world if collective == "AllGather" else 1
     fused = min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED)))
-    return fused * (world - 1) * (1 if verb == "AllGather" else 2)
+    return fused * (world - 1) * (1 if collective == "AllGather" else 2)
 
 
 def work(
@@ -175,19 +175,21 @@ def work(
     for number in range(STATUSES[driver] if driver else 0):
         add(-1 - number, [STATUS])
         rounds += 1
-    passed = sum(messages(verb, lengths, world, partners) for (_, (verb, _, partners)), lengths in together.items())
+    passed = sum(
+        messages(collective, lengths, world, partners) for (_, (collective, _, partners)), lengths in together.items()
+    )
     return Work(world, max(sent), max(wire), passing, calls, rounds, passed, seconds)
 
 
-#: what collectives must have alike to travel as one: the verb, the dtype, and of uneven all-to-alls the partners
+#: what collectives must have alike to travel as one: the collective, the dtype, and of uneven all-to-alls the partners
 Kind = tuple[str, str, int | None]
 
 
 def kind(each: Sequence[Asked]) -> Kind:
     """The kind of a collective, of which ranks ask for ``each``; a broadcast travels as a sum."""
-    verb = "AllReduce" if each[0].verb == "Broadcast" else each[0].verb
-    uneven = verb == "AllToAll" and each[0].keeps is not None
-    return verb, each[0].dtype, max(1, *(one.pieces for one in each)) if uneven else None
+    collective = "AllReduce" if each[0].collective == "Broadcast" else each[0].collective
+    uneven = collective == "AllToAll" and each[0].keeps is not None
+    return collective, each[0].dtype, max(1, *(one.pieces for one in each)) if uneven else None
 
 
 def line(each: Sequence[Asked], world: int) -> float:
@@ -230,7 +232,7 @@ def _one(together: Sequence[Asked]) -> Asked:
     first = together[0]
     num_bytes, gets = sum(one.num_bytes for one in together), sum(one.gets for one in together)
     keeps = None if first.keeps is None else sum(one.keeps or 0 for one in together)
-    return Asked(first.verb, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
+    return Asked(first.collective, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
 
 
 def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcompress.engine.rehearsal import begin, blank_state, context_of, rehearse, round_of
-from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Method, TensorSpec, Verb
+from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Method, TensorSpec
 from hvdcompress.ops import fast
 
 __all__ = ["Asked", "Rounds", "imagine", "last_phase", "piggyback", "watch"]
@@ -23,7 +23,7 @@ class Asked(NamedTuple):
     rank's own piece), ``gets`` (bytes from others) and ``pieces`` (from how many others).
     """
 
-    verb: str
+    collective: str
     op: str
     dtype: str
     num_bytes: int
@@ -94,7 +94,9 @@ def watch(
         The collectives, and the seconds that rank 0 computed.
     """
     small = rehearse(method, phase, 3, spec)
-    gathers = sum(round.verb == "AllGather" for round in small) if small and small[-1].verb == "AllGather" else -1
+    gathers = (
+        sum(round.collective == "AllGather" for round in small) if small and small[-1].collective == "AllGather" else -1
+    )
     whole = _components(method, phase, spec)
     crew = range(min(world, 2 if method.uneven else 1))
     exchanges = [begin(method, context_of(method, phase, rank, world, spec), x, whole) for rank in crew]
@@ -104,20 +106,20 @@ def watch(
     seconds = 0.0
     try:
         while True:
-            verbs = []
+            collectives = []
             for exchange, result in zip(exchanges, results, strict=True):
                 began = time.perf_counter()
                 try:
-                    verbs.append(exchange.send(result))
+                    collectives.append(exchange.send(result))
                 finally:
                     seconds += time.perf_counter() - began if exchange is exchanges[0] else 0.0
-            asked.append(tuple(_asked(verb) for verb in verbs))
-            gathers -= isinstance(verbs[0], AllGather)
+            asked.append(tuple(_asked(collective) for collective in collectives))
+            gathers -= isinstance(collectives[0], AllGather)
             if gathers == 0 and not to_the_end:
                 return tuple(asked), seconds
             began = time.perf_counter()
-            results = _answers(verbs, world, seen)
-            if isinstance(verbs[0], Broadcast):  # all wait for what its root computes
+            results = _answers(collectives, world, seen)
+            if isinstance(collectives[0], Broadcast):  # all wait for what its root computes
                 seconds += time.perf_counter() - began
     except StopIteration as stop:
         out, began = np.full(spec.size, 0.0, spec.dtype), time.perf_counter()
@@ -128,31 +130,31 @@ def watch(
             exchange.close()
 
 
-def _asked(verb: Verb) -> Asked:
-    round = round_of(verb)
-    num_bytes = verb.num_bytes if isinstance(verb, Broadcast) else verb.x.nbytes
-    if isinstance(verb, AllToAll) and verb.receives is not None:
-        return Asked(*round, num_bytes, 0, sum(verb.receives), sum(map(bool, verb.receives)))
+def _asked(collective: Collective) -> Asked:
+    round = round_of(collective)
+    num_bytes = collective.num_bytes if isinstance(collective, Broadcast) else collective.x.nbytes
+    if isinstance(collective, AllToAll) and collective.receives is not None:
+        return Asked(*round, num_bytes, 0, sum(collective.receives), sum(map(bool, collective.receives)))
     return Asked(*round, num_bytes)
 
 
-def _answers(verbs: Sequence[Any], world: int, seen: dict[int, Array]) -> list[Any]:
+def _answers(collectives: Sequence[Any], world: int, seen: dict[int, Array]) -> list[Any]:
     """The result of a collective for each rank that runs; ``seen``: payloads by length."""
-    first = verbs[0]
+    first = collectives[0]
     if isinstance(first, AllReduce):
-        return [first.x for _ in verbs]
+        return [first.x for _ in collectives]
     if isinstance(first, Broadcast):
         root = int(first.root)
-        return [verbs[root if root < len(verbs) else 0].make()] * len(verbs)
+        return [collectives[root if root < len(collectives) else 0].make()] * len(collectives)
     if isinstance(first, AllGather):
-        return [[verbs[min(rank, len(verbs) - 1)].x for rank in range(world)]] * len(verbs)
+        return [[collectives[min(rank, len(collectives) - 1)].x for rank in range(world)]] * len(collectives)
     if first.receives is None:
-        return [[np.split(verb.x, world)[rank]] * world for rank, verb in enumerate(verbs)]
-    for verb in verbs:
-        seen |= {len(piece): piece for piece in np.split(verb.x, np.cumsum(verb.splits)[:-1])}
+        return [[np.split(collective.x, world)[rank]] * world for rank, collective in enumerate(collectives)]
+    for collective in collectives:
+        seen |= {len(piece): piece for piece in np.split(collective.x, np.cumsum(collective.splits)[:-1])}
     return [
-        [seen.get(length, np.zeros(length, np.uint8)) if length else verb.x[:0] for length in verb.receives]
-        for verb in verbs
+        [seen.get(length, np.zeros(length, np.uint8)) if length else collective.x[:0] for length in collective.receives]
+        for collective in collectives
     ]
 
 

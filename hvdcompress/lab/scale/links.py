@@ -26,7 +26,7 @@ from hvdcompress.lab.scale import cost
 from hvdcompress.lab.scale.imagined import Asked
 
 MODULE = "hvdcompress.lab.scale.links"
-VERBS = ("AllReduce", "AllGather", "AllToAll")
+COLLECTIVES = ("AllReduce", "AllGather", "AllToAll")
 # Bytes that a rank hands over: so few that only the latency counts, or so many that only the link does. In between
 # they sit in sockets' and token buckets' buffers, which a whole exchange overflows.
 SIZES = (8, 16, 32, 1 << 19, 1 << 21, 1 << 23)
@@ -42,35 +42,35 @@ def rank_main(rate: float, seconds: float, processors: int) -> None:
     comm = MPI.COMM_WORLD
     p = comm.size
 
-    def call(verb: str, payload: Any, out: Any) -> None:
-        if verb == "AllReduce":
+    def call(collective: str, payload: Any, out: Any) -> None:
+        if collective == "AllReduce":
             comm.Allreduce(payload, out)
-        elif verb == "AllGather":
+        elif collective == "AllGather":
             comm.Allgather(payload, out)
         else:
             comm.Alltoall(payload, out)
 
-    for verb in VERBS:
+    for collective in COLLECTIVES:
         for size in SIZES:
-            asked = Asked(verb, "sum", "float32", size)
+            asked = Asked(collective, "sum", "float32", size)
             wire = cost.on_wire(asked, p)
             if 8 * wire / rate > LONGEST:
                 continue
             # a whole piece for each rank
             payload = np.zeros(-(-size // (4 * p)) * p, np.float32)
-            out = np.zeros(len(payload) * (p if verb == "AllGather" else 1), np.float32)
+            out = np.zeros(len(payload) * (p if collective == "AllGather" else 1), np.float32)
             times: list[float] = []
-            call(verb, payload, out)  # connections are made at first use
+            call(collective, payload, out)  # connections are made at first use
             while len(times) < REPEATS and (len(times) < 3 or sum(times) < seconds):
                 comm.Barrier()
                 began = time.monotonic()  # one clock for all ranks: their hosts are on one machine
-                call(verb, payload, out)
+                call(collective, payload, out)
                 times.append(comm.allreduce(time.monotonic(), MPI.MAX) - comm.allreduce(began, MPI.MIN))
                 times[-1] = comm.bcast(times[-1])
             if comm.rank == 0:
-                passed = cost.messages(verb, [size], p)
+                passed = cost.messages(collective, [size], p)
                 work = cost.Work(p, size, wire, wire, 0, 0, passed)
-                label = f"MPI {verb} {size} B"
+                label = f"MPI {collective} {size} B"
                 point = cost.Point(label, "mpi", rate, cost.sharing(p, processors), statistics.median(times), work)
                 print(json.dumps(point.to_dict()), flush=True)
 

@@ -288,11 +288,11 @@ def simulate(xs: Sequence[Array], codecs: Sequence[SegmentCodec]) -> list[RingSu
                 asked[rank] = one.send(answers[rank])
             except StopIteration as stop:
                 sums[rank] = stop.value
-        if all(isinstance(verb, Begin) for verb in asked):
+        if all(isinstance(collective, Begin) for collective in asked):
             under_way = [asked[rank - 1].payload for rank in range(world)]  # type: ignore[union-attr]
-            for verb, arriving in zip(asked, under_way, strict=True):
-                if len(arriving) != verb.num_bytes:  # type: ignore[union-attr]
-                    raise RuntimeError(f"{len(arriving)} bytes arrive, {verb.num_bytes} were expected")  # type: ignore[union-attr]
+            for collective, arriving in zip(asked, under_way, strict=True):
+                if len(arriving) != collective.num_bytes:  # type: ignore[union-attr]
+                    raise RuntimeError(f"{len(arriving)} bytes arrive, {collective.num_bytes} were expected")  # type: ignore[union-attr]
             answers = [None] * world
         else:
             answers = under_way
@@ -335,14 +335,14 @@ def ring_allreduce(x: Array, codec: SegmentCodec, comm: Any) -> RingSum:
     with ThreadPoolExecutor(1) as pool:
         while True:
             try:
-                verb = steps.send(answer)
+                collective = steps.send(answer)
             except StopIteration as stop:
                 return stop.value
-            if isinstance(verb, Begin):
-                answer, arriving, status = None, np.empty(verb.num_bytes, np.uint8), MPI.Status()
+            if isinstance(collective, Begin):
+                answer, arriving, status = None, np.empty(collective.num_bytes, np.uint8), MPI.Status()
                 moves = [
                     comm.Irecv([arriving, MPI.BYTE], (comm.rank - 1) % comm.size),
-                    comm.Isend([verb.payload, MPI.BYTE], (comm.rank + 1) % comm.size),
+                    comm.Isend([collective.payload, MPI.BYTE], (comm.rank + 1) % comm.size),
                 ]
                 waiting = pool.submit(MPI.Request.Waitall, moves, [status, MPI.Status()]) if threaded else None
             else:

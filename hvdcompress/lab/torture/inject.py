@@ -156,10 +156,10 @@ class Injector:
             result = None
             while True:
                 try:
-                    verb = communication.send(result)
+                    collective = communication.send(result)
                 except StopIteration as stop:
                     return stop.value
-                result = yield verb
+                result = yield collective
                 if mine and self._armed:
                     self._raise()
 

@@ -1,4 +1,4 @@
-"""The reference's verbs, with those compiled for which a benchmark shows that it pays (``docs/ops-benchmark.md``).
+"""The reference's ops, with those compiled for which a benchmark shows that it pays (``docs/ops-benchmark.md``).
 
 Kernels take float32 in plain memory; everything else goes to the reference. Results are the reference's to the bit,
 except where the spec says otherwise. Verbs without a kernel are the reference's own functions.

@@ -1,6 +1,6 @@
-"""The array verbs in numpy: the reference that every other backend is compared with.
+"""The array ops in numpy: the reference that every other backend is compared with.
 
-It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says what each verb does.
+It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says what each op does.
 """
 
 from hvdcompress.ops.numpy.arithmetic import (

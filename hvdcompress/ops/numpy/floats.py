@@ -1,4 +1,4 @@
-"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selection: choose elements by magnitude (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Selection: choose elements by magnitude (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The array verbs on torch tensors, for gradients that live on a GPU: payload bytes equal the reference's.
+"""The array ops on torch tensors, for gradients that live on a GPU: payload bytes equal the reference's.
 
 No tensor passes through host memory. :mod:`hvdcompress.ops.torch.tensors` lists where the host waits for the device.
 """

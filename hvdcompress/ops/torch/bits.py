@@ -1,4 +1,4 @@
-"""Bits: numbers of a few bits, and bitmaps (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Bits: numbers of a few bits, and bitmaps (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

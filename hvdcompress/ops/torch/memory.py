@@ -1,4 +1,4 @@
-"""Memory: make, view and rearrange tensors (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Memory: make, view and rearrange tensors (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics: numbers about a tensor (:class:`hvdcompress.ops.spec.Ops` says what each verb does)."""
+"""Statistics: numbers about a tensor (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs need to know about torch: dtypes, views, scalars, and the one function that fetches from a device.
+"""What the ops need to know about torch: dtypes, views, scalars, and the one function that fetches from a device.
 
 :func:`host` makes the host wait for the device. It is used where the host must know a number to go on:
 

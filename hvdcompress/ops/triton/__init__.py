@@ -1,4 +1,4 @@
-"""The verbs on CUDA tensors, with those in Triton that it makes one pass of; the others are ops/torch's own.
+"""The ops on CUDA tensors, with those in Triton that it makes one pass of; the others are ops/torch's own.
 
 Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element; everything else goes to
 ops/torch. Results are the reference's to the bit, except where the spec says otherwise.

@@ -70,7 +70,7 @@ def gradients_are_taken_in_as_they_come(door: Any) -> None:
 @promise()
 def what_one_sees_is_the_ledgers(door: Any) -> None:
     """``summary()`` fits into 80 columns and names every method; ``openmetrics()`` and ``log_to(writer)`` have the
-    ledger's numbers; observers are told of each round, with its method, its verb and its bytes."""
+    ledger's numbers; observers are told of each round, with its method, its collective and its bytes."""
     settings = {"density": 0.05, "rules": [{"match": {"name": "c"}, "method": "powersgd"}]}
     handle, watcher = door.make("scalecom", settings, door.shapes), Answers(door.rank)
     handle.watch(watcher)
@@ -85,9 +85,9 @@ def what_one_sees_is_the_ledgers(door: Any) -> None:
     assert sent == handle.bytes_sent() > 0 and all(f'rank="{door.rank}"' in name for name, *_ in samples)
     handle.log_to(logged, 7)
     assert logged["hvdcompress/sent_bytes"] == (handle.bytes_sent(), 7), logged
-    first = watcher.verbs["a"] or watcher.verbs["a+1"]  # it may travel with "b"
-    assert first == ["scalecom 0 Broadcast", "scalecom 1 AllReduce"] * 3, watcher.verbs
-    assert watcher.verbs["c"] == ["powersgd 0 AllReduce", "powersgd 1 AllReduce"] * 3, watcher.verbs
+    first = watcher.collectives["a"] or watcher.collectives["a+1"]  # it may travel with "b"
+    assert first == ["scalecom 0 Broadcast", "scalecom 1 AllReduce"] * 3, watcher.collectives
+    assert watcher.collectives["c"] == ["powersgd 0 AllReduce", "powersgd 1 AllReduce"] * 3, watcher.collectives
     handle.close()
 
 
@@ -114,12 +114,12 @@ class Answers(Watcher):
 
     def __init__(self, rank: int):
         super().__init__(rank)
-        self.verbs: dict[str, list[str]] = defaultdict(list)
+        self.collectives: dict[str, list[str]] = defaultdict(list)
 
     def answered(self, rank: int, name: str, what: Answer) -> None:
         if rank == self.rank:
             assert what.num_bytes > 0 and what.seconds >= 0
-            self.verbs[name].append(f"{what.method} {what.round} {what.verb}")
+            self.collectives[name].append(f"{what.method} {what.round} {what.collective}")
 
 
 class Logged(dict):

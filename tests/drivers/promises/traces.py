@@ -70,11 +70,11 @@ class Recorder:
             return
         with self._lock:
             if name.split("+")[0] not in self.tensors:
-                self.sends[name].append(what.verb)
+                self.sends[name].append(what.collective)
             else:
                 seen = None if what.payload is None else _host(what.payload)
                 content = () if seen is None else (str(seen.dtype), _hash(seen))
-                self.sends[name].append((what.verb, what.num_bytes, *content))
+                self.sends[name].append((what.collective, what.num_bytes, *content))
 
     def __getattr__(self, event: str) -> Any:
         if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):

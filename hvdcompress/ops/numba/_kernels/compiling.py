@@ -56,7 +56,7 @@ def folder() -> str:
 
 
 def reordered(function: Any) -> Any:
-    """Do :func:`compiled` for a verb "to rounding": sums may be added in the order that suits the processor."""
+    """Do :func:`compiled` for an op "to rounding": sums may be added in the order that suits the processor."""
     return compiled(function, fastmath={"reassoc"})
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels behind the triton backend, by the same subjects as its verbs.
+"""The Triton kernels behind the triton backend, by the same subjects as its ops.
 
 Each reads its input once, where torch's operations make a pass and a temporary each. The results are the reference's
 to the bit. Four things see to that:
