@@ -26,6 +26,5 @@ if comm.rank == 0:
     if comm.size == 1:
         print(f"one rank, error {error:.1%}: alone it sends nothing; start several with mpirun -np 4")
     else:
-        print(
-            f"{comm.size} ranks, error {error:.1%}, {compressor.ledger.compression_ratio():.1f} times fewer bytes than dense"
-        )
+        ratio = compressor.ledger.compression_ratio()
+        print(f"{comm.size} ranks, error {error:.1%}, {ratio:.1f} times fewer bytes than dense")

@@ -120,9 +120,8 @@ def _conclude(name: str, ledgers: Sequence[Ledger]) -> None:
         if ledger.steps:
             sent = ledger.bytes_sent() / ledger.steps
             dense = ledger.dense_bytes() / ledger.steps
-            _say(
-                f"{ledger.steps} steps, {sent:,.0f} bytes per step instead of {dense:,.0f}: {ledger.compression_ratio():.3g}x less"
-            )
+            ratio = ledger.compression_ratio()
+            _say(f"{ledger.steps} steps, {sent:,.0f} bytes per step instead of {dense:,.0f}: {ratio:.3g}x less")
 
 
 def _say(text: str) -> None:
