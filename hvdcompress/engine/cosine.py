@@ -84,7 +84,7 @@ class Comparison:
         """Copy the results of an exchange that is about to deliver ``factor`` times its totals."""
         setup = exchange.setup
         outs = [setup.ops.zeros(member.size, setup.dtype, setup.like) for member in setup.bucket.members]
-        exchange.write_totals(factor, outs, cleared=True)
+        exchange.write_totals(factor, outs)
         self._results[exchange.name] = outs
 
     def start(self, collectives: Collectives, exchanges: Collection[Exchange]) -> None:

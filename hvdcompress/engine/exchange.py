@@ -97,8 +97,7 @@ class Exchange:
             gradients: their flat gradients in the working dtype; read only until :meth:`deliver`, except that on a
                 device one with an Inf or a NaN may be set to 0.
             outs: the flat arrays that receive the reduced gradients; an entry may be None if it is put into
-                :attr:`outs` before :meth:`deliver`. Without ``outs`` the results are written over the gradients, which
-                may be set to 0 as they are read.
+                :attr:`outs` before :meth:`deliver`. Without ``outs`` the results are written over the gradients.
 
         Raises:
             ExchangeError: the method failed.
@@ -115,7 +114,7 @@ class Exchange:
             self.outs[index] = out
         began = time.perf_counter()
         try:
-            self._intake.add(indices, gradients, in_place=outs is None)
+            self._intake.add(indices, gradients)
         except Exception as error:
             raise self.failed(error) from error
         self._note_work(time.perf_counter() - began)
@@ -257,10 +256,10 @@ class Exchange:
         if setup.bucket.spec.dtype == "float16" and setup.with_feedback:
             # Sums over steps can be larger than any gradient, so they are limited to what float16 holds
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
-            self._write(factor, results, cleared=True)
+            self._write(factor, results)
             self._limit(results, setup.scale / (factor * setup.group.world))
         else:
-            self._write(factor, self.outs, self._intake.cleared)
+            self._write(factor, self.outs)
         self.stage = Stage.DELIVERED
         self._note_work(time.perf_counter() - began)
 
@@ -268,13 +267,13 @@ class Exchange:
         """Return whether the optimizer's momentum is adapted, or was and has to be given back."""
         return momentum.adapts(self.setup.method) or bool(self.setup.state.momentum.content)
 
-    def _write(self, factor: float, outs: Sequence[Array], cleared: bool) -> None:
-        """Write the results into ``outs``; ``cleared`` tells whether they are 0 everywhere."""
-        if not (self._adapter and self._adapter.write(factor, outs, cleared)):
-            self.write_totals(factor, outs, cleared)
+    def _write(self, factor: float, outs: Sequence[Array]) -> None:
+        """Write the results into ``outs``."""
+        if not (self._adapter and self._adapter.write(factor, outs)):
+            self.write_totals(factor, outs)
 
-    def write_totals(self, factor: float, outs: Sequence[Array], cleared: bool) -> None:
-        """Write ``factor`` times the totals into ``outs``, as they are; ``cleared`` tells whether those are 0."""
+    def write_totals(self, factor: float, outs: Sequence[Array]) -> None:
+        """Write ``factor`` times the totals into ``outs``, as they are."""
         setup = self.setup
         ops = setup.ops
         total: Any = self.reduced[0].total
@@ -282,13 +281,13 @@ class Exchange:
         if len(self.reduced) == len(outs):
             for out, reduced in zip(outs, self.reduced, strict=True):
                 if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
-                    ops.write(out, reduced.total, factor, cleared)
+                    ops.write(out, reduced.total, factor)
             return
         if isinstance(total, Outer | Waves):  # they cannot be cut
             lazy = total
             total = setup.work.buffer("total", setup.bucket.spec.size, "float32", outs[0])
             ops.write(total, lazy, 1.0)
-        ops.write_parts(outs, total, factor, [cleared] * len(outs))
+        ops.write_parts(outs, total, factor)
 
     def _limit(self, results: Sequence[Array], share: float) -> None:
         """Write results into float16 ``outs``. What those cannot hold goes to the residuals of all ranks.
@@ -321,7 +320,6 @@ class Exchange:
             clipping: at most 1.
         """
         if self._has_momentum():
-            self._intake.cleared = False
             self.deliver(factor * clipping)
         elif clipping < 1.0:
             for out in self.outs:

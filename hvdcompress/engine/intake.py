@@ -45,7 +45,6 @@ class Intake(ABC):
         enough: elements that are taken in before the last gradient has come.
         x: what is exchanged [n]: gradient + residual, or the gradient; None before it is there.
         finite: whether all gradients that came have neither Inf nor NaN; a tensor of one element on a device.
-        cleared: whether the gradients were set to 0, and results are written over them.
         num_missing: how many gradients have not come.
     """
 
@@ -55,19 +54,17 @@ class Intake(ABC):
         self.setup = setup
         self.x: Array | None = None
         self.finite: Flag = True
-        self.cleared = False
         self.num_missing = len(setup.bucket.members)
         self._came = bytearray(self.num_missing)
         self._waiting: dict[int, Array] = {}
         self._num_waiting = 0  # elements
 
-    def add(self, indices: Sequence[int], gradients: Sequence[Array], in_place: bool) -> None:
+    def add(self, indices: Sequence[int], gradients: Sequence[Array]) -> None:
         """Take gradients; when the last one comes, :attr:`x` is complete.
 
         Args:
             indices: which tensors of the bucket.
             gradients: their flat gradients in the working dtype.
-            in_place: results are written over the gradients.
         """
         for index, gradient in zip(indices, gradients, strict=True):
             self._came[index] = True
@@ -78,7 +75,7 @@ class Intake(ABC):
             waiting = self._waiting
             self._waiting = {}
             self._num_waiting = 0
-            self._take(list(waiting), list(waiting.values()), in_place)
+            self._take(list(waiting), list(waiting.values()))
         setup = self.setup
         if not self.num_missing and not setup.each:
             assert self.x is not None
@@ -93,7 +90,7 @@ class Intake(ABC):
         return bool(self._came[index])
 
     @abstractmethod
-    def _take(self, indices: list[int], gradients: list[Array], in_place: bool) -> None:
+    def _take(self, indices: list[int], gradients: list[Array]) -> None:
         """Take in gradients that have waited."""
 
     def _look(
@@ -141,20 +138,18 @@ class Tiles(Intake):
         super().__init__(setup)
         self.together = together
 
-    def _take(self, indices: list[int], gradients: list[Array], in_place: bool) -> None:
+    def _take(self, indices: list[int], gradients: list[Array]) -> None:
         setup = self.setup
-        clear = in_place and setup.method.sparse and setup.with_feedback
-        self.cleared = clear
         if setup.with_feedback and not setup.each:
             spans = [setup.bucket.spans[index] for index in indices]
-            founds = setup.feedback.receive(gradients, indices, spans, setup.ctx, setup.work, clear)
+            founds = setup.feedback.receive(gradients, indices, spans, setup.ctx, setup.work)
             for index, found in zip(indices, founds, strict=True):
                 self._note(index, found)
             self.x = setup.feedback.spare[feedback.RESIDUAL]
             return
         for index, gradient in zip(indices, gradients, strict=True):
             if setup.each:
-                self._begin(index, gradient, clear)
+                self._begin(index, gradient)
             else:
                 self._take_alone(index, gradient)
 
@@ -173,7 +168,7 @@ class Tiles(Intake):
         start, stop = setup.bucket.spans[index]
         setup.ops.write(self.x[start:stop], x, 1.0)
 
-    def _begin(self, index: int, gradient: Array, clear: bool) -> None:
+    def _begin(self, index: int, gradient: Array) -> None:
         """Take in the gradient of one tensor, and run the method on it to its first collective."""
         setup = self.setup
         ctx, work = setup.each[index]
@@ -182,7 +177,7 @@ class Tiles(Intake):
         state = {**setup.state.members[index], **{slot: setup.state.slots[slot][where] for slot in spare}}
         tensor = feedback.Feedback(setup.method, state, spare, setup.scale)
         if setup.with_feedback:
-            (found,) = tensor.receive([gradient], [0], [(0, len(gradient))], ctx, work, clear)
+            (found,) = tensor.receive([gradient], [0], [(0, len(gradient))], ctx, work)
             x = spare[feedback.RESIDUAL]
             self.x = setup.feedback.spare[feedback.RESIDUAL]
         else:
@@ -207,7 +202,7 @@ class Whole(Intake):
 
     enough = math.inf
 
-    def _take(self, indices: list[int], gradients: list[Array], in_place: bool) -> None:
+    def _take(self, indices: list[int], gradients: list[Array]) -> None:
         setup = self.setup
         ops = setup.ops
         in_order = [gradient for _, gradient in sorted(zip(indices, gradients, strict=True), key=lambda pair: pair[0])]

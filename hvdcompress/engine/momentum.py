@@ -91,13 +91,12 @@ class Adapter:
 
     # -- results --------------------------------------------------------------------------------------------
 
-    def write(self, factor: float, outs: Sequence[Array], cleared: bool) -> bool:
+    def write(self, factor: float, outs: Sequence[Array]) -> bool:
         """Write what the optimizer is to be given into ``outs``; return False where nothing is adapted in this step.
 
         Args:
             factor: what the total is multiplied by to get the reduced gradient, the loss scale apart.
             outs: float32, by tensor.
-            cleared: whether they are 0 everywhere.
         """
         found = [self.setup.local.optimizer(member.name) for member in self.bucket.members]
         if not any(found):  # no optimizer is known, or it is gone
@@ -117,14 +116,14 @@ class Adapter:
         spread = _spread(totals) if by_wait else 1.0
         first = filters[0]
         if is_compact(totals, self.bucket) and not first.decay and all(other == first for other in filters):
-            kept = self._write_compact(totals, first, spread, factor, outs, cleared)
+            kept = self._write_compact(totals, first, spread, factor, outs)
         else:
             kept = (self._write_dense(totals, filters, spread, factor, outs),)
         self._new = kept if first.keeps else ()
         return True
 
     def _write_compact(
-        self, totals: Sequence[Any], one: Filter, spread: float, factor: float, outs: Sequence[Array], cleared: bool
+        self, totals: Sequence[Any], one: Filter, spread: float, factor: float, outs: Sequence[Array]
     ) -> Pieces:
         """Write sparse or low-rank totals, of which no dense vector is kept."""
         ops = self.ops
@@ -158,9 +157,9 @@ class Adapter:
                 index, values = old[number]
                 given.append(Sparse(index, values * _rounded(-lost / as_it_is)))
             if len(totals) < len(outs):
-                ops.write_parts(outs, Shares(given), as_it_is, [cleared] * len(outs))
+                ops.write_parts(outs, Shares(given), as_it_is)
             else:
-                ops.write(outs[number], Shares(given), as_it_is, cleared)
+                ops.write(outs[number], Shares(given), as_it_is)
         if self._past and not old:
             vector = whole(self._past, self.bucket, ops, outs[0])
             for out, (start, stop) in zip(outs, self.bucket.spans, strict=True):

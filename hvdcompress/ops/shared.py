@@ -39,12 +39,11 @@ def write_pieces(
     outs: Sequence[Array],
     total: Array | Sparse | Shares | Coded,
     factor: float,
-    cleared: Sequence[bool],
-    write: Callable[[Array, Any, float, bool], None],
+    write: Callable[[Array, Any, float], None],
 ) -> None:
     """Write each piece of a vector in host memory by itself; see ``write_parts`` of the spec."""
-    for out, piece, clear in zip(outs, _pieces(total, [len(out) for out in outs]), cleared, strict=True):
-        write(out, piece, factor, clear)
+    for out, piece in zip(outs, _pieces(total, [len(out) for out in outs]), strict=True):
+        write(out, piece, factor)
 
 
 def accumulate_pieces(
@@ -55,7 +54,6 @@ def accumulate_pieces(
     out: Array,
     spans: Sequence[Span],
     scans: Sequence[Scan],
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> list[Found]:
     """Accumulate each gradient by itself; see ``accumulate_parts`` of the spec."""
@@ -64,7 +62,7 @@ def accumulate_pieces(
         part, moved = slice(start, stop), None
         if velocity is not None:
             moved = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
-        found.append(accumulate(gradient, residual[part], scale, out[part], scan, clear, moved))
+        found.append(accumulate(gradient, residual[part], scale, out[part], scan, moved))
     return found
 
 

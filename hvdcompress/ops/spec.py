@@ -94,7 +94,6 @@ class Ops(Protocol):
         scale: float,
         out: Array,
         scan: Scan = NOTHING,
-        clear: bool = False,
         velocity: Velocity | None = None,
     ) -> Found:
         """Set out = scale·gradient + residual, in place, and report on ``out``, in one pass over memory where possible.
@@ -108,7 +107,6 @@ class Ops(Protocol):
             scale: Rounded to float32 first.
             out: [n]. It is neither of the two others.
             scan: What is asked for besides whether ``out`` is finite.
-            clear: Whether to set ``gradient`` to 0, while it is in the processor's cache.
             velocity: If given, velocity.new = velocity.momentum·velocity.old + scale·gradient is set, too, and is
                 added to the residual instead of scale·gradient.
 
@@ -124,7 +122,6 @@ class Ops(Protocol):
         out: Array,
         spans: Sequence[Span],
         scans: Sequence[Scan],
-        clear: bool = False,
         velocity: Velocity | None = None,
     ) -> list[Found]:
         """Do :meth:`accumulate` for several gradients, each with a part of the other vectors.
@@ -136,7 +133,6 @@ class Ops(Protocol):
             out: [n].
             spans: Of each gradient, where its part begins and ends; no two overlap.
             scans: What is asked for of each part.
-            clear: Whether to set the gradients to 0.
             velocity: Of vectors [n].
 
         Returns:
@@ -171,7 +167,7 @@ class Ops(Protocol):
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
         """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
 
-    def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+    def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
@@ -179,15 +175,12 @@ class Ops(Protocol):
             total: Dense [n], coded, or sparse vectors, with indices in [0, n). Values of equal indices are added in
                 the order in which they stand, so that all ranks, and all devices, get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
-            cleared: ``out`` is 0, not −0, everywhere already.
         """
 
     def dense(self, x: Array | Coded) -> Array:
         """Return a coded vector as float32 [n]; an array is returned as it is."""
 
-    def write_parts(
-        self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
-    ) -> None:
+    def write_parts(self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
         """Set outs = factor·total, of which each of them has a part, as :meth:`write` does.
 
         Args:
@@ -195,7 +188,6 @@ class Ops(Protocol):
             total: Dense, coded (neither :class:`Outer` nor :class:`Waves`), or sparse: ascending runs of indices, one
                 after another. As long as the parts together.
             factor: Rounded to float32 first, unless ``total`` is float64.
-            cleared: Of each part, whether it is 0, not −0, everywhere already.
         """
 
     def add_all(self, arrays: list[Array], into_first: bool = False) -> Array:

@@ -97,7 +97,6 @@ class Feedback:
         spans: Sequence[Span],
         ctx: Context,
         work: Workspace,
-        clear: bool = False,
     ) -> list[Found]:
         """Add tensors' gradients and residuals: the one pass over memory that each gradient makes.
 
@@ -113,7 +112,6 @@ class Feedback:
             spans: (start, stop) of the tensors in these vectors.
             ctx: rank, world, step and tensor.
             work: memory, findings and counters of this exchange, and the array ops.
-            clear: set each gradient to 0 once it has been read.
 
         Returns:
             Of each, what ``method.scan`` asked for, and whether x is finite with it (``ops.vectors.Flag``).
@@ -130,7 +128,7 @@ class Feedback:
         factors = [clipping(method, gradient, self.scale, ctx, work) for gradient in gradients]
         if method.feedback == "momentum":
             velocity = Velocity(state[VELOCITY], self.spare[VELOCITY], method.momentum)
-        founds = ops.accumulate_parts(gradients, residual, factors, x, spans, scans, clear, velocity)
+        founds = ops.accumulate_parts(gradients, residual, factors, x, spans, scans, velocity)
         for number, (found, (start, stop), scan) in enumerate(zip(founds, spans, scans, strict=True)):
             if found.finite is False:
                 zeros = ops.zeros(stop - start, "float32", like=x)

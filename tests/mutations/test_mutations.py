@@ -66,7 +66,6 @@ def accumulate_otherwise(patch: Patch, accumulate: Callable[[Any, Any, float, An
         scale: float,
         out: Any,
         scan: Scan = NOTHING,
-        clear: bool = False,
         velocity: Velocity | None = None,
     ) -> Found:
         if velocity is not None:
@@ -130,7 +129,7 @@ def beta_is_ignored(patch: Patch) -> None:
 
 
 def duplicates_are_dropped(patch: Patch) -> None:
-    def write(out: Any, total: Any, factor: float, cleared: bool = False) -> None:
+    def write(out: Any, total: Any, factor: float) -> None:
         if isinstance(total, tuple):
             out[...] = 0
             out[total.index] += (total.values * np.float32(factor)).astype(out.dtype)

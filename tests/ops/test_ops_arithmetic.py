@@ -34,7 +34,7 @@ def runs(x: np.ndarray) -> np.ndarray:
 
 
 def parts_of(kind: str, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
-    """What is written to several parts; each third one is 0 before, and said to be."""
+    """What is written to several parts, of which each third one is 0 before."""
     outs = [put(np.full(size, number % 3, np.float32), changes=True) for number, size in enumerate(cut(x.size))]
     index = runs(x)[::-1].copy() if kind == "descending" else runs(x)
     given = Sparse(put(index), put(r[index]))
@@ -42,7 +42,7 @@ def parts_of(kind: str, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     total = {"sparse": given, "descending": given, "dense": put(x), "half": half, "shares": Shares([given, given])}[
         kind
     ]
-    o.write_parts(outs, total, 0.3, [number % 3 == 0 for number in range(len(outs))])
+    o.write_parts(outs, total, 0.3)
     return tuple(outs)
 
 
@@ -58,23 +58,21 @@ def told(found: Found) -> tuple[Any, ...]:
     return True, found.offsets, above, found.signs, found.moments is not None
 
 
-def accumulated(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
-    """What is found when gradient and residual are added, what is written, and what is left of the gradient."""
-    gradient, out = put(x, changes=clear), put(np.ones_like(r), changes=True)
-    found = o.accumulate(gradient, put(r), scale, out, scan, clear=clear)
-    return *told(found), out, gradient
+def accumulated(scan: Scan, scale: float, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """What is found when gradient and residual are added, and what is written."""
+    gradient, out = put(x), put(np.ones_like(r), changes=True)
+    found = o.accumulate(gradient, put(r), scale, out, scan)
+    return *told(found), out
 
 
-def accumulated_parts(
-    scans: list[Scan], clear: bool, velocity: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray
-) -> Any:
+def accumulated_parts(scans: list[Scan], velocity: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     """The same of several gradients, in another order than their parts; some are empty."""
     spans = list(itertools.pairwise(itertools.accumulate(cut(x.size), initial=0)))[::-1]
-    gradients = [put(x[start:stop], changes=clear) for start, stop in spans]
+    gradients = [put(x[start:stop]) for start, stop in spans]
     out, new = put(np.ones_like(r), changes=True), put(np.ones_like(r), changes=velocity)
     moved = Velocity(put(r[::-1].copy()), new, 0.9) if velocity else None
     given = gradients, put(r), [1.0, 0.3, 2.0, 0.5, 1.0], out, spans, [scans[n % len(scans)] for n in range(5)]
-    return *map(told, o.accumulate_parts(*given, clear, moved)), out, new, *gradients
+    return *map(told, o.accumulate_parts(*given, moved)), out, new
 
 
 ABOVE = Scan(above=0.5, capacity=10**6), Scan(above=np.float32(0), capacity=3), Scan(above=1.5, capacity=10**6)
@@ -86,16 +84,15 @@ for scans in (
     [Scan(moments=True), *ABOVE],
     [Scan(above=-1.0, capacity=10**6)],
 ):
-    for clear in (False, True):
-        for velocity in (False, True):
-            call("accumulate_parts")(partial(accumulated_parts, scans, clear, velocity))
+    for velocity in (False, True):
+        call("accumulate_parts")(partial(accumulated_parts, scans, velocity))
 
 
-def with_velocity(scan: Scan, scale: float, clear: bool, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+def with_velocity(scan: Scan, scale: float, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
     """The same, with momentum."""
-    gradient, out, new = put(x, changes=clear), put(np.ones_like(r), changes=True), put(0 * r, changes=True)
-    found = o.accumulate(gradient, put(r[::-1].copy()), scale, out, scan, clear, Velocity(put(r), new, 0.9))
-    return *told(found), out, new, gradient
+    gradient, out, new = put(x), put(np.ones_like(r), changes=True), put(0 * r, changes=True)
+    found = o.accumulate(gradient, put(r[::-1].copy()), scale, out, scan, Velocity(put(r), new, 0.9))
+    return *told(found), out, new
 
 
 def coded(kind: str, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
@@ -149,24 +146,23 @@ call("write")(lambda o, put, x, r: each(o, put, x, r, lambda out, y: o.write(out
 
 
 for scale in (1.0, 0.3, 2.0**-16):
-    for clear in (False, True):
-        for scan in (
-            Scan(),
-            Scan(moments=True),
-            Scan(chunk=1),
-            Scan(chunk=7),
-            Scan(chunk=10**6),
-            Scan(above=0.5, capacity=10**6),
-            Scan(above=np.float32(0), capacity=3),
-            Scan(above=-1.0, capacity=10**6),
-            Scan(moments=True, above=0.5, capacity=10**6),
-            Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
-            Scan(signs=True),
-            Scan(signs=True, chunk=7),
-        ):
-            call("accumulate")(partial(accumulated, scan, scale, clear))
-        for scan in (Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7), Scan(signs=True)):
-            call("accumulate")(partial(with_velocity, scan, scale, clear))
+    for scan in (
+        Scan(),
+        Scan(moments=True),
+        Scan(chunk=1),
+        Scan(chunk=7),
+        Scan(chunk=10**6),
+        Scan(above=0.5, capacity=10**6),
+        Scan(above=np.float32(0), capacity=3),
+        Scan(above=-1.0, capacity=10**6),
+        Scan(moments=True, above=0.5, capacity=10**6),
+        Scan(moments=True, chunk=7, above=0.5, capacity=10**6),
+        Scan(signs=True),
+        Scan(signs=True, chunk=7),
+    ):
+        call("accumulate")(partial(accumulated, scan, scale))
+    for scan in (Scan(), Scan(above=0.5, capacity=10**6), Scan(moments=True), Scan(chunk=7), Scan(signs=True)):
+        call("accumulate")(partial(with_velocity, scan, scale))
     call("subtract")(lambda o, put, x, r, s=scale: changed(o, put, x, lambda out: o.subtract(out, put(r), s)))
     call("subtract")(
         lambda o, put, x, r, s=scale: changed(
@@ -179,7 +175,7 @@ for scale in (1.0, 0.3, 2.0**-16):
             o,
             put,
             np.zeros_like(r),
-            lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s, cleared=True),
+            lambda out: o.write(out, Sparse(put(chosen(x)), put(r[chosen(x)])), s),
         )
     )
     call("write")(

@@ -82,7 +82,6 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
     put.check()
 
 
-@pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize(
     "rows,inner,columns",
     [
@@ -90,19 +89,18 @@ def test_products(backend: Any, rows: int, inner: int, columns: int) -> None:
         pytest.param(3, 2100, 2000, marks=pytest.mark.slow),  # Triton's interpreter takes a quarter of a minute
     ],
 )
-def test_products_while_accumulating(native: Any, rows: int, inner: int, columns: int, clear: bool) -> None:
+def test_products_while_accumulating(native: Any, rows: int, inner: int, columns: int) -> None:
     """What is accumulated is that of accumulate, to the bit; what is found, the product with it."""
     a, g, r = (vector("normal", n, seed) for n, seed in ((rows * inner, 1), (columns * inner, 2), (columns * inner, 3)))
     put, n = Put(native), columns * inner
     expected = np.zeros(n, np.float32)
     reference.accumulate(g, r, 0.3, expected)
-    gradient, out = put(g, changes=clear), put(np.full(n, 7, np.float32), changes=True)
+    gradient, out = put(g), put(np.full(n, 7, np.float32), changes=True)
     wanted = Scan(product=Product(put(a), rows))
-    result = native.accumulate(gradient, put(r), 0.3, out, wanted, clear)
+    result = native.accumulate(gradient, put(r), 0.3, out, wanted)
     found = result.product
     put.check()
     assert result.finite and get(out) == get(expected)
-    assert not clear or not host(gradient).any()
     exact = a.reshape(rows, inner).astype(np.float64) @ expected.reshape(columns, inner).T
     assert str(host(found).dtype) == "float32" and host(found).shape == (rows * columns,)
     np.testing.assert_allclose(array(found).reshape(rows, columns), exact, atol=1e-6 * inner)

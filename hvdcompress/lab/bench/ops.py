@@ -147,7 +147,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
             "write_parts",
             "sparse, 2 shares, 16 parts",
             4 * n + 32 * k,
-            lambda o: o.write_parts(parts, shares, 0.5, [False] * len(parts)),
+            lambda o: o.write_parts(parts, shares, 0.5),
         ),
         Case("zero_where", "sparse", 16 * k, lambda o: o.zero_where(out, Sparse(index, values))),
         Case("merge", "k and k", 28 * k, lambda o: o.merge(Sparse(index, values), other, n)),

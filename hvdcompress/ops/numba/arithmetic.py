@@ -63,11 +63,10 @@ def accumulate(
     scale: float,
     out: Array,
     scan: Scan = NOTHING,
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> Found:
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
-        return reference.accumulate(gradient, residual, scale, out, scan, clear, velocity)
+        return reference.accumulate(gradient, residual, scale, out, scan, velocity)
     noted = scan.moments or scan.largest or (scan.above is not None and velocity is None)
     if (
         noted + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
@@ -77,12 +76,12 @@ def accumulate(
         or scan.halves is not None
         or (scan.product is not None and not _in_the_pass(scan.product, out.size))
     ):  # rare, or little: one pass for each thing
-        if not accumulate(gradient, residual, scale, out, NOTHING, clear, velocity).finite:
+        if not accumulate(gradient, residual, scale, out, NOTHING, velocity).finite:
             return Found(False)
         return find_rest(out, True, scan, FINDERS)
     if scan.product is not None:
-        return _with_product(gradient, residual, np.float32(scale), out, scan.product, clear)
-    return _in_one_pass(gradient, residual, np.float32(scale), out, scan, clear, velocity)
+        return _with_product(gradient, residual, np.float32(scale), out, scan.product)
+    return _in_one_pass(gradient, residual, np.float32(scale), out, scan, velocity)
 
 
 def _in_the_pass(wanted: Product, n: int) -> bool:
@@ -90,9 +89,7 @@ def _in_the_pass(wanted: Product, n: int) -> bool:
     return plain(wanted.a) and wanted.rows in FEW and n >= (MIDDLE if wanted.remove else LARGE)
 
 
-def _with_product(
-    gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product, clear: bool
-) -> Found:
+def _with_product(gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product) -> Found:
     """Accumulate and multiply in one pass; of few rows, remove the product's part, too."""
     rows, width = wanted.rows, wanted.a.size // wanted.rows
     room = 4 if rows <= 4 else 8
@@ -100,8 +97,6 @@ def _with_product(
     a, product = np.zeros((room, width), np.float32), np.empty((room, out.size // width), np.float32)
     a[:rows] = wanted.a.reshape(rows, width)
     most = kernel(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
-    if clear:
-        _clear(gradient)
     if most >= INF_BITS:
         return Found(False)
     return Found(True, product=product[:rows].ravel(), removed=wanted.remove != 0)
@@ -114,10 +109,9 @@ def accumulate_parts(
     out: Array,
     spans: Sequence[Span],
     scans: Sequence[Scan],
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> list[Found]:
-    given = gradients, residual, scales, out, spans, scans, clear, velocity
+    given = gradients, residual, scales, out, spans, scans, velocity
     if len(gradients) == 1 or velocity is not None or not _are_small(gradients, residual, out, spans, scans):
         return accumulate_pieces(accumulate, *given)
     rooms = [
@@ -134,7 +128,6 @@ def accumulate_parts(
         np.array(scales, np.float32),
         out,
         np.array(spans),
-        clear,
         np.array(lows, np.int32),
         starts,
         index,
@@ -177,16 +170,15 @@ def _in_one_pass(
     scale: np.float32,
     out: Array,
     scan: Scan,
-    clear: bool,
     velocity: Velocity | None,
 ) -> Found:
     """Accumulate and look for one kind of thing, on this rank's cores."""
-    n, whole = out.size, (gradient, residual, scale, out, clear)
+    n, whole = out.size, (gradient, residual, scale, out)
 
     def passed(start: int, stop: int) -> tuple[Any, ...]:
         if stop - start == n:
             return whole
-        return gradient[start:stop], residual[start:stop], scale, out[start:stop], clear
+        return gradient[start:stop], residual[start:stop], scale, out[start:stop]
 
     if scan.chunk:
         chunk, offsets = scan.chunk, pool.empty(-(-n // scan.chunk), np.int32)
@@ -302,24 +294,22 @@ def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
     return reference.merge(a, b, n)
 
 
-def write_parts(
-    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
-) -> None:
+def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
     shares: Sequence[Any] = total.each if isinstance(total, Shares) else [total]
     if not (all(map(plain, outs)) and all(is_plain_sparse(share) for share in shares)):
-        write_pieces(outs, total, factor, cleared, write)
+        write_pieces(outs, total, factor, write)
         return
     index, values = (np.concatenate(each) if len(shares) > 1 else each[0] for each in zip(*shares, strict=True))
     bounds = np.cumsum([0, *(out.size for out in outs)])
-    kernels.write_runs(_addresses(outs), bounds, np.array(cleared, bool), index, values, np.float32(factor))
+    kernels.write_runs(_addresses(outs), bounds, index, values, np.float32(factor))
 
 
-def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     if isinstance(total, Shares):
         if not all(plain_sparse(share, out) for share in total.each):
-            reference.write(out, total, factor, cleared)
+            reference.write(out, total, factor)
             return
-        write_parts([out], total, factor, [cleared])
+        write_parts([out], total, factor)
     elif isinstance(total, Joined):
         for part, piece in _pieces(out, total):
             write(part, piece, factor)
@@ -331,11 +321,10 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
         if not coded.write(out, total, factor):
             reference.write(out, total, factor)
     elif plain_sparse(total, out):
-        if not cleared:
-            _clear(out)
+        _clear(out)
         kernels.add_at(out, total.index, total.values, np.float32(factor))
     else:
-        reference.write(out, total, factor, cleared)
+        reference.write(out, total, factor)
 
 
 def _clear(out: Array) -> None:

@@ -37,7 +37,6 @@ def accumulate(
     scale: float,
     out: Array,
     scan: Scan = NOTHING,
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> Found:
     if velocity is not None:
@@ -45,8 +44,6 @@ def accumulate(
             scaled = gradient if scale == 1.0 else gradient * np.float32(scale)
             np.multiply(velocity.old, np.float32(velocity.momentum), out=velocity.new)
             velocity.new[...] += scaled
-        if clear:
-            gradient[...] = 0
         return accumulate(velocity.new, residual, 1.0, out, scan)
     with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
         if scale == 1.0:
@@ -54,8 +51,6 @@ def accumulate(
         else:
             np.multiply(gradient, np.float32(scale), out=out)
             out += residual
-    if clear:
-        gradient[...] = 0
     return look(out, scan)
 
 
@@ -66,10 +61,9 @@ def accumulate_parts(
     out: Array,
     spans: Sequence[Span],
     scans: Sequence[Scan],
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> list[Found]:
-    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:
@@ -103,14 +97,13 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     if isinstance(total, Coded):
         total = dense(total)
     if isinstance(total, Shares):
         total = end_to_end(total, concat)
     if isinstance(total, Sparse):
-        if not cleared:
-            out[...] = 0
+        out[...] = 0
         np.add.at(out, total.index, (total.values * np.float32(factor)).astype(out.dtype, copy=False))
     elif factor == 1.0:
         out[...] = total
@@ -140,10 +133,8 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def write_parts(
-    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
-) -> None:
-    write_pieces(outs, total, factor, cleared, write)
+def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
+    write_pieces(outs, total, factor, write)
 
 
 def add_all(arrays: list[Array], into_first: bool = False) -> Array:

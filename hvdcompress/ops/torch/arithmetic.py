@@ -50,21 +50,16 @@ def accumulate(
     scale: float,
     out: Array,
     scan: Scan = NOTHING,
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> Found:
     if velocity is not None:
         scaled = gradient if scale == 1.0 else gradient * f32(scale)
         torch.mul(velocity.old, f32(velocity.momentum), out=velocity.new).add_(scaled)
-        if clear:
-            gradient.zero_()
         return accumulate(velocity.new, residual, 1.0, out, scan)
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
     else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
         torch.mul(gradient, f32(scale), out=out).add_(residual)
-    if clear:
-        gradient.zero_()
     return look(out, scan)
 
 
@@ -75,10 +70,9 @@ def accumulate_parts(
     out: Array,
     spans: Sequence[Span],
     scans: Sequence[Scan],
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> list[Found]:
-    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:
@@ -113,14 +107,13 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         x[own != 0] = 0
 
 
-def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     if isinstance(total, Coded):
         total = dense(total)
     if isinstance(total, Shares):
         total = end_to_end(total, concat)
     if isinstance(total, Sparse):
-        if not cleared:
-            out.zero_()
+        out.zero_()
         _add_in_order(out, total.index, (total.values * f32(factor)).to(out.dtype))
     else:
         out.copy_(total if factor == 1.0 else total * (factor if total.dtype == torch.float64 else f32(factor)))
@@ -189,9 +182,7 @@ def dense(x: Array | Coded) -> Array:
     return x
 
 
-def write_parts(
-    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
-) -> None:
+def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
     write_then_copy(outs, total, factor, write)
 
 

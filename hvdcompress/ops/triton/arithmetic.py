@@ -41,22 +41,21 @@ def accumulate(
     scale: float,
     out: Array,
     scan: Scan = NOTHING,
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> Found:
     if not plain(gradient, residual, out) or velocity is not None:
-        return general.accumulate(gradient, residual, scale, out, scan, clear, velocity)
+        return general.accumulate(gradient, residual, scale, out, scan, velocity)
     given = gradient, residual, scale, out
     if scan == Scan(moments=True):
-        return _moments(*given, clear)
+        return _moments(*given)
     if scan.chunk and scan == Scan(chunk=scan.chunk) and (shape := tile(scan.chunk)):
-        return _argmax(*given, scan.chunk, shape, clear)
+        return _argmax(*given, scan.chunk, shape)
     if scan.above is not None and scan == Scan(above=scan.above, capacity=scan.capacity):
-        return _above(*given, scan.above, scan.capacity, clear)
+        return _above(*given, scan.above, scan.capacity)
     n, finite = len(out), finite_so_far(out)
     launch(
         kernels.accumulate, blocks(n), out,
-        gradient, residual, f32(scale), out, finite, n, CLEAR=clear, BLOCK=BLOCK,
+        gradient, residual, f32(scale), out, finite, n, BLOCK=BLOCK,
     )  # fmt: skip
     return find_rest(out, flag(finite), scan, FINDERS)
 
@@ -68,48 +67,43 @@ def accumulate_parts(
     out: Array,
     spans: Sequence[Span],
     scans: Sequence[Scan],
-    clear: bool = False,
     velocity: Velocity | None = None,
 ) -> list[Found]:
-    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, clear, velocity)
+    return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
 def look(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
-def _moments(gradient: Array, residual: Array, scale: float, out: Array, clear: bool) -> Found:
+def _moments(gradient: Array, residual: Array, scale: float, out: Array) -> Found:
     n = len(out)
     sums = empty(2 * blocks(n), torch.float64, out)
     launch(
         kernels.accumulate_moments, blocks(n), out,
-        gradient, residual, f32(scale), out, sums, n, CLEAR=clear, BLOCK=BLOCK,
+        gradient, residual, f32(scale), out, sums, n, BLOCK=BLOCK,
     )  # fmt: skip
     total, squares = host(sums.view(-1, 2).sum(0))
     return Found(True, moments_of(total, squares, n)) if isfinite(squares) else Found(False)
 
 
-def _argmax(
-    gradient: Array, residual: Array, scale: float, out: Array, chunk: int, shape: dict[str, int], clear: bool
-) -> Found:
+def _argmax(gradient: Array, residual: Array, scale: float, out: Array, chunk: int, shape: dict[str, int]) -> Found:
     n, finite = len(out), finite_so_far(out)
     offset = empty(-(-n // chunk), torch.int32, out)
     launch(
         kernels.accumulate_argmax, blocks(len(offset), shape["ROWS"]), out,
-        gradient, residual, f32(scale), out, finite, offset, n, chunk, len(offset), CLEAR=clear, **shape,
+        gradient, residual, f32(scale), out, finite, offset, n, chunk, len(offset), **shape,
     )  # fmt: skip
     known = flag(finite)
     return Found(False) if known is False else Found(known, offsets=offset)
 
 
-def _above(
-    gradient: Array, residual: Array, scale: float, out: Array, threshold: Scalar, capacity: int, clear: bool
-) -> Found:
+def _above(gradient: Array, residual: Array, scale: float, out: Array, threshold: Scalar, capacity: int) -> Found:
     n, finite = len(out), finite_so_far(out)
     counts = empty(blocks(n), torch.int32, out)
     launch(
         kernels.accumulate_count, blocks(n), out,
-        gradient, residual, f32(scale), out, finite, f32(threshold), counts, n, CLEAR=clear, BLOCK=BLOCK,
+        gradient, residual, f32(scale), out, finite, f32(threshold), counts, n, BLOCK=BLOCK,
     )  # fmt: skip
     ends = counts.cumsum(0)
     known, found = host(torch.cat([finite, ends[-1:]]))
@@ -155,20 +149,17 @@ def zero_where(x: Array, own: Array | Sparse) -> None:
         general.zero_where(x, own)
 
 
-def write_parts(
-    outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float, cleared: Sequence[bool]
-) -> None:
+def write_parts(outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
     write_then_copy(outs, total, factor, write)
 
 
-def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cleared: bool = False) -> None:
+def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
     n = len(out)
     total = end_to_end(total, concat) if isinstance(total, Shares) else total
     if not out.is_contiguous():
-        general.write(out, total, factor, cleared)
+        general.write(out, total, factor)
     elif plain_sparse(total):
-        if not cleared:
-            out.zero_()
+        out.zero_()
         index, order = torch.sort(torch.where(total.values != 0, total.index, n), stable=True)  # zeros add nothing
         given = out, index, order, total.values, f32(factor), n, len(index)
         launch(kernels.write_runs, blocks(len(index)), out, *given, BLOCK=BLOCK)
@@ -177,4 +168,4 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float, cle
     elif not isinstance(total, Coded | Sparse) and factor != 1.0 and plain(total) and len(total) == n:
         launch(kernels.write, blocks(n), out, out, total, f32(factor), n, BLOCK=BLOCK)
     else:
-        general.write(out, total, factor, cleared)
+        general.write(out, total, factor)

@@ -20,7 +20,7 @@ RUNS = 256  #: of more runs, each is added to the whole result at once
 
 
 @compiled
-def accumulate(gradient, residual, scale, out, clear):
+def accumulate(gradient, residual, scale, out):
     """Returns the greatest magnitude's bits."""
     most = np.int32(0)
     for start in range(0, out.size, BLOCK):
@@ -29,13 +29,11 @@ def accumulate(gradient, residual, scale, out, clear):
             value = np.float32(scale * g[i] + r[i])
             o[i] = value
             most = max(most, value.view(np.int32) & MAGNITUDE)
-        if clear:
-            g[:] = np.float32(0)
     return most
 
 
 @compiled
-def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
+def accumulate_above(gradient, residual, scale, out, low, index, values):
     """Returns the greatest magnitude's bits, and how many magnitudes above ``low`` were noted, as far as there is room.
 
     ``index`` and ``values`` receive them.
@@ -51,14 +49,12 @@ def accumulate_above(gradient, residual, scale, out, clear, low, index, values):
             magnitude = value.view(np.int32) & MAGNITUDE
             most = max(most, magnitude)
             flag[i] = np.int8(magnitude > low)
-        if clear:
-            g[:] = np.float32(0)
         found = flags.note(flag, o, start, index, values, found)
     return most, found
 
 
 @compiled
-def accumulate_parts(gradients, residual, scales, out, spans, clear, lows, starts, index, values, most, counts):
+def accumulate_parts(gradients, residual, scales, out, spans, lows, starts, index, values, most, counts):
     """As ``accumulate_above`` for each gradient, of which the addresses are given, and its span of the other vectors.
 
     ``starts`` [parts + 1] says where a part's room in ``index`` and ``values`` is; where it has none, none are noted.
@@ -69,14 +65,14 @@ def accumulate_parts(gradients, residual, scales, out, spans, clear, lows, start
         gradient = carray(floats_at(gradients[part]), (stop - start,))
         r, o, first, last = residual[start:stop], out[start:stop], starts[part], starts[part + 1]
         if first == last:
-            most[part], counts[part] = accumulate(gradient, r, scales[part], o, clear), 0
+            most[part], counts[part] = accumulate(gradient, r, scales[part], o), 0
         else:
             low, i, v = lows[part], index[first:last], values[first:last]
-            most[part], counts[part] = accumulate_above(gradient, r, scales[part], o, clear, low, i, v)
+            most[part], counts[part] = accumulate_above(gradient, r, scales[part], o, low, i, v)
 
 
 @compiled
-def accumulate_velocity(gradient, residual, scale, out, clear, low, index, values, old, new, momentum):
+def accumulate_velocity(gradient, residual, scale, out, low, index, values, old, new, momentum):
     """As ``accumulate_above``, of velocity + residual."""
     found, most, flag = 0, np.int32(0), np.zeros(NEAR, np.int8)
     for start in range(0, out.size, NEAR):
@@ -92,14 +88,12 @@ def accumulate_velocity(gradient, residual, scale, out, clear, low, index, value
             magnitude = value.view(np.int32) & MAGNITUDE
             most = max(most, magnitude)
             flag[i] = np.int8(magnitude > low)
-        if clear:
-            g[:] = np.float32(0)
         found = flags.note(flag, o, start, index, values, found)
     return most, found
 
 
 @compiled
-def accumulate_moments(gradient, residual, scale, out, clear, low, index, values, totals, squared):
+def accumulate_moments(gradient, residual, scale, out, low, index, values, totals, squared):
     """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
     # the loop of accumulate_above again: as a function of both it took 5 to 15 % longer
     found, most, flag = 0, np.int32(0), np.zeros(FOUR, np.int8)
@@ -114,15 +108,13 @@ def accumulate_moments(gradient, residual, scale, out, clear, low, index, values
             magnitude = value.view(np.int32) & MAGNITUDE
             most = max(most, magnitude)
             flag[i] = np.int8(magnitude > low)
-        if clear:
-            g[:] = np.float32(0)
         add_moments(o, totals[start // SPAN], squared[start // SPAN])
         found = flags.note(flag, o, start, index, values, found)
     return most, found
 
 
 @compiled
-def accumulate_signs(gradient, residual, scale, out, clear, sums, signs):
+def accumulate_signs(gradient, residual, scale, out, sums, signs):
     """``sums``: of the magnitudes of each piece."""
     wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.int8)
     for piece in range(sums.size):
@@ -135,14 +127,12 @@ def accumulate_signs(gradient, residual, scale, out, clear, sums, signs):
             o[i] = value
             wide[i] = abs(np.float64(value))
             flag[i] = np.int8(value < np.float32(0))
-        if clear:
-            g[:] = np.float32(0)
         sums[piece] = fold(wide)
         flags.pack(flag, signs[start // 8 : stop // 8])
 
 
 @compiled
-def accumulate_argmax(gradient, residual, scale, out, clear, chunk, offset):
+def accumulate_argmax(gradient, residual, scale, out, chunk, offset):
     """Returns the greatest magnitude's bits."""
     greatest = np.int32(0)
     for j in range(offset.size):
@@ -153,8 +143,6 @@ def accumulate_argmax(gradient, residual, scale, out, clear, chunk, offset):
             value = np.float32(scale * g[i] + r[i])
             o[i] = value
             most = max(most, value.view(np.int32) & MAGNITUDE)
-        if clear:
-            g[:] = np.float32(0)
         offset[j] = first_of(o, most)
         greatest = max(greatest, most)
     return greatest
@@ -187,8 +175,8 @@ def add_from(out, start, index, values, factor):
 
 
 @compiled
-def write_runs(outs, bounds, cleared, index, values, factor):
-    """As ``add_at``, for a vector in parts: their addresses, where they begin and end, and whether they are zero.
+def write_runs(outs, bounds, index, values, factor):
+    """As ``add_at``, for a vector in parts: their addresses, and where they begin and end.
 
     The indices are several runs, each of which ascends, end to end: in a block of the vector that fits into a cache,
     all runs are added, one after the other, before the next block. Indices in any order are many runs.
@@ -211,8 +199,7 @@ def write_runs(outs, bounds, cleared, index, values, factor):
         step = WRITTEN if count <= RUNS else max(size, 1)
         for first in range(0, size, step):
             last = min(first + step, size)
-            if not cleared[part]:
-                out[first:last] = np.float32(0)
+            out[first:last] = np.float32(0)
             for run in range(count):
                 stop = places[run]
                 while stop < ends[run] and index[stop] < bounds[part] + last:

@@ -10,15 +10,15 @@ from hvdcompress.ops.triton._kernels.statistics import store_moments
 
 
 @triton.jit
-def accumulate(gradient, residual, scale, out, finite, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
+def accumulate(gradient, residual, scale, out, finite, n, BLOCK: tl.constexpr):
     at = places(BLOCK)
-    note_not_finite(add(gradient, residual, scale, out, at, at < n, CLEAR), finite)
+    note_not_finite(add(gradient, residual, scale, out, at, at < n), finite)
 
 
 @triton.jit
-def accumulate_moments(gradient, residual, scale, out, sums, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr):
+def accumulate_moments(gradient, residual, scale, out, sums, n, BLOCK: tl.constexpr):
     at = places(BLOCK)
-    store_moments(add(gradient, residual, scale, out, at, at < n, CLEAR), sums)
+    store_moments(add(gradient, residual, scale, out, at, at < n), sums)
 
 
 @triton.jit
@@ -32,25 +32,22 @@ def accumulate_argmax(
     n,
     chunk,
     chunks,
-    CLEAR: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     row, column = places(ROWS), tl.arange(0, WIDTH)
     at = row[:, None] * chunk + column[None, :]
     inside = (column < chunk)[None, :] & (at < n)
-    x = add(gradient, residual, scale, out, at, inside, CLEAR)
+    x = add(gradient, residual, scale, out, at, inside)
     note_not_finite(x, finite)
     tl.store(offset + row, offsets_of_largest(x, inside, column, WIDTH), row < chunks)
 
 
 @triton.jit
-def accumulate_count(
-    gradient, residual, scale, out, finite, threshold, counts, n, CLEAR: tl.constexpr, BLOCK: tl.constexpr
-):
+def accumulate_count(gradient, residual, scale, out, finite, threshold, counts, n, BLOCK: tl.constexpr):
     at = places(BLOCK)
     inside = at < n
-    x = add(gradient, residual, scale, out, at, inside, CLEAR)
+    x = add(gradient, residual, scale, out, at, inside)
     note_not_finite(x, finite)
     tl.store(counts + tl.program_id(0), tl.sum((inside & is_chosen(x, threshold, False)).to(tl.int32), 0))
 

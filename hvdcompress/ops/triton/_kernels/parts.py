@@ -14,12 +14,10 @@ def places(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add(gradient, residual, scale, out, at, inside, CLEAR: tl.constexpr):
+def add(gradient, residual, scale, out, at, inside):
     """Write scale·gradient + residual at these places, and return it; 0 where ``inside`` is false."""
     x = tl.load(gradient + at, inside, 0.0) * scale + tl.load(residual + at, inside, 0.0)
     tl.store(out + at, x, inside)
-    if CLEAR:
-        tl.store(gradient + at, 0.0, inside)
     return x
 
 
