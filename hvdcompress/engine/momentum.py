@@ -54,6 +54,7 @@ class Adapter:
         self._new: Pieces | None = None  # what it contains after this step; None if that is the same
         self._updates = self.known.updates
         self._arrived = self.known.arrived
+        self._stamped: Array | None = None  # the same after this step
 
     def _totals(self) -> list[Any]:
         return [reduced.total for reduced in self._reduced]
@@ -144,15 +145,10 @@ class Adapter:
                     ops.write(outs[number], total, change)
                 kept.append(copied(total, gain * one.share))
                 continue
-            given = []
-            cancelled = []
-            for index, values in _parts(total):
-                share = one.share
-                if share is None:
-                    share = self._shares(one, spread, self._span_of(number), index)
-                given.append(Sparse(index, values * (share * _rounded(more) + 1.0)))
-                cancelled.append(Sparse(index, values * share))
-            kept.append(end_to_end(cancelled, gain, ops))
+            index, values = end_to_end(_parts(total), 1.0, ops)
+            share = self._stamp(self._table(one, spread), number, index) if one.share is None else one.share
+            given = [Sparse(index, values * (share * _rounded(more) + 1.0))]
+            kept.append(Sparse(index, values * share * _rounded(gain)))
             if old:
                 index, values = old[number]
                 given.append(Sparse(index, values * _rounded(-lost / as_it_is)))
@@ -180,7 +176,9 @@ class Adapter:
             v = new[start:stop]
             share: Any = one.share
             if share is None:
-                share = self._shares(one, spread, (start, stop))
+                assert self._arrived is not None
+                ages = self._arrived[start:stop]
+                share = ops.take_by_age(self._table(one, spread), ages, _stamp(self.setup.state.step + 1))
             rest = None if one.share == 1.0 else v * (1.0 - share)
             v *= share * _rounded(one.gain)
             if old is not None and one.decay:
@@ -208,12 +206,18 @@ class Adapter:
         """Return where a total's elements are in the bucket: the totals are one, or one for each tensor."""
         return self.bucket.spans[number] if len(self._reduced) > 1 else (0, self.bucket.spec.size)
 
-    def _shares(self, one: Filter, spread: float, span: tuple[int, int], index: Array | None = None) -> Array:
-        """Return the shares that are handed over without momentum, of the elements of a span or of ``index`` in it."""
+    def _table(self, one: Filter, spread: float) -> Array:
+        """Return the share that is handed over without momentum, by an element's age."""
+        return self.ops.asarray(shares(one.factor, spread), self.setup.like)
+
+    def _stamp(self, table: Array, number: int, index: Array) -> Array:
+        """Note that elements of a total have arrived; return the entries of a table for their ages."""
         assert self._arrived is not None
-        table = self.ops.asarray(shares(one.factor, spread), self._arrived)
+        if self._stamped is None:
+            self._stamped = self.setup.memory.second_buffer("arrived", self._arrived, "int8", self.ops)
+        where = slice(*self._span_of(number))
         now = _stamp(self.setup.state.step + 1)
-        return self.ops.take_by_age(table, self._arrived[slice(*span)], now, index)
+        return self.ops.stamp(table, self._arrived[where], now, index, self._stamped[where])
 
     # -- the next state -------------------------------------------------------------------------------------
 
@@ -235,12 +239,11 @@ class Adapter:
         if self._arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
             return None
         step = self.setup.state.step
-        arrived = self.setup.memory.second_buffer("arrived", self._arrived, "int8", self.ops)
-        arrived[:] = self._arrived
-        for number, total in enumerate(totals):
-            where = slice(*self._span_of(number))
-            for part in _parts(total):
-                self.ops.set_at(arrived[where], part.index, _stamp(step + 1))
+        if self._stamped is None:  # no share depended on it in this step
+            nothing = self.ops.asarray(np.ones(1, np.float32), self.setup.like)
+            for number, total in enumerate(totals):
+                self._stamp(nothing, number, self.ops.concat([part.index for part in _parts(total)]))
+        arrived: Any = self._stamped
         for is_unused, (start, stop) in zip(unused, self.bucket.spans, strict=False):
             if is_unused:
                 arrived[start:stop] = self._arrived[start:stop] + 1  # nothing waits where there is no gradient

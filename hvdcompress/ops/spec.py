@@ -63,18 +63,28 @@ class Ops(Protocol):
     def take(self, x: Array, index: Array) -> Array:
         """Return x[index] [k]. ``index`` [k] is int32 or int64, and each index is in [0, n)."""
 
-    def take_by_age(self, table: Array, stamps: Array, now: int, index: Array | None = None) -> Array:
-        """Return the entries of a table for the ages of elements: table[min(max(age, 1), m) − 1] [k].
+    def take_by_age(self, table: Array, stamps: Array, now: int) -> Array:
+        """Return the entries of a table for the ages of elements: table[min(max(age, 1), m) − 1] [n].
 
         Args:
             table: [m] float32; m is less than 128.
             stamps: [n] int8, when each element was last seen. Its age is now − stamp modulo 2^8, as an int8.
             now: an int8.
-            index: [k] which elements are asked for, as in :meth:`take`; None for all.
         """
 
-    def set_at(self, x: Array, index: Array, value: float) -> None:
-        """Set x[index] = value, in place. ``index`` is as in :meth:`take`, and may have an index several times."""
+    def stamp(self, table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
+        """Do :meth:`take_by_age` for the elements at ``index`` [k], and set out = stamps, with ``now`` at ``index``.
+
+        Args:
+            table: as for :meth:`take_by_age`.
+            stamps: as for :meth:`take_by_age`.
+            now: an int8.
+            index: as in :meth:`take`; an index may occur several times. Few ascending runs are fast.
+            out: [n] int8; not ``stamps`` itself.
+
+        Returns:
+            [k] float32.
+        """
 
     def sort(self, x: Array) -> Array:
         """Return the elements of ``x`` in ascending order."""

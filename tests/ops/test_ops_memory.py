@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 from comparing import call, changed, chosen
 
@@ -19,6 +22,14 @@ call("concat")(lambda o, put, x, r: o.concat([put(x), put(r)]))
 call("concat")(lambda o, put, x, r: o.concat([put(reference.to_bf16(x)), o.zeros(3, "uint16", like=put(x))]))
 call("to_bytes")(lambda o, put, x, r: o.to_bytes(put(x)))
 call("to_bytes")(lambda o, put, x, r: o.to_bytes(o.to_bf16(put(x))))
+
+
+def stamped(now: int, index: Any, o: Any, put: Any, x: np.ndarray, r: np.ndarray) -> Any:
+    """What is found, and the new stamps; of runs of indices, of which some may be in several."""
+    out = put(np.zeros(4 * x.size, np.int8), changes=True)
+    return o.stamp(put(r[:100]), put(x.view(np.int8)), now, put(np.ascontiguousarray(index(x))), out), out
+
+
 for at in (0, 1, 2, 4):
     for dtype in ("float32", "float16", "uint16", "int32", "int64"):
         call("from_bytes")(lambda o, put, x, r, a=at, d=dtype: o.from_bytes(put(bytes_at(a, x))[a:], d))
@@ -27,17 +38,13 @@ call("fill")(lambda o, put, x, r: changed(o, put, x, lambda out: o.fill(out, flo
 call("take")(lambda o, put, x, r: o.take(put(x), put(chosen(x))))
 call("take")(lambda o, put, x, r: o.take(put(x), put(chosen(x).astype(np.int64))))
 call("take")(lambda o, put, x, r: o.take(put(x.view(np.int8)), put(chosen(x))))
-for kind in (np.int32, np.int64):
-    call("set_at")(
-        lambda o, put, x, r, k=kind: changed(o, put, x, lambda out: o.set_at(out, put(chosen(x).astype(k)), 0.5))
-    )
-call("set_at")(
-    lambda o, put, x, r: changed(o, put, x.view(np.int8), lambda out: o.set_at(out, put(chosen(x)), -(2**7)))
-)
 for now in (-(2**7), 7, 2**7 - 1):  # stamps are any 8 bits, so ages overflow
-    call("take_by_age")(
-        lambda o, put, x, r, now=now: o.take_by_age(put(r[:100]), put(x.view(np.int8)), now, put(chosen(x)))
-    )
+    for index in (
+        chosen,
+        lambda x: np.concatenate([chosen(x), chosen(x, 2)[1:], chosen(x, 5)]),
+        lambda x: chosen(x)[::-1],
+    ):
+        call("stamp")(partial(stamped, now, index))
     call("take_by_age")(lambda o, put, x, r, now=now: o.take_by_age(put(r[:100]), put(x.view(np.int8)), now))
 call("sort")(lambda o, put, x, r: o.sort(put(x.view(np.int32))))
 call("index_dtype")(lambda o, put, x, r: (o.index_dtype(x.size), o.index_dtype(2**31)))

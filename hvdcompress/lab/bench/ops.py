@@ -94,7 +94,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         place, (x, residual, out, zeros, speed, index, values, near, found)
     )
     half, bits, offset, packed, bitmap, places = map(place, (half, bits, offset, packed, bitmap, places))
-    stamps, table = place(stamps), x[:10]
+    stamps, stamped, table = place(stamps), place(stamps.copy()), x[:10]
     packed_signs, codes, norms, levels, one, words = map(place, (packed_signs, codes, norms, levels, one, words))
     matrix, image, p, q, bounds, ranged = map(place, (matrix, image, p, q, bounds, ranged))
     shares, other, waves = (Sparse(*map(place, each)) for each in (shares, other, waves))
@@ -168,8 +168,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("unpack_signs", "", 33 * n // 8, lambda o: o.unpack_signs(packed_signs, one, n)),
         Case("distinct_indices", "", 4 * k, lambda o: o.distinct_indices(key, k, n)),
         Case("take", "", 12 * k, lambda o: o.take(x, index)),
-        Case("take_by_age", "at k", 9 * k, lambda o: o.take_by_age(table, stamps, 100, index)),
-        Case("set_at", "int8", 5 * k, lambda o: o.set_at(stamps, index, 100)),
+        Case("stamp", "at k", 2 * n + 8 * k, lambda o: o.stamp(table, stamps, 100, index, stamped)),
         Case("write", "rank 4", 4 * n, lambda o: o.write(image, low, 0.5)),
         Case("subtract", "rank 4", 8 * n, lambda o: o.subtract(image, low, 1.0)),
         Case("write", "frequencies, 2 shares", 4 * n + 24 * k, lambda o: o.write(out, sparse, 0.5)),

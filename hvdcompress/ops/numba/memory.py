@@ -33,23 +33,20 @@ def take(x: Array, index: Array) -> Array:
     return out
 
 
-def take_by_age(table: Array, stamps: Array, now: int, index: Array | None = None) -> Array:
-    usable = plain(table) and plain(stamps, dtype=INT8) and (index is None or _is_plain_index(index))
-    if not usable:
-        return reference.take_by_age(table, stamps, now, index)
-    out = pool.empty(stamps.size if index is None else index.size, FLOAT32)
-    if index is None:
-        kernels.take_by_age(table, stamps, np.int8(now), out)
-    else:
-        kernels.take_by_age_at(table, stamps, np.int8(now), index, out)
+def take_by_age(table: Array, stamps: Array, now: int) -> Array:
+    if not (plain(table) and plain(stamps, dtype=INT8)):
+        return reference.take_by_age(table, stamps, now)
+    out = pool.empty(stamps.size, FLOAT32)
+    kernels.take_by_age(table, stamps, np.int8(now), out)
     return out
 
 
-def set_at(x: Array, index: Array, value: float) -> None:
-    if x.dtype not in WORDS or not plain(x, dtype=x.dtype) or not _is_plain_index(index):
-        reference.set_at(x, index, value)
-        return
-    kernels.set_at(x, index, x.dtype.type(value))
+def stamp(table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
+    if not (plain(table) and plain(stamps, out, dtype=INT8) and _is_plain_index(index)):
+        return reference.stamp(table, stamps, now, index, out)
+    found = pool.empty(index.size, FLOAT32)
+    kernels.stamp(table, stamps, np.int8(now), index, out, found)
+    return found
 
 
 def _is_plain_index(index: Array) -> bool:

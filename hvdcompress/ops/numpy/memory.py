@@ -51,13 +51,14 @@ def take(x: Array, index: Array) -> Array:
     return x[index]
 
 
-def take_by_age(table: Array, stamps: Array, now: int, index: Array | None = None) -> Array:
-    ages = np.int8(now) - (stamps if index is None else stamps[index])
-    return table[ages.clip(1, len(table)) - 1]
+def take_by_age(table: Array, stamps: Array, now: int) -> Array:
+    return table[(np.int8(now) - stamps).clip(1, len(table)) - 1]
 
 
-def set_at(x: Array, index: Array, value: float) -> None:
-    x[index] = value
+def stamp(table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
+    out[...] = stamps
+    out[index] = now
+    return take_by_age(table, stamps[index], now)
 
 
 def sort(x: Array) -> Array:

@@ -10,13 +10,12 @@ from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, FOUR, MAGNITUDE, NEAR, SPAN, compiled
-from hvdcompress.ops.numba._kernels.memory import check_places, floats_at
+from hvdcompress.ops.numba._kernels.memory import RUNS, check_places, floats_at, runs_of
 from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
 
 WRITTEN = 1 << 14  #: elements of a result that stay in a cache while all ranks' shares are added to them
-RUNS = 256  #: of more runs, each is added to the whole result at once
 
 
 @compiled
@@ -182,25 +181,15 @@ def write_runs(outs, bounds, index, values, factor):
     all runs are added, one after the other, before the next block. Indices in any order are many runs.
     """
     check_places(index, bounds[-1])
-    count = 1
-    for j in range(1, index.size):
-        count += index[j] < index[j - 1]
-    ends, run = np.full(count, index.size), 0
-    for j in range(1, index.size):
-        if index[j] < index[j - 1]:
-            ends[run] = j
-            run += 1
-    places = np.zeros(count, np.int64)
-    for run in range(1, count):
-        places[run] = ends[run - 1]
+    places, ends = runs_of(index)
     for part in range(outs.size):
         size = bounds[part + 1] - bounds[part]
         out = carray(floats_at(outs[part]), (size,))
-        step = WRITTEN if count <= RUNS else max(size, 1)
+        step = WRITTEN if ends.size <= RUNS else max(size, 1)
         for first in range(0, size, step):
             last = min(first + step, size)
             out[first:last] = np.float32(0)
-            for run in range(count):
+            for run in range(ends.size):
                 stop = places[run]
                 while stop < ends[run] and index[stop] < bounds[part] + last:
                     stop += 1
