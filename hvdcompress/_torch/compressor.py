@@ -137,7 +137,7 @@ class TensorCompressor(compressor.Compressor):
 
     def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
         """Import and compile now what the first step needs, so that no rank waits for it there."""
-        if not self.framework.force_torch and all(p.device.type == "cpu" for p in self.parameters.values()):
+        if not self.framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
             with contextlib.suppress(ExchangeError):  # the first step raises it, with the tensor that it is about
                 warm_up(self.plan, specs, self.grouping)
 

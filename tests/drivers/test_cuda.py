@@ -102,6 +102,7 @@ class Run:
                         shape=(n,),
                         dtype=torch.float32,
                         device=self.on,
+                        is_cpu=self.on is None,
                         grad=None,
                         requires_grad=True,
                         is_complex=lambda: False,

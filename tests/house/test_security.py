@@ -34,6 +34,9 @@ YAML = {"load", "load_all", "full_load", "full_load_all", "unsafe_load", "unsafe
 #: (file, what) -> why it is safe
 KNOWN = {
     ("ops/__init__.py", "import_module"): "one of the backends that the file lists",
+    ("__init__.py", "import_module"): "one of the modules that the file lists",
+    ("methods/__init__.py", "import_module"): "one of the modules that the file lists",
+    ("lab/doctor.py", "import_module"): "the modules of our own package",
     ("registry.py", "import_module"): "our methods, and those that installed packages declare as entry points",
     ("testing/trial.py", "import_module"): "the modules of our own package",
     ("engine/safety/peers.py", "multiprocessing.connection"): "bytes of JSON: `recv`, which unpickles, is not called",
