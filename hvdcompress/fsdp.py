@@ -34,6 +34,8 @@ from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method
 from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
+__all__ = ["Compressor", "attach"]
+
 ROOT = "(root)"  #: the name of the outermost module's own vector: of what is in no module inside of it
 
 

@@ -35,7 +35,7 @@ def attach(
     Args:
         model: the DDP module, or one that holds it, as accelerate's, Fabric's and torch.compile's do.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
-            top-k of 1 %, which is given up if the first steps show that it does not save time.
+            top-k of 1 % in 4 bits, which is given up if the first steps show that it does not save time.
         settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 

@@ -25,7 +25,7 @@ WHOLE = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
 #: What the method "auto" stands for
-AUTO = {"method": "topk", "density": 0.01, "fallback": True}
+AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
@@ -64,7 +64,8 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this changed
 
-    The method "auto" is topk of 1 %, with ``fallback``. Drivers that are given the optimizer set beta1 of Adam to 0.
+    The method "auto" is topk of 1 % in 4 bits, with ``fallback``. Drivers that are given the optimizer set beta1 of
+    Adam to 0.
 
     Args:
         source: the file's path, or the dict.

@@ -122,7 +122,8 @@ def test_a_decision_is_saved_and_loaded():
 
 def test_auto_is_a_plan():
     plan = plan_of("auto", min_elements=10)
-    assert (plan.program.main.id, plan.program.main.density, plan.fallback) == ("topk", 0.01, True)
+    method = plan.program.main
+    assert (method.id, method.density, method.values, plan.fallback) == ("topk", 0.01, "qsgd4", True)
     assert plan_of("auto", density=0.002).program.main.density == 0.002
     assert load(plan.to_dict()) == plan
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()

@@ -28,6 +28,7 @@ PUBLIC = (
     "hvdcompress.loopback",
     "hvdcompress.horovod.torch",
     "hvdcompress.ddp",
+    "hvdcompress.fsdp",
     "hvdcompress.horovod.tensorflow",
     "hvdcompress.horovod.keras",
     "hvdcompress.mpi",

@@ -30,8 +30,8 @@ def attach(
         optimizer: of PyTorch.
         named_parameters: ``model.named_parameters()``.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
-            top-k of 1 %, which is given up if the first steps show that it does not save time. It sets beta1 of Adam
-            and its relatives to 0.
+            top-k of 1 % in 4 bits, which is given up if the first steps show that it does not save time. It sets beta1
+            of Adam and its relatives to 0.
         op: ``hvd.Average`` or ``hvd.Sum``.
         backward_passes_per_step: gradients of so many batches are added on each rank before they are exchanged.
         process_set: the Horovod process set to reduce over.

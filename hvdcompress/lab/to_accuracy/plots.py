@@ -22,8 +22,8 @@ LABELS = {
     "acpsgd@matrix_rank=8": "ACP-SGD, rank 8",
     "acpsgd_r4": "ACP-SGD, rank 4",
     "powersgd_r4": "PowerSGD, rank 4",
-    "topk": "auto (top-k, 1 %)",
-    "topk@beta1=0": "auto (top-k, 1 %)",
+    "topk": "top-k, 1 %",
+    "topk@values=qsgd4": "auto (top-k, 1 %, 4 bits)",
     "topk@density=0.002": "top-k, 0.2 %",
     "scalecom_48x": "ScaleCom, 48x",
 }
