@@ -141,7 +141,8 @@ def report(
     if plot is not None:
         from hvdcompress.lab.to_accuracy import plots
 
-        typer.echo(f"written: {plots.draw([each for each in found if each.race == found[0].race], plot)}")
+        first = [each for each in found if (each.race, each.driver) == (found[0].race, found[0].driver)]
+        typer.echo(f"written: {plots.draw(first, plot)}")
 
 
 if __name__ == "__main__":

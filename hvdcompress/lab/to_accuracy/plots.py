@@ -39,7 +39,7 @@ def draw(comparisons: Sequence[Comparison], file: Path) -> Path:
     names = [
         name
         for name in comparisons[0].entries
-        if name != NOOP and all(each.entries[name].arrives for each in comparisons)
+        if name != NOOP and all(name in each.entries and each.entries[name].arrives for each in comparisons)
     ]
     names.sort(key=lambda name: comparisons[0].entries[name].mean)
     with matplotlib.rc_context(plots.STYLE):
