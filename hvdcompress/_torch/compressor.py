@@ -242,7 +242,6 @@ class TensorCompressor(compressor.Compressor):
             )
         step = Step(self.local, collectives, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
-        step.votes = [] if self.local.uncompressed else self.local.fallback.votes()
         return step
 
     def _note_frozen(self) -> None:

@@ -231,8 +231,7 @@ class Compressor(ABC):
         if fallback.compares:
             return "uncompressed steps: being measured"
         compressed, dense = (1e3 * each for each in fallback.seconds)
-        kept = "kept" if fallback.verdict is Verdict.COMPRESS else "given up"
-        return f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {kept}"
+        return f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {fallback.outcome}"
 
     def log_to(self, writer: Writer, step: int | None = None) -> None:
         """Write this rank's figures to a writer of TensorBoard's events, under ``hvdcompress/``.

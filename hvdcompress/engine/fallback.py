@@ -61,6 +61,11 @@ class Fallback:
         """Whether nothing is decided yet."""
         return self.on and self.verdict is Verdict.OPEN
 
+    @property
+    def outcome(self) -> str:
+        """What was decided, in words."""
+        return "kept" if self.verdict is Verdict.COMPRESS else "given up"
+
     def _turn(self) -> tuple[bool, int]:
         """Return the kind of the next step, and how many steps of its turn came before it."""
         before = self._steps
@@ -134,8 +139,7 @@ class Fallback:
     def __str__(self) -> str:
         """What was measured and decided, for logs."""
         compressed, dense = (1000 * each for each in self.seconds)
-        kept = "kept" if self.verdict is Verdict.COMPRESS else "given up"
         return (
-            f"compression is {kept}: a step took {compressed:.1f} ms with it, and {dense:.1f} ms without "
+            f"compression is {self.outcome}: a step took {compressed:.1f} ms with it, and {dense:.1f} ms without "
             "(fallback: false in the plan does not compare)"
         )

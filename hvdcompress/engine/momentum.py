@@ -145,7 +145,7 @@ class Adapter:
                     ops.write(outs[number], total, change)
                 kept.append(copied(total, gain * one.share))
                 continue
-            index, values = end_to_end(_parts(total), 1.0, ops)
+            index, values = end_to_end(_parts(total), ops)
             share = self._stamp(self._table(one, spread), number, index) if one.share is None else one.share
             given = [Sparse(index, values * (share * _rounded(more) + 1.0))]
             kept.append(Sparse(index, values * share * _rounded(gain)))

@@ -69,11 +69,11 @@ def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops)
     return Outer(total, basis, first.terms) if is_right else Outer(basis, total, first.terms)
 
 
-def end_to_end(shares: Sequence[Sparse], factor: float, ops: Ops) -> Sparse:
-    """Return ``factor`` times a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
-    values = ops.concat([share.values for share in shares]) * np.float32(factor).item()
-    index = ops.concat([share.index for share in shares])
-    return Sparse(clone(index) if len(shares) == 1 else index, values)
+def end_to_end(shares: Sequence[Sparse], ops: Ops) -> Sparse:
+    """Return a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
+    if len(shares) == 1:
+        return Sparse(clone(shares[0].index), clone(shares[0].values))
+    return Sparse(ops.concat([share.index for share in shares]), ops.concat([share.values for share in shares]))
 
 
 def clone(array: Array) -> Array:

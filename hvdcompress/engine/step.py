@@ -120,7 +120,7 @@ class Step:
         factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
         used: of each tensor in ``terms.tensors``, whether this rank had a gradient; None if all have. What no rank had
             keeps its state, since no rank uses the result. With ``Agree.FIRST_AND_LAST`` only.
-        votes: numbers of this rank, as many on all ranks, which go along with its last status.
+        votes: numbers of this rank for the fallback, as many on all ranks, which go along with its last status.
         voted: the greatest of each of all ranks, when the step is over.
         checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
         errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
@@ -142,7 +142,7 @@ class Step:
         self.framework = framework
         self.terms = replace(terms, plan={**terms.plan, "paused": True}) if local.paused else terms
         self.clip_norm = None if local.paused else local.plan.clip_norm
-        self.votes: list[float] = []
+        self.votes = [] if local.uncompressed else local.fallback.votes()
         self.voted: list[float] = []
         self.loss_scale = 1.0
         self.exchanges: dict[str, Exchange] = {}
