@@ -125,14 +125,15 @@ def test_ranks_train_and_are_timed(tiny, capsys):
     from hvdcompress.lab.output.console import console_of
 
     names = ["dense", "noop", "topk@density=0.05", "ddp_powersgd_r1"]
+    setting = run.Setting(tiny, console_of())
     for _ in range(2):
-        run.train_all(["tiny"], "ddp", names, [1], [1.0], None, tiny, console_of())
+        run.train_all(setting, ["tiny"], names, [1])
     output = capsys.readouterr().out
     assert output.count("seed 1") == len(names)  # the second time all have their results
     found = {record["contender"]: record["evaluations"] for record in run.records(tiny, "train")}
     assert [each["step"] for each in found["dense"]] == [2, 4]
     assert 0 <= found["dense"][-1]["score"] <= 100
     given = {"contenders": names, "rounds": 2, "turn": 0.01}
-    measured = run.launch("time", "tiny", "ddp", None, tiny / "time.log", **given)
+    measured = run.launch("time", "tiny", setting, None, tiny / "time.log", **given)
     assert [each["contender"] for each in measured] == names
     assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)

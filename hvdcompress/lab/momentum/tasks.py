@@ -150,11 +150,13 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "cnn": Cnn,
     "cnn_wide": WideCnn,
     "resnet": lambda: build("resnet", DATA["fashion_mnist"]()),
+    "resnet_wide": lambda: build("resnet", DATA["fashion_mnist"](), width=128),  # 11 million
     "mnist_example": MnistExample,
     "lstm": lambda: ByteLSTM(embedding=64, hidden=192),
     "lstm_wide": lambda: ByteLSTM(embedding=256, hidden=512),
     "transformer": lambda: ByteTransformer(context=32, width=96),
     "transformer_wide": lambda: ByteTransformer(context=32, width=256, heads=8),
+    "transformer_deep": lambda: ByteTransformer(context=128, width=512, blocks=6, heads=8),  # 19 million
     "fnn3": lambda: build("fnn3", DATA["fashion_mnist_plain"]()),
     "lenet5": lambda: build("lenet5", DATA["fashion_mnist_plain"]()),
 }
@@ -193,13 +195,20 @@ DATA: dict[str, Callable[[], Any]] = {
     "fashion_mnist_plain": cache(training.TASKS["fashion_mnist"].load),
     "text48": lambda: text(48),
     "text32": lambda: text(32),
+    "text128": lambda: text(128),
 }
 
 
 def loss_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
-    """Return the mean cross-entropy of a batch, in nats."""
-    x, y = map(torch.from_numpy, batch)
+    """Return the mean cross-entropy of a batch, in nats, computed on the net's device."""
+    x, y = _on_device_of(net, batch)
     return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
+
+
+def _on_device_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels as tensors on the device of the net's parameters."""
+    device = next(net.parameters()).device
+    return torch.from_numpy(batch[0]).to(device), torch.from_numpy(batch[1]).to(device)
 
 
 def evaluate(net: nn.Module, data: Images | Bytes, metric: Metric) -> float:
@@ -216,7 +225,9 @@ def held_out_sums(net: nn.Module, data: Images | Bytes, rank: int = 0, world: in
     net.eval()
     nll = correct = count = 0.0
     for x, y in _held_out(data, rank, world):
-        logits, labels = net(torch.from_numpy(x)).flatten(0, -2), torch.from_numpy(y).flatten()
+        inputs, labels = _on_device_of(net, (x, y))
+        logits = net(inputs).flatten(0, -2)
+        labels = labels.flatten()
         nll += F.cross_entropy(logits, labels, reduction="sum").item()
         correct += (logits.argmax(1) == labels).sum().item()
         count += labels.numel()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hvdcompress.lab.momentum.__main__ import seeds_of
 from hvdcompress.lab.output.console import console_of
+
+if TYPE_CHECKING:
+    from hvdcompress.lab.to_accuracy.run import Setting
 
 app = typer.Typer(
     help="Seconds of training to a target accuracy, over emulated hosts.",
@@ -18,6 +21,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+class Device(StrEnum):
+    """Where nets compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 class Driver(StrEnum):
@@ -33,6 +43,7 @@ ContendersOption = Annotated[
     typer.Option(help="noop, dense, fp16, ddp_powersgd_r4, …, or METHOD[@key=value,…][:plain|:cancelled]."),
 ]
 DriverOption = Annotated[Driver, typer.Option(help="Who exchanges gradients.")]
+DeviceOption = Annotated[Device, typer.Option(help="cuda: one GPU that all ranks share, over NCCL; DDP only.")]
 FolderOption = Annotated[Path, typer.Option(help="Folder of the results, a file per run.")]
 CONTENDERS = (
     "dense,fp16,ddp_powersgd_r1,ddp_powersgd_r2,ddp_powersgd_r4,"
@@ -55,6 +66,14 @@ def _names(text: str, races: list[str]) -> list[str]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return names
+
+
+def _setting(folder: Path, driver: Driver, device: Device) -> Setting:
+    from hvdcompress.lab.to_accuracy.run import Setting
+
+    if device is Device.cuda and driver is not Driver.ddp:
+        raise typer.BadParameter("--device cuda: only DDP trains on a GPU here")
+    return Setting(folder, console_of(), driver.value, device.value)
 
 
 def _do(work: Callable[[], None]) -> None:
@@ -84,6 +103,7 @@ def train(
     ] = "1",
     rate: Annotated[str | None, typer.Option(help="Train over emulated hosts with such links, and time it.")] = None,
     driver: DriverOption = Driver.ddp,
+    device: DeviceOption = Device.cpu,
     folder: FolderOption = Path("build/to_accuracy"),
 ) -> None:
     """Train each contender once per seed. Trainings that have a result are skipped."""
@@ -91,8 +111,8 @@ def train(
 
     chosen, factors = races.split(","), [float(word) for word in lrs.split(",")]
     names = _names(contenders, chosen)
-    console = console_of()
-    _do(lambda: run.train_all(chosen, driver.value, names, seeds_of(seeds), factors, rate, folder, console))
+    setting = _setting(folder, driver, device)
+    _do(lambda: run.train_all(setting, chosen, names, seeds_of(seeds), factors, rate))
 
 
 @app.command("time")
@@ -103,6 +123,7 @@ def measure(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 5,
     turn: Annotated[float, typer.Option(min=0.0, help="Seconds of a turn; it has two steps at least.")] = 2.0,
     driver: DriverOption = Driver.ddp,
+    device: DeviceOption = Device.cpu,
     folder: FolderOption = Path("build/to_accuracy"),
 ) -> None:
     """Measure milliseconds per step, contenders in turns. Needs root. Keep the machine quiet."""
@@ -116,8 +137,8 @@ def measure(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     names = _names(contenders, chosen)
-    console = console_of()
-    _do(lambda: run.time_all(chosen, driver.value, names, links, rounds, turn, folder, console))
+    setting = _setting(folder, driver, device)
+    _do(lambda: run.time_all(setting, chosen, names, links, rounds, turn))
 
 
 @app.command()

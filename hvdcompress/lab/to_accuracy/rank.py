@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +32,22 @@ TIMEOUT = 1800.0  #: seconds of one launch
 
 
 class Ddp:
-    """torch.distributed over gloo, and what ranks do besides training."""
+    """torch.distributed over gloo, or over NCCL on a GPU that all ranks share."""
 
-    def __init__(self) -> None:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, device: str) -> None:
+        if device == "cuda":
+            os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # otherwise NCCL refuses ranks that share a GPU
+            torch.cuda.set_device(0)
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.device = device
+
+    def wait(self) -> None:
+        """Wait until the device has finished this rank's work."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum over the ranks."""
@@ -49,13 +61,19 @@ class Ddp:
 
 
 class Horovod:
-    """The same for Horovod."""
+    """Horovod, on the CPU."""
 
-    def __init__(self) -> None:
+    device = "cpu"
+
+    def __init__(self, device: str) -> None:
         import horovod.torch as hvd
 
         hvd.init()
-        self.rank, self.world = hvd.rank(), hvd.size()
+        self.rank = hvd.rank()
+        self.world = hvd.size()
+
+    def wait(self) -> None:
+        """Return at once: nothing is asynchronous on the CPU."""
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return the sum over the ranks."""
@@ -67,7 +85,7 @@ class Horovod:
         """Leave."""
 
 
-RANKS: dict[str, Callable[[], Ddp | Horovod]] = {"ddp": Ddp, "horovod": Horovod}
+RANKS: dict[str, Callable[[str], Ddp | Horovod]] = {"ddp": Ddp, "horovod": Horovod}
 
 
 def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
@@ -75,27 +93,28 @@ def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
     return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world, seed, race.task.batch)
 
 
-def prepare(race: Race, driver: str, name: str, seed: int) -> Trainer:
+def prepare(ranks: Ddp | Horovod, race: Race, driver: str, name: str, seed: int) -> Trainer:
     """Return a contender's trainer, with initial weights that depend on the seed alone."""
     torch.manual_seed(seed)
-    return TRAINERS[driver](race.task, parse(name, race.task))
+    return TRAINERS[driver](race.task, parse(name, race.task), ranks.device)
 
 
 def train(ranks: Ddp | Horovod, race: Race, driver: str, contender: str, seed: int) -> None:
     """Train, and print the score of each evaluation and the seconds of training until then."""
-    throw_away = prepare(race, driver, contender, seed)
+    throw_away = prepare(ranks, race, driver, contender, seed)
     batches = batches_of(race, ranks, seed)
     for _ in range(WARM_UP):
         throw_away.step(next(batches))
     throw_away.close()
     del throw_away
-    trainer, batches = prepare(race, driver, contender, seed), batches_of(race, ranks, seed)
+    trainer, batches = prepare(ranks, race, driver, contender, seed), batches_of(race, ranks, seed)
     seconds: list[float] = []
     ranks.sum([0.0])
     for step in range(1, race.steps + 1):
         trainer.set_rate(step - 1, race.steps)
         began = time.perf_counter()
         trainer.step(next(batches))
+        ranks.wait()
         seconds.append(time.perf_counter() - began)
         if step % race.every == 0 or step == race.steps:
             sums = ranks.sum(tasks.held_out_sums(trainer.net, tasks.DATA[race.task.data](), ranks.rank, ranks.world))
@@ -115,7 +134,7 @@ def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[
         rounds: how many turns each has.
         turn: how long a turn is, in seconds; it has two steps at least.
     """
-    trainers = {name: prepare(race, driver, name, seed=0) for name in contenders}
+    trainers = {name: prepare(ranks, race, driver, name, seed=0) for name in contenders}
     batches = batches_of(race, ranks, seed=0)
     lengths = {}
     for name, trainer in trainers.items():
@@ -144,6 +163,7 @@ def _times(ranks: Ddp | Horovod, trainer: Trainer, batches: Iterator[Batch], ste
         batch = next(batches)
         began = time.perf_counter()
         trainer.step(batch)
+        ranks.wait()
         found.append(time.perf_counter() - began)
     return found
 
@@ -161,7 +181,7 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(TIMEOUT, exit=True)  # a hang ends with all stacks in the log
     torch.set_num_threads(1)
-    ranks = RANKS[given["driver"]]()
+    ranks = RANKS[given["driver"]](given.pop("device"))
     work: dict[str, Callable[..., None]] = {"train": train, "time": measure}
     work[do](ranks, race, **given)
     ranks.close()

@@ -70,12 +70,14 @@ class Comparison:
         race: a key of ``RACES``.
         driver: who exchanged gradients.
         rate: of the links.
+        device: where the nets computed, "cpu" or "cuda".
         entries: by name.
     """
 
     race: str
     driver: str
     rate: str
+    device: str
     entries: dict[str, Entry]
 
     @property
@@ -89,7 +91,8 @@ class Comparison:
     def title(self) -> str:
         """Race, target, driver and link."""
         race = RACES[self.race]
-        return f"{self.race}: {_target(race)}, {self.driver}, {race.task.ranks} hosts at {self.rate}"
+        on = ", on a GPU" if self.device == "cuda" else ""
+        return f"{self.race}: {_target(race)}, {self.driver}, {race.task.ranks} hosts at {self.rate}{on}"
 
 
 def _target(race: Race) -> str:
@@ -102,16 +105,19 @@ def comparisons(folder: Path) -> list[Comparison]:
     for record in records(folder, "train"):
         key = (record["race"], record["driver"], without_rate(record["contender"]))
         trainings.setdefault(key, []).append(record)
-    found: dict[tuple[str, str, str], Comparison] = {}
+    found: dict[tuple[str, str, str, str], Comparison] = {}
     for record in records(folder, "time"):
-        race, driver, rate = record["race"], record["driver"], record["rate"]
-        comparison = found.setdefault((race, driver, rate), Comparison(race, driver, rate, {}))
+        race, driver, rate, device = record["race"], record["driver"], record["rate"], record.get("device", "cpu")
+        comparison = found.setdefault((race, driver, rate, device), Comparison(race, driver, rate, device, {}))
         for name, turns in record["measured"].items():
-            # What a driver exchanges does not depend on it, so DDP's trainings serve for Horovod's times
+            # All drivers exchange the same, so trainings under DDP serve for Horovod's times, too
             runs = trainings.get((race, driver, name)) or trainings.get((race, "ddp", name), [])
             comparison.entries[name] = entry_of(name, turns, runs)
     order = list(RACES)
-    return sorted(found.values(), key=lambda each: (order.index(each.race), each.driver, Rate.parse(each.rate).slower))
+    return sorted(
+        found.values(),
+        key=lambda each: (order.index(each.race), each.device, each.driver, Rate.parse(each.rate).slower),
+    )
 
 
 def entry_of(name: str, turns: list[list[float]], runs: Sequence[Record]) -> Entry:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,30 @@ MODULE = "hvdcompress.lab.to_accuracy.rank"
 Record = dict[str, Any]
 
 
-def launch(do: str, race: str, driver: str, rate: str | None, log: Path, **more: Any) -> list[Record]:
-    """Start all ranks of a race, on emulated hosts if there is a ``rate``, and return what rank 0 has printed.
+@dataclass(frozen=True)
+class Setting:
+    """What trains, and where results are kept.
+
+    Attributes:
+        folder: has a file for each result.
+        console: shows progress.
+        driver: "ddp" or "horovod".
+        device: "cpu", or "cuda" for one GPU that all ranks share.
+    """
+
+    folder: Path
+    console: Console
+    driver: str = "ddp"
+    device: str = "cpu"
+
+    @property
+    def key(self) -> Record:
+        """The part of a result's key that names driver and device; results from the CPU do not name the device."""
+        return {"driver": self.driver} | ({} if self.device == "cpu" else {"device": self.device})
+
+
+def launch(do: str, race: str, setting: Setting, rate: str | None, log: Path, **more: Any) -> list[Record]:
+    """Start all ranks of a race, on emulated hosts if there is a ``rate``, and return the records that rank 0 printed.
 
     Raises:
         launcher.LaunchError: the ranks failed; the message has the end of their output.
@@ -32,16 +55,17 @@ def launch(do: str, race: str, driver: str, rate: str | None, log: Path, **more:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     count = RACES[race].task.ranks
-    words = ["-m", MODULE, json.dumps({"do": do, "race": race, "driver": driver, **more})]
+    given = {"do": do, "race": race, "driver": setting.driver, "device": setting.device, **more}
+    words = ["-m", MODULE, json.dumps(given)]
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(count, rate)) if rate else None
         started: list[launcher.Ranks] = []
-        if driver == "horovod":
+        if setting.driver == "horovod":
             lines = [launcher.command(count, "gloo", *words, hosts=hosts)]
         else:
             lines = [launcher.rank_line(rank, count, words, hosts) for rank in range(count)]
         for line in lines:
-            ranks = launcher.Ranks(line, count, log, hosts if driver == "horovod" else None)
+            ranks = launcher.Ranks(line, count, log, hosts if setting.driver == "horovod" else None)
             started.append(stack.enter_context(ranks))
         while any(each.process.poll() is None for each in started):
             if any(each.process.poll() for each in started):
@@ -85,14 +109,12 @@ def _shape(race: Race) -> Record:
 
 
 def train_all(
+    setting: Setting,
     races: Sequence[str],
-    driver: str,
     contenders: Sequence[str],
     seeds: Sequence[int],
-    factors: Sequence[float],
-    rate: str | None,
-    folder: Path,
-    console: Console,
+    factors: Sequence[float] = (1.0,),
+    rate: str | None = None,
 ) -> None:
     """Train what has no result yet.
 
@@ -108,29 +130,27 @@ def train_all(
             for contender in contenders:
                 tried = [at_rate(contender, factor) for factor in factors]
                 if seed != seeds[0] and len(tried) > 1:
-                    first = [train(race, driver, name, seeds[0], rate, folder, console) for name in tried]
+                    first = [train(setting, race, name, seeds[0], rate) for name in tried]
                     tried = [best(first)["contender"]]
                 for name in tried:
-                    train(race, driver, name, seed, rate, folder, console)
+                    train(setting, race, name, seed, rate)
 
 
-def train(
-    race: str, driver: str, contender: str, seed: int, rate: str | None, folder: Path, console: Console
-) -> Record:
+def train(setting: Setting, race: str, contender: str, seed: int, rate: str | None) -> Record:
     """Return the result of a training: it is run if it has not been."""
-    key = {"race": race, "driver": driver, "contender": contender, "seed": seed, "rate": rate}
-    file = _file(folder, "train", {**key, "settings": _shape(RACES[race])})
+    key = {"race": race, "contender": contender, "seed": seed, "rate": rate, **setting.key}
+    file = _file(setting.folder, "train", {**key, "settings": _shape(RACES[race])})
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     began = time.perf_counter()
     log = file.with_suffix(".log")
-    found = launch("train", race, driver, rate, log, contender=contender, seed=seed)
+    found = launch("train", race, setting, rate, log, contender=contender, seed=seed)
     if not found[-1].get("done"):
         raise launcher.LaunchError(f"{race} {contender} seed {seed} ended early\n{launcher.tail(log)}")
     record = _keep(file, {**key, "evaluations": found[:-1]})
     there = reached(record)
     when = f"target after {there['step']} steps" if there else "target not reached"
-    console.print(
+    setting.console.print(
         f"{race} {contender}, seed {seed}: {when}, {found[-2]['score']:.2f} at the end "
         f"({time.perf_counter() - began:.0f} s)",
         highlight=False,
@@ -159,14 +179,7 @@ def best(records: Sequence[Record]) -> Record:
 
 
 def time_all(
-    races: Sequence[str],
-    driver: str,
-    contenders: Sequence[str],
-    rates: Sequence[str],
-    rounds: int,
-    turn: float,
-    folder: Path,
-    console: Console,
+    setting: Setting, races: Sequence[str], contenders: Sequence[str], rates: Sequence[str], rounds: int, turn: float
 ) -> None:
     """Measure milliseconds per step where there is no result yet, all contenders of a race and link in turns.
 
@@ -177,14 +190,14 @@ def time_all(
     names = list(dict.fromkeys(map(without_rate, contenders)))
     for rate in rates:
         for race in races:
-            key = {"race": race, "driver": driver, "rate": rate, "contenders": names, "rounds": rounds, "turn": turn}
-            file = _file(folder, "time", {**key, "settings": _shape(RACES[race])})
+            given = {"contenders": names, "rounds": rounds, "turn": turn}
+            key = {"race": race, "rate": rate, **given, **setting.key}
+            file = _file(setting.folder, "time", {**key, "settings": _shape(RACES[race])})
             if file.exists():
                 continue
-            given = {"contenders": names, "rounds": rounds, "turn": turn}
-            found = launch("time", race, driver, rate, file.with_suffix(".log"), **given)
+            found = launch("time", race, setting, rate, file.with_suffix(".log"), **given)
             record = _keep(file, {**key, "measured": {each["contender"]: each["milliseconds"] for each in found}})
-            console.print(f"{race} at {rate}: {', '.join(said(record))}", highlight=False)
+            setting.console.print(f"{race} at {rate}: {', '.join(said(record))}", highlight=False)
 
 
 def median_of(turns: Sequence[Sequence[float]]) -> float:

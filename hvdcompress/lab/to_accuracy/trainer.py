@@ -44,13 +44,15 @@ class Trainer:
     Args:
         task: the net, its data and its optimizer.
         contender: what exchanges gradients.
+        device: "cpu" or "cuda", where the net computes.
     """
 
-    def __init__(self, task: Task, contender: Contender):
-        self.task, self.contender = task, contender
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
+        self.task = task
+        self.contender = contender
         self.baseline = baseline_of(contender.name)
         self.compressor: TensorCompressor | None = None
-        self.net: nn.Module = tasks.NETS[task.net]()
+        self.net: nn.Module = tasks.NETS[task.net]().to(device)
         self.model: nn.Module = self.net
         self.optimizer = task.make_optimizer(
             self.net.parameters(), task.rate * contender.lr, contender.momentum_on(task)
@@ -85,12 +87,12 @@ class Trainer:
 class DdpTrainer(Trainer):
     """The net in DDP, with a contender's communication hook."""
 
-    def __init__(self, task: Task, contender: Contender):
-        super().__init__(task, contender)
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
+        super().__init__(task, contender, device)
         baseline = self.baseline or ""
         powersgd = baseline.startswith(POWERSGD)
         model = DistributedDataParallel(
-            self.net, broadcast_buffers=False, **({"bucket_cap_mb": ONE_BUCKET} if powersgd else {})
+            self.net, broadcast_buffers=False, **({"bucket_cap_mb": ONE_BUCKET} if powersgd and device == "cpu" else {})
         )
         self.model = model
         if self.baseline is None:
@@ -122,12 +124,12 @@ class DdpTrainer(Trainer):
 class HorovodTrainer(Trainer):
     """The net with Horovod's optimizer."""
 
-    def __init__(self, task: Task, contender: Contender):
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
         import horovod.torch as hvd
 
         from hvdcompress.horovod.torch import Compressor
 
-        super().__init__(task, contender)
+        super().__init__(task, contender, device)
         named = list(self.net.named_parameters())
         compression: Any = hvd.Compression.fp16 if self.baseline == FP16 else hvd.Compression.none
         if self.baseline is None:

@@ -23,10 +23,15 @@ NETS = {
 }
 
 
-def build(net: str, data) -> nn.Module:  # type: ignore[no-untyped-def]
-    """A new net for the data's sizes; its start depends on PyTorch's seed.
+def build(net: str, data, **sizes: int) -> nn.Module:  # type: ignore[no-untyped-def]
+    """Return a new net for the data's shapes; its initial weights depend on PyTorch's seed.
+
+    Args:
+        net: a key of :data:`NETS`.
+        data: the data set.
+        sizes: arguments of the net, such as ``width``.
 
     Raises:
         ValueError: the data's pictures are too small for it.
     """
-    return NETS[net](data)
+    return NETS[net](data, **sizes)
