@@ -10,6 +10,11 @@ import numpy as np
 from hvdcompress.engine.telemetry.observer import Sent
 
 
+def on_host(payload: Any) -> np.ndarray:
+    """Return a payload as a numpy array; one of PyTorch may be on a GPU."""
+    return np.asarray(payload.cpu() if hasattr(payload, "cpu") else payload)
+
+
 class Watcher:
     """An observer that keeps what one rank sends."""
 
@@ -20,7 +25,7 @@ class Watcher:
     def sent(self, rank: int, name: str, what: Sent) -> None:
         if rank == self.rank:
             # of a broadcast by another rank there is nothing to see but how much it is
-            seen = bytes(what.num_bytes) if what.payload is None else np.asarray(what.payload).tobytes()
+            seen = bytes(what.num_bytes) if what.payload is None else on_host(what.payload).tobytes()
             self.payloads[name].append(seen)
             self.num_bytes += what.num_bytes
 
