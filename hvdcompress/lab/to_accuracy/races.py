@@ -45,9 +45,9 @@ RACES = {
     "lstm": Race(Task("lstm_wide", "text48", "sgd", rate=1.0, momentum=0.9, batch=8, clip=0.25, ranks=4), 400, 20, 2.7),
     # For a GPU: 11 million parameters, nearly all in convolutions, and 19 million in six blocks
     "resnet_wide": Race(
-        Task("resnet_wide", "fashion_mnist", "sgd", rate=0.05, momentum=0.9, batch=64, ranks=4), 400, 20, 85.0
+        Task("resnet_wide", "fashion_mnist", "sgd", rate=0.05, momentum=0.9, batch=64, ranks=4), 400, 20, 75.0
     ),
     "transformer_deep": Race(
-        Task("transformer_deep", "text128", "adamw", rate=0.001, momentum=0.9, batch=16, ranks=4), 400, 20, 2.5
+        Task("transformer_deep", "text128", "adamw", rate=0.001, momentum=0.9, batch=16, ranks=4), 400, 20, 3.2
     ),
 }
