@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, overload
@@ -51,6 +51,8 @@ class TensorSpec:
     """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
     joined: tuple[int, ...] = ()
     """Of a bucket: the sizes of the tensors that it joins, in their order."""
+    names: tuple[str, ...] = ()
+    """Of a bucket: the names of the tensors that it joins, in their order."""
 
     @cached_property
     def size(self) -> int:
@@ -61,6 +63,10 @@ class TensorSpec:
     def parts(self) -> tuple[int, ...]:
         """Sizes of the tensors that the vector consists of: several for a bucket, otherwise (n,)."""
         return self.joined or (self.size,)
+
+    def part(self, index: int) -> TensorSpec:
+        """Return the spec of one of the tensors that the vector consists of, as a vector."""
+        return replace(self, name=self.names[index], shape=(self.joined[index],), joined=(), names=())
 
 
 @dataclass(frozen=True)

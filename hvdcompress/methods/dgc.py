@@ -79,7 +79,7 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.scan import Scan
-from hvdcompress.parts import candidates, codecs, pack, seed, select
+from hvdcompress.parts import candidates, pack, seed, select
 
 LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
 LEAST_ABOVE = 16  #: sampled elements above the threshold, at least: with fewer, k would often be wrong by a third
@@ -108,7 +108,7 @@ class DGC(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.select == "exact" and self.values in codecs.ALONE else "tensor"
+        return "part" if self.select == "exact" else "tensor"
 
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""
@@ -124,7 +124,9 @@ class DGC(Method):
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
         """Return how payloads are written."""
-        return pack.Packing(self.id, self.values, spec.size, distinct=self.select == "exact")
+        if self.select == "sampled":
+            return pack.Packing(self.id, self.values, spec.size, distinct=False)
+        return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.capacity(spec), self.packing(spec))

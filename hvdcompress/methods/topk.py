@@ -35,7 +35,6 @@ from hvdcompress.method import (
     Context,
     Density,
     FeedbackName,
-    Granularity,
     Method,
     Sparse,
     TensorSpec,
@@ -44,7 +43,7 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.scan import Scan
-from hvdcompress.parts import candidates, codecs, pack, select
+from hvdcompress.parts import candidates, pack, select
 
 
 @method
@@ -55,6 +54,7 @@ class TopK(Method):
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
     sparse = True
     needs_feedback = True
+    granularity = "part"
 
     density: Density = 0.01
     """Fraction of the elements that each rank sends, k / n."""
@@ -62,17 +62,13 @@ class TopK(Method):
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
-    @property
-    def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.values in codecs.ALONE else "tensor"
-
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
         """Return how payloads are written."""
-        return pack.Packing(self.id, self.values, spec.size)
+        return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))

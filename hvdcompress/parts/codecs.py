@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from hvdcompress.method import AllReduce, Array, Context, Values, Workspace
@@ -96,6 +97,61 @@ class BFloat16:
         return ops.from_bf16(ops.from_bytes(buffer, "uint16"))
 
 
+@dataclass(frozen=True)
+class InParts:
+    """Writes the values of a bucket's tensors one tensor after another, each as if it were sent alone.
+
+    The formats outside of :data:`ALONE` scale a value by others. Across tensors, what a tensor gets would depend on
+    the tensors that it is joined with.
+
+    Attributes:
+        codec: The number format.
+        counts: The number of values of each tensor of the bucket.
+    """
+
+    codec: Codec
+    counts: tuple[int, ...]
+
+    @property
+    def code(self) -> int:
+        """The number format's code."""
+        return self.codec.code
+
+    @cached_property
+    def spans(self) -> list[tuple[slice, slice]]:
+        """The values and the bytes of each tensor; bytes begin at multiples of 4."""
+        found = []
+        first = start = 0
+        for count in self.counts:
+            width = self.codec.num_bytes(count)
+            found.append((slice(first, first + count), slice(start, start + width)))
+            first += count
+            start += width + -width % 4
+        return found
+
+    def num_bytes(self, count: int) -> int:
+        return self.spans[-1][1].stop
+
+    def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
+        ops = work.ops
+        out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
+        before = 0
+        for index, (values, place) in enumerate(self.spans):
+            if before < place.start:
+                ops.fill(out[before : place.start], 0)
+            self.codec.encode(x[values], replace(ctx, spec=ctx.spec.part(index)), work, stream, out[place])
+            before = place.stop
+        return out
+
+    def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
+        return self.decode(buffer, count, ops)
+
+    def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
+        return ops.concat(
+            [self.codec.decode(buffer[place], values.stop - values.start, ops) for values, place in self.spans]
+        )
+
+
 _MADE: dict[str, Callable[..., Codec]] = {
     "fp32": lambda bits, mantissa: Float32(),
     "fp16": lambda bits, mantissa: Float16(),
@@ -103,6 +159,14 @@ _MADE: dict[str, Callable[..., Codec]] = {
     "qsgd": lambda bits, mantissa: StochasticCodec(bits=bits),
     "rangefloat": lambda bits, mantissa: RangeFloatCodec(bits=bits, mantissa=mantissa),
 }
+
+
+@lru_cache(4096)
+def codec_of_parts(values: Values, counts: tuple[int, ...]) -> Codec:
+    """Return the codec of a bucket's values, of which each tensor has as many as ``counts`` says."""
+    if values in ALONE or len(counts) < 2:
+        return codec(values)
+    return InParts(codec(values), counts)
 
 
 @cache

@@ -23,8 +23,8 @@ import numpy as np
 from hvdcompress.method import Array, Context, Sparse, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
-from hvdcompress.parts.codecs import codec
-from hvdcompress.parts.sums import put
+from hvdcompress.parts.codecs import codec_of_parts
+from hvdcompress.parts.sums import Codec, put
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
@@ -39,6 +39,7 @@ class Packing(NamedTuple):
         places: The number of positions that indices refer to.
         distinct: Whether the indices are distinct.
         per: Values per entry.
+        counts: Of a bucket of several tensors, the entries of each; empty if they are not known or there is one tensor.
     """
 
     method: str
@@ -46,6 +47,12 @@ class Packing(NamedTuple):
     places: int
     distinct: bool = True
     per: int = 1
+    counts: tuple[int, ...] = ()
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of the values."""
+        return codec_of_parts(self.values, self.counts)
 
 
 def aligned(num_bytes: int) -> int:
@@ -77,9 +84,9 @@ def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
 
 def num_bytes(k: int, packing: Packing) -> int:
     """Return the bytes of a sparse payload of k entries: header, indices and values."""
-    _, values, places, distinct, per = packing
-    coding = best_coding(k, places, distinct)
-    return wire.NUM_BYTES + index_num_bytes(coding, k, places) + aligned(codec(values).num_bytes(per * k))
+    coding = best_coding(k, packing.places, packing.distinct)
+    width = packing.codec.num_bytes(packing.per * k)
+    return wire.NUM_BYTES + index_num_bytes(coding, k, packing.places) + aligned(width)
 
 
 def padded(x: Array, ops: Ops) -> Array:
@@ -144,9 +151,8 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
 
 @lru_cache(4096)
 def _header(k: int, packing: Packing) -> wire.Header:
-    method, values, places, distinct, _ = packing
-    coding = best_coding(k, places, distinct)
-    return wire.Header(method, CODE[coding], codec(values).code, places, k, num_bytes(k, packing))
+    coding = best_coding(k, packing.places, packing.distinct)
+    return wire.Header(packing.method, CODE[coding], packing.codec.code, packing.places, k, num_bytes(k, packing))
 
 
 def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep: bool = True) -> Array:
@@ -168,7 +174,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     header = _header(k, packing)
     new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
     payload = new("payload", header.length, "uint8", chosen.values)
-    numbers = codec(packing.values)
+    numbers = packing.codec
     width = numbers.num_bytes(packing.per * k)
     edge, stop = header.length - aligned(width), header.length
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
@@ -198,6 +204,7 @@ def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
     wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
     edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.places)
     index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.places, ops)
-    numbers, count = codec(packing.values), packing.per * k
+    numbers = packing.codec
+    count = packing.per * k
     width = numbers.num_bytes(count)
     return Sparse(index, numbers.decode(payload[edge : edge + width], count, ops))

@@ -35,7 +35,9 @@ from hvdcompress.parts import wire
 class Codec(Protocol):
     """Writes float32 [count] in a number of bytes that depends only on ``count``, and reads them."""
 
-    code: int  #: value coding in the wire header, 0 to 15
+    @property
+    def code(self) -> int:
+        """The value coding in the wire header, 0 to 15."""
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""

@@ -257,7 +257,9 @@ class Plan:
         unasked = len(members) > 1 and self.bucket_elements is None and getattr(program.main, "scope", "") != "global"
         if len(members) > 1:
             sizes = tuple(member.size for member in members)
-            spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (sum(sizes),), spec.dtype, joined=sizes)
+            names = tuple(member.name for member in members)
+            name = f"{spec.name}+{len(members) - 1}"
+            spec = TensorSpec(name, (sum(sizes),), spec.dtype, joined=sizes, names=names)
         dense = not unasked and self._goes_dense(spec, program.main)
         return Bucket(spec, tuple(members), DENSE if dense else program, unasked)
 

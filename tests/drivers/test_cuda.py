@@ -177,6 +177,9 @@ def test_joined_tensors_wait_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.waits == {"__bool__": 1}
     run = Run(monkeypatch, "scalecom", bucket_elements=10**6)
     assert run.waits == {"__bool__": 1, "tolist": 1, "nonzero": 1}
+    for values in ("fp32", "qsgd4"):  # values of 4 bits are scaled in each tensor, and travel in one payload
+        run = Run(monkeypatch, "topk", bucket_elements=None, values=values)
+        assert run.waits == {"__bool__": 1, "tolist": 4, "nonzero": 2}
 
 
 @pytest.mark.parametrize("ops", ["auto", "torch"])
