@@ -20,10 +20,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from spoiled import spoil
-
 from hvdcompress.engine.telemetry import log
+from tests.spoiled import spoil
 
 spoil()
 SECONDS_A_CASE = 150

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from installed import without_tensorflow
+
+from tests.installed import python_path, without_tensorflow
 
 SECONDS = 240
 MORE = 60  #: what a test may take beyond its launch
@@ -25,13 +26,14 @@ def environment(kind: str, **more: str) -> dict[str, str]:
     return {
         **(untraced() if kind.startswith(("alone", "mpi")) else os.environ),
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "HVDCOMPRESS_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        **(without_tensorflow() if more.get("DOOR") == "torch" else {}),
+        **(without_tensorflow() if more.get("DRIVER") == "torch" else {}),
         **more,
     }
 

@@ -5,10 +5,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from breaking import Two
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
+from tests.launched.breaking import Two
 
 KINDS = {"error": ValueError("made by the test"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
 

@@ -19,9 +19,9 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
-from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 
 from hvdcompress.horovod.torch import Compressor
+from tests.chaos.elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 
 faulthandler.dump_traceback_later(200, exit=True)
 torch.set_num_threads(1)

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, write
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcompress import ddp
+from tests.chaos.elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, write
 
 faulthandler.dump_traceback_later(200, exit=True)
 torch.set_num_threads(1)

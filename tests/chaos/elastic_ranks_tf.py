@@ -17,11 +17,11 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 from horovod.common.elastic import ObjectState
 
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.horovod.tensorflow import Compressor
+from tests.chaos.elastic_files import COMMIT, LOST, MORE, PAUSE, SHAPES, TIMEOUT, write
 
 faulthandler.dump_traceback_later(200, exit=True)
 out = Path(sys.argv[1])

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from door_launches import MODULES
-from installed import needs
-from launching import environment, launch
+
+from tests.installed import needs
+from tests.launched.promise_launches import MODULES
+from tests.launching import environment, launch
 
 HERE = Path(__file__).parent
 NAMES = ("w", "b")
@@ -40,12 +41,10 @@ def check(folder: Path, output: str) -> None:
 
 
 @pytest.mark.slow  # two minutes, most of which is waiting
-@pytest.mark.parallel
-@pytest.mark.alone  # a step that takes half a minute is stuck
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("door,script", [("torch", "elastic_ranks.py"), ("tensorflow", "elastic_ranks_tf.py")])
-def test_others_go_on_without_a_lost_rank_and_with_its_successor(door: str, script: str, tmp_path: Path) -> None:
-    needs(*MODULES[door])
+@pytest.mark.parametrize("driver,script", [("torch", "elastic_ranks.py"), ("tensorflow", "elastic_ranks_tf.py")])
+def test_others_go_on_without_a_lost_rank_and_with_its_successor(driver: str, script: str, tmp_path: Path) -> None:
+    needs(*MODULES[driver])
     (tmp_path / "kept").mkdir()
     (tmp_path / "hosts").write_text("localhost:2\n127.0.0.1:1\n")  # a host of which a rank fails is not asked again
     discover = tmp_path / "discover.sh"
@@ -56,8 +55,6 @@ def test_others_go_on_without_a_lost_rank_and_with_its_successor(door: str, scri
 
 
 @pytest.mark.slow  # a minute, most of which is waiting
-@pytest.mark.parallel
-@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_torchruns_others_go_on_without_a_lost_node_and_with_its_successor(tmp_path: Path) -> None:
     """Two agents, of two ranks and of one; the second is killed with its rank, and started again after a while."""

@@ -13,32 +13,32 @@ from pathlib import Path
 
 import psutil
 import pytest
-from door_launches import MODULES
-from installed import needs
-from launching import environment, launch, world_of
 
-pytestmark = [pytest.mark.parallel, pytest.mark.alone]  # a step that takes six seconds is stuck
+from tests.installed import needs
+from tests.launched.promise_launches import MODULES
+from tests.launching import environment, launch, world_of
+
 HERE = Path(__file__).parent
 LAUNCHES = [
     ("mpi", "mpirun-3"),
     *(
-        pytest.param(door, kind, marks=pytest.mark.slow)  # 20 seconds each, most of which is waiting
-        for door, kind in (("torch", "mpi-3"), ("torch", "gloo-2"), ("tensorflow", "mpi-2"), ("ddp", "torchrun-2"))
+        pytest.param(driver, kind, marks=pytest.mark.slow)  # 20 seconds each, most of which is waiting
+        for driver, kind in (("torch", "mpi-3"), ("torch", "gloo-2"), ("tensorflow", "mpi-2"), ("ddp", "torchrun-2"))
     ),
 ]
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("how", ["stopped", pytest.param("absent", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("door,kind", LAUNCHES)
-def test_a_rank_that_does_not_come_is_named_by_every_rank(door: str, kind: str, how: str, tmp_path: Path) -> None:
-    needs(*MODULES[door])
-    done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=120, DOOR=door)
+@pytest.mark.parametrize("driver,kind", LAUNCHES)
+def test_a_rank_that_does_not_come_is_named_by_every_rank(driver: str, kind: str, how: str, tmp_path: Path) -> None:
+    needs(*MODULES[driver])
+    done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=120, DRIVER=driver)
     said = done.stdout.splitlines()
     assert done.returncode != 0 and (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not [*tmp_path.glob("survivor-*")], "it went on as if nothing had happened"
     last = world_of(kind) - 1
-    first = "none" if door == "ddp" else "scalecom"  # there, tensors that are sent uncompressed are one exchange
+    first = "none" if driver == "ddp" else "scalecom"  # there, tensors that are sent uncompressed are one exchange
     where = "does not answer" if how == "stopped" else "is outside of a step, after 3"
     for rank in range(last):
         warned, *_, ended = [line for line in said if f"rank {rank} has waited" in line]
@@ -56,7 +56,7 @@ def test_a_rank_that_has_ended_ends_the_others_within_seconds(tmp_path: Path) ->
     """In the middle of a training, with status 0, as a rank with fewer batches does. MPI alone would wait for ever."""
     needs(*MODULES["mpi"])
     began = time.monotonic()
-    done = launch("mpirun-3", HERE / "stuck.py", str(tmp_path), "ended", seconds=100, DOOR="mpi")
+    done = launch("mpirun-3", HERE / "stuck.py", str(tmp_path), "ended", seconds=100, DRIVER="mpi")
     assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
     assert time.monotonic() - began < 60, "`end_after` is 1800 s"
     for rank in range(2):
@@ -69,7 +69,7 @@ UNKNOWN = "which ranks are missing is not known"
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "door,kind,how,what,missing",
+    "driver,kind,how,what,missing",
     [
         ("mpi", "mpirun-3", "new", "every rank's Compressor", UNKNOWN),
         *(
@@ -85,11 +85,11 @@ UNKNOWN = "which ranks are missing is not known"
     ],
 )
 def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
-    door: str, kind: str, how: str, what: str, missing: str, tmp_path: Path
+    driver: str, kind: str, how: str, what: str, missing: str, tmp_path: Path
 ) -> None:
     """Ranks have not yet told each other where they can be asked. Each says so before it ends."""
-    needs(*MODULES[door])
-    done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=90, DOOR=door)
+    needs(*MODULES[driver])
+    done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=90, DRIVER=driver)
     assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
     for rank in range(world_of(kind) - 1):
         lines = [line for line in done.stdout.splitlines() if f"rank {rank} has waited" in line]
@@ -99,16 +99,16 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
         assert "waited 10 s" in lines[-1] and "This rank ends" in lines[-1], lines
 
 
-@pytest.mark.slow  # tests/engine/test_watchdog.py has it in one process
+@pytest.mark.slow  # tests/unit/engine/test_watchdog.py has it in one process
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("door,kind", LAUNCHES)
-def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(door: str, kind: str, tmp_path: Path) -> None:
-    needs(*MODULES[door])
-    done = launch(kind, HERE / "stuck.py", str(tmp_path), "late", seconds=120, DOOR=door)
+@pytest.mark.parametrize("driver,kind", LAUNCHES)
+def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(driver: str, kind: str, tmp_path: Path) -> None:
+    needs(*MODULES[driver])
+    done = launch(kind, HERE / "stuck.py", str(tmp_path), "late", seconds=120, DRIVER=driver)
     assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_of(kind), done.stdout[-3000:]
     said = [line for line in done.stdout.splitlines() if "has waited" in line]
     assert len(said) >= world_of(kind) - 1 and all("s in step 0" in line for line in said), said
-    if door == "mpi":  # its ranks have met where they made their Compressors
+    if driver == "mpi":  # its ranks have met where they made their Compressors
         assert "missing: rank 2 is outside of a step, after 0" in said[0], said
 
 

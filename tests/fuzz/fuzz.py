@@ -1,4 +1,4 @@
-"""Fuzz every decoder: ``python tests/fuzz/fuzz.py --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
+"""Fuzz every decoder: ``python -m tests.fuzz.fuzz --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
 
 Decoders take turns. A mutation with a new outcome becomes an input of further ones. With ``--keep`` those that also
 reach lines of the package that no input of their decoder reached are written to the corpus, which the tests replay: an
@@ -21,11 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from decoders import Decoder, decoders
-from mutate import mutation
-
 import hvdcompress
 from hvdcompress.lab.output import jsonl
+from tests.fuzz.decoders import Decoder, decoders
+from tests.fuzz.mutate import mutation
 
 CORPUS = Path(__file__).parent / "corpus"
 PACKAGE = str(Path(hvdcompress.__file__).parent)
@@ -137,7 +136,8 @@ def main() -> int:
     grown = memory() - before
     faults += grown > MEMORY
     record = {
-        "command": shlex.join(["python", *sys.argv]), "mutations": done, "decoders": len(runs),
+        "command": shlex.join(["python", "-m", "tests.fuzz.fuzz", *sys.argv[1:]]),
+        "mutations": done, "decoders": len(runs),
         "outcomes": sum(len(run.outcomes) for run in runs), "new": new, "corpus": len(list(CORPUS.glob("*/*"))),
         "seconds": round(time.monotonic() - began), "grown": grown, "faults": faults,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fuzz one reader of headers or files, guided by coverage: ``python tests/fuzz/guided.py NAME SECONDS [OPTION…]``.
+"""Fuzz one reader of headers or files, guided by coverage: ``python -m tests.fuzz.guided NAME SECONDS [OPTION…]``.
 
 Needs atheris (Google's fuzzer for Python), which no test needs. Inputs that reach new branches are written
 to the decoder's corpus, which the tests replay. A fault ends the run, and its bytes are written there, too.
@@ -14,8 +14,8 @@ import atheris
 os.environ["NUMBA_DISABLE_JIT"] = "1"  # numba cannot compile what is instrumented
 
 with atheris.instrument_imports(include=["hvdcompress"]):
-    from decoders import readers
-    from fuzz import CORPUS
+    from tests.fuzz.decoders import readers
+    from tests.fuzz.fuzz import CORPUS
 
 
 def main() -> None:

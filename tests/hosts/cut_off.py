@@ -12,15 +12,15 @@ import os
 import sys
 from pathlib import Path
 
-from run_door import door_of
+from tests.launched.run_promises import driver_of
 
 faulthandler.dump_traceback_later(100, exit=True)
 out = Path(sys.argv[1])
-door = door_of("mpi", out)
-os.dup2(os.open(out / f"said-{door.rank}", os.O_WRONLY | os.O_CREAT), 2)
-handle = door.make("scalecom", {"density": 0.05, "warn_after": 0, "end_after": 12}, door.shapes)
+driver = driver_of("mpi", out)
+os.dup2(os.open(out / f"said-{driver.rank}", os.O_WRONLY | os.O_CREAT), 2)
+handle = driver.make("scalecom", {"density": 0.05, "warn_after": 0, "end_after": 12}, driver.shapes)
 for step in itertools.count():
-    handle.reduce(door.gradients(step, door.shapes))
-    if door.rank == 0:
+    handle.reduce(driver.gradients(step, driver.shapes))
+    if driver.rank == 0:
         (out / "steps.new").write_text(str(step))
         (out / "steps.new").rename(out / "steps")

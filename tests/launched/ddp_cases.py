@@ -14,9 +14,13 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from breaking import Two
-from doors.ddp import DdpDoor, DdpHandle, Net, reduced
-from harness import (
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdcompress
+from hvdcompress import ddp
+from hvdcompress.engine.pieces import by_tensor
+from hvdcompress.loopback import Loopback
+from tests.harness import (
     EXACT,
     OUT,
     Skip,
@@ -28,13 +32,9 @@ from harness import (
     must_raise,
     summed,
 )
-from promises.interactions import all_features_at_once
-from torch.nn.parallel import DistributedDataParallel
-
-import hvdcompress
-from hvdcompress import ddp
-from hvdcompress.engine.pieces import by_tensor
-from hvdcompress.loopback import Loopback
+from tests.launched.breaking import Two
+from tests.promises.drivers.ddp import DdpDriver, DdpHandle, Net, reduced
+from tests.promises.interactions import all_features_at_once
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
 
@@ -736,7 +736,7 @@ def many_models_in_one_process_leave_nothing_behind() -> None:
         assert after < before + 10, found  # each left five file descriptors and three threads
 
 
-class Part(DdpDoor):
+class Part(DdpDriver):
     """Some ranks, whose gradients are those of two backward passes, the first of them without exchanges."""
 
     def __init__(self, group, folder: str):

@@ -6,9 +6,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from harness import EXACT, OUT, Skip, assert_close, case, must_raise
-from promises.traces import Recorder, digest, record_or_compare
-from promises.variants import METHODS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,6 +14,9 @@ from hvdcompress import fsdp
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
 from hvdcompress.testing import numbers
+from tests.harness import EXACT, OUT, Skip, assert_close, case, must_raise
+from tests.promises.traces import Recorder, digest, record_or_compare
+from tests.promises.variants import METHODS
 
 REPLICAS = 2
 LAYERS = {"0": 40 * 60 + 60, "2": 60 * 31 + 31, "4": 31 * 10 + 10}

@@ -7,15 +7,15 @@ import os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
-import harness
 import horovod.tensorflow
 import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
-from harness import case
 from horovod.tensorflow import allgather_object
 
 from hvdcompress.horovod.tensorflow import Compressor
+from tests import harness
+from tests.harness import case
 
 
 def trained(comp: Compressor, passes: int, batches: int = 12) -> tuple[tf.keras.Model, list[float]]:

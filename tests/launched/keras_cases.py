@@ -12,8 +12,6 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, summed
-from tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.horovod.keras import (
@@ -24,6 +22,8 @@ from hvdcompress.horovod.keras import (
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
+from tests.harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, summed
+from tests.launched.tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
 
 class Applied:

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import numpy as np
-from doors.mpi import MPI, MpiDoor
-from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, logged, summed
-from promises.interactions import all_features_at_once
-from promises.numbers import assert_same_state
 
 from hvdcompress.engine.state import SEEN
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.loopback import Loopback
 from hvdcompress.mpi import Compressor, PeerError
+from tests import harness
+from tests.harness import EXACT, OUT, REORDERED, Skip, assert_close, case, logged, summed
+from tests.promises.drivers.mpi import MPI, MpiDriver
+from tests.promises.interactions import all_features_at_once
+from tests.promises.numbers import assert_same_state
 
 COMM = MPI.COMM_WORLD
 RANK, WORLD = COMM.rank, COMM.size
@@ -190,7 +190,7 @@ def communicators_of_some_ranks() -> None:
     comp.close()
 
 
-class Part(MpiDoor):
+class Part(MpiDriver):
     """The ranks of a communicator."""
 
     def __init__(self, comm: Any, folder: str):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from doors.mpi import MPI
-from harness import case
-from mpi_cases import must_raise
 
 from hvdcompress.lab.scale import ring
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import codecs
+from tests.harness import case
+from tests.launched.mpi_cases import must_raise
+from tests.promises.drivers.mpi import MPI
 
 COMM = MPI.COMM_WORLD
 RANK, WORLD = COMM.rank, COMM.size

@@ -1,7 +1,7 @@
-"""Run by every rank of a launch: the promises of one door, and the cases that are its driver's own.
+"""Run by every rank of a launch: the promises of one driver, and the cases of that driver alone.
 
-``python run_door.py OUT [NAME…]`` with ``DOOR`` in the environment; see ``harness.py`` for what is written. One launch
-runs them all, as starting ranks costs seconds.
+``python run_promises.py OUT [NAME…]`` with ``DRIVER`` in the environment; see ``harness.py`` for what is written. One
+launch runs them all, as starting ranks costs seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import harness
-from promises import PROMISES, keep
+from tests import harness
+from tests.promises import PROMISES, keep
 
 #: a driver's own cases: what its framework alone has
 CASES = {
@@ -22,26 +22,26 @@ CASES = {
     "mpi": ("mpi_cases", "ring_cases"),
 }
 
-#: (door, launch) -> the cases that are tried there, where it is not all; see promises/table.py
+#: (driver, launch) -> the cases that are tried there, where it is not all; see promises/table.py
 CASE_SUBSETS = {("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function")}
 
 
-def door_of(name: str, folder: Path) -> Any:
-    """The door of this name, on this rank."""
-    module = importlib.import_module(f"doors.{name}")
+def driver_of(name: str, folder: Path) -> Any:
+    """Return the driver of this name, on this rank."""
+    module = importlib.import_module(f"tests.promises.drivers.{name}")
     classes = [one for one in vars(module).values() if isinstance(one, type) and vars(one).get("name") == name]
     return classes[0](folder)
 
 
 def main() -> None:
-    name = os.environ["DOOR"]
-    door = door_of(name, harness.OUT)
+    name = os.environ["DRIVER"]
+    driver = driver_of(name, harness.OUT)
     for cases in CASES[name]:
-        importlib.import_module(cases)
-    promises = {name: lambda promise=promise: keep(promise, door) for name, promise in PROMISES.items()}
+        importlib.import_module(f"tests.launched.{cases}")
+    promises = {name: lambda promise=promise: keep(promise, driver) for name, promise in PROMISES.items()}
     seconds = {name: promise.seconds for name, promise in PROMISES.items()}
     harness.run(
-        door.rank, door.meet, {**promises, **harness.CASES}, lambda name: seconds.get(name, harness.SECONDS_A_CASE)
+        driver.rank, driver.meet, {**promises, **harness.CASES}, lambda name: seconds.get(name, harness.SECONDS_A_CASE)
     )
 
 

@@ -6,20 +6,16 @@ installs. What is not there is skipped.
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from installed import needs
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "drivers"))
-
-from launching import launch  # noqa: E402
+from tests import ROOT
+from tests.installed import needs
+from tests.launching import launch
 
 #: framework -> how its example is launched, its checkpoints in the middle and at the end, and where residuals are
 FRAMEWORKS = {
@@ -51,7 +47,6 @@ def weights(framework: str, checkpoint: Path) -> dict[str, np.ndarray]:
     return load_file(checkpoint / "model.safetensors")
 
 
-@pytest.mark.parallel
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "framework", [pytest.param(name, marks=[] if name == "lightning" else [pytest.mark.slow]) for name in FRAMEWORKS]
@@ -73,13 +68,3 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(framework: str, tmp_path:
             assert one.keys() == other.keys()
             for name in one:
                 np.testing.assert_array_equal(one[name], other[name], err_msg=f"{framework}: {name}")
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_missing_framework_is_named_with_its_extra(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    ours = f"hvdcompress.integrations.{framework}"
-    monkeypatch.setitem(sys.modules, framework, None)
-    monkeypatch.delitem(sys.modules, ours, raising=False)
-    with pytest.raises(ImportError, match=re.escape(f"pip install hvdcompress[{framework}]")):
-        importlib.import_module(ours)

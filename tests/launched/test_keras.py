@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from installed import needs
-from launching import MORE, case_names, check, outcomes
+
+from tests.installed import needs
+from tests.launching import MORE, case_names, check, outcomes
 
 needs("tensorflow", "horovod")
-pytestmark = [pytest.mark.parallel, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KERAS_2 = Path(__file__).parent / "keras2_cases.py"
 SECONDS = 540

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from doors.base import replaced
-from doors.tensorflow import PAIR
-from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, heavy_tailed
-from promises.failures import FAULT, Faulty
-from tf_model import (
+
+from hvdcompress.horovod.tensorflow import Compressor
+from hvdcompress.ops import pool
+from tests.harness import EXACT, OUT, REORDERED, Skip, assert_close, case, heavy_tailed
+from tests.launched.tf_model import (
     SHAPES,
     Model,
     assert_same_on_all_ranks,
@@ -22,10 +22,10 @@ from tf_model import (
     reference,
     refused,
 )
-from timeline import check_names
-
-from hvdcompress.horovod.tensorflow import Compressor
-from hvdcompress.ops import pool
+from tests.launched.timeline import check_names
+from tests.promises.drivers.base import replaced
+from tests.promises.drivers.tensorflow import PAIR
+from tests.promises.failures import FAULT, Faulty
 
 # TensorFlow makes errors of its own of ours; they carry our words
 IN_A_GRAPH = tf.errors.OpError

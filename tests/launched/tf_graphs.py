@@ -9,12 +9,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from doors.tensorflow import with_gradient
-from harness import assert_close, case, summed
-from promises.failures import Faulty
-from tf_model import SHAPES, Model, compressor, everyone, reference, refused
 
 from hvdcompress.horovod.tensorflow import Compressor
+from tests.harness import assert_close, case, summed
+from tests.launched.tf_model import SHAPES, Model, compressor, everyone, reference, refused
+from tests.promises.drivers.tensorflow import with_gradient
+from tests.promises.failures import Faulty
 
 EQUAL = dict.fromkeys(("backbone", "neck", "head"), (40, 30))  #: tensors that nothing but their variables tells apart
 

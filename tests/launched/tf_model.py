@@ -8,16 +8,16 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 from collections.abc import Callable
 
-import harness
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from doors.tensorflow import TensorFlowDoor, TensorFlowHandle, yardstick
-from harness import heavy_tailed
 
 from hvdcompress.horovod.tensorflow import Compressor
+from tests import harness
+from tests.harness import heavy_tailed
+from tests.promises.drivers.tensorflow import TensorFlowDriver, TensorFlowHandle, yardstick
 
-SHAPES = TensorFlowDoor.shapes
+SHAPES = TensorFlowDriver.shapes
 
 
 def everyone(step: int, shapes: dict = SHAPES) -> list[dict[str, np.ndarray]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness import OUT
+from tests.harness import OUT
 
 SECONDS = 20  #: that the timeline's thread has, to write what was done
 

@@ -10,12 +10,13 @@ import re
 import horovod.torch as hvd
 import numpy as np
 import torch
-from doors.torch import PAIR, TorchDoor, TorchHandle, backward
-from harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
-from promises.interactions import all_features_at_once
-from promises.variants import VARIANTS
-from timeline import check_names
-from torch_model import (
+
+import hvdcompress
+from hvdcompress.horovod.torch import Compressor, attach
+from hvdcompress.loopback import Loopback
+from tests.harness import EXACT, OUT, REORDERED, Skip, assert_close, case, summed
+from tests.launched.timeline import check_names
+from tests.launched.torch_model import (
     against_loopback,
     assert_same_on_all_ranks,
     gradients,
@@ -23,10 +24,9 @@ from torch_model import (
     parameters,
     reduce_once,
 )
-
-import hvdcompress
-from hvdcompress.horovod.torch import Compressor, attach
-from hvdcompress.loopback import Loopback
+from tests.promises.drivers.torch import PAIR, TorchDriver, TorchHandle, backward
+from tests.promises.interactions import all_features_at_once
+from tests.promises.variants import VARIANTS
 
 
 @case
@@ -369,7 +369,7 @@ def a_process_set() -> None:
         assert_close(got, net.allreduce_many(everyone)[0], EXACT, f"step {step}")
 
 
-class Part(TorchDoor):
+class Part(TorchDriver):
     """Some ranks, whose gradients are those of two backward passes."""
 
     def __init__(self, process_set: hvd.ProcessSet, folder: str):

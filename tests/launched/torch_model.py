@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import harness
 import horovod.torch as hvd
 import numpy as np
 import torch
-from doors.torch import backward
-from harness import REORDERED, assert_close, heavy_tailed
 
 from hvdcompress.horovod.torch import Compressor
 from hvdcompress.loopback import Loopback
+from tests import harness
+from tests.harness import REORDERED, assert_close, heavy_tailed
+from tests.promises.drivers.torch import backward
 
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (5,), "d": (1,), "e": (8, 131)}
 

@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import horovod.torch as hvd
 import torch
-from doors.torch import backward
-from harness import Skip, case
-from torch_model import gradients, optimizer, parameters, reduce_once
 
 import hvdcompress
 from hvdcompress import ddp
 from hvdcompress.horovod.torch import Compressor, PeerError
+from tests import harness
+from tests.harness import Skip, case
+from tests.launched.torch_model import gradients, optimizer, parameters, reduce_once
+from tests.promises.drivers.torch import backward
 
 
 def must_raise(kind: Any, words: list[str], run: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from promises.registry import promise
+from tests.promises.registry import promise
 
 SUBJECT = "Cosine"
 METHODS: list[tuple[str, dict[str, Any]]] = [
@@ -19,22 +19,22 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 
 
 @promise(ranks=2)
-def cosine_every_compares_and_changes_nothing(door: Any) -> None:
+def cosine_every_compares_and_changes_nothing(driver: Any) -> None:
     """With ``cosine_every: 2``, every second step has the cosine between what the methods bring and the uncompressed
     average, of all tensors together and of the worst one, on every rank. Results and states are what they are without
     it."""
     for method, settings in METHODS:
-        plain, handle = (door.make(method, {**settings, "cosine_every": every}, door.shapes) for every in (0, 2))
-        rtol, atol = door.again(method, settings) or (1.0, 1.0)
+        plain, handle = (driver.make(method, {**settings, "cosine_every": every}, driver.shapes) for every in (0, 2))
+        rtol, atol = driver.again(method, settings) or (1.0, 1.0)
         for step in range(4):
-            given = door.gradients(step, door.shapes)
+            given = driver.gradients(step, driver.shapes)
             wanted, got = (each.reduce(dict(given)) for each in (plain, handle))
-            for name in door.shapes:
+            for name in driver.shapes:
                 np.testing.assert_allclose(got[name], wanted[name], rtol, atol * np.abs(wanted[name]).max())
-            found = handle.compressor.ledger.last_compared(door.rank)
+            found = handle.compressor.ledger.last_compared(driver.rank)
             assert (found.step if found else 0) == 2 * ((step + 1) // 2), (method, step, found)
-        everyone = [door.gradients(3, door.shapes, rank) for rank in range(door.world)]
-        mean = {name: sum(each[name].astype(float) for each in everyone) / door.world for name in door.shapes}
+        everyone = [driver.gradients(3, driver.shapes, rank) for rank in range(driver.world)]
+        mean = {name: sum(each[name].astype(float) for each in everyone) / driver.world for name in driver.shapes}
         if "clip_norm" in settings:  # one factor for all tensors: the angles are the same
             assert found.cosine < 1
         elif settings.get("density") or method == "powersgd":
@@ -43,7 +43,7 @@ def cosine_every_compares_and_changes_nothing(door: Any) -> None:
             assert abs(found.least - _cosine([got[found.name]], [mean[found.name]])) < 1e-4, (method, found)
         else:
             assert abs(found.cosine - 1) < 1e-5, (method, found)
-        assert all(abs(each - found.cosine) < 1e-6 for each in door.gather(found.cosine))
+        assert all(abs(each - found.cosine) < 1e-6 for each in driver.gather(found.cosine))
         assert "cosine with the uncompressed average" in handle.summary()
         for name, slots in plain.state()["state"].items():
             for slot, array in slots.items():

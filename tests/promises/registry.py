@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harness import SECONDS_A_CASE
+from tests.harness import SECONDS_A_CASE
 
 Check = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Promise:
-    """``check`` raises where a door does not keep it. ``ranks``: how many it takes; ``seconds``: it hangs after."""
+    """``check`` raises where a driver does not keep it. ``ranks``: how many it takes; ``seconds``: it hangs after."""
 
     name: str
     text: str
@@ -27,7 +27,7 @@ PROMISES: dict[str, Promise] = {}
 
 
 def promise(ranks: int = 1, seconds: float = SECONDS_A_CASE) -> Callable[[Check], Check]:
-    """Register a function of a door; its docstring is the promise, its module's SUBJECT the chapter."""
+    """Register a function of a driver; its docstring is the promise, its module's SUBJECT the chapter."""
 
     def register(check: Check) -> Check:
         text = " ".join((check.__doc__ or "").split())

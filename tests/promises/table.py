@@ -1,33 +1,32 @@
-"""Which doors there are, how they are launched, and what they do not promise: data, for the tests and for the docs."""
+"""The drivers, how they are launched, and what they do not promise: data for the tests and the documentation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from harness import Skip
-
-from promises.registry import PROMISES, Promise
+from tests.harness import Skip
+from tests.promises.registry import PROMISES, Promise
 
 
 @dataclass(frozen=True)
-class DoorEntry:
+class DriverEntry:
     """A driver as the table shows it. ``launches``: how its ranks are started; "threads-N" are within one process."""
 
     title: str
     launches: tuple[str, ...]
 
 
-DOORS = {
-    "loopback": DoorEntry("Loopback", ("threads-2", "threads-3")),
-    "torch": DoorEntry("PyTorch", ("mpi-2", "mpi-3", "mpi-4", "gloo-2")),
-    "ddp": DoorEntry("PyTorch DDP", ("torchrun-2", "torchrun-3", "torchrun-4")),
-    "tensorflow": DoorEntry("TensorFlow", ("mpi-2", "mpi-3", "gloo-2")),
-    "mpi": DoorEntry("MPI", ("alone", "mpirun-2", "mpirun-3", "mpirun-4")),
+DRIVERS = {
+    "loopback": DriverEntry("Loopback", ("threads-2", "threads-3")),
+    "torch": DriverEntry("PyTorch", ("mpi-2", "mpi-3", "mpi-4", "gloo-2")),
+    "ddp": DriverEntry("PyTorch DDP", ("torchrun-2", "torchrun-3", "torchrun-4")),
+    "tensorflow": DriverEntry("TensorFlow", ("mpi-2", "mpi-3", "gloo-2")),
+    "mpi": DriverEntry("MPI", ("alone", "mpirun-2", "mpirun-3", "mpirun-4")),
 }
 
-#: (door, launch) -> the promises that are tried there, where it is not all: over Gloo, ranks that share cores are slow,
-#: so TensorFlow tries there what between them uses every collective, and what fails
+#: (driver, launch) -> the promises that are tried there, where it is not all: over Gloo, ranks that share cores are
+#: slow, so TensorFlow tries there what between them uses every collective, and what fails
 SUBSETS: dict[tuple[str, str], tuple[str, ...]] = {
     ("tensorflow", "gloo-2"): (
         "sums_are_the_loopbacks",
@@ -53,8 +52,8 @@ _OF_EVERY_METHOD = (  # of one exchange of each method and option
     "ranks_get_the_same_bits",
 )
 
-#: (door, launch) -> the promises and cases that are tried there without --slow, where it is not all: another launch of
-#: the door tries the others, on other numbers of ranks
+#: (driver, launch) -> the promises and cases that are tried there without --slow, where it is not all: another launch
+#: of the driver tries the others, on other numbers of ranks
 QUICK: dict[tuple[str, str], tuple[str, ...]] = {
     ("loopback", "threads-3"): (  # of every method, three ranks of MPI are tried
         *_SOME,
@@ -76,7 +75,7 @@ QUICK: dict[tuple[str, str], tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Exempt:
-    """Why a door does not promise something. ``refused``: words with which every rank refuses it; without them it is
+    """Why a driver does not promise something. ``refused``: words with which every rank refuses it; without them it is
     not tried."""
 
     reason: str
@@ -92,8 +91,8 @@ _PROBE = "ranks tell each other no more than fits into a probe with each tensor"
 
 EXCEPTIONS: dict[tuple[str, str], Exempt] = {
     **{
-        (door, promise): Exempt(reason)
-        for door, reason in (
+        (driver, promise): Exempt(reason)
+        for driver, reason in (
             ("loopback", "all ranks are in one process, so there is nothing to gain"),
             ("tensorflow", "a graph has the collectives of the plan's methods; a warning says so"),
         )
@@ -164,29 +163,29 @@ EXCEPTIONS: dict[tuple[str, str], Exempt] = {
 }
 
 
-def names_in(door: str, launch: str) -> list[str]:
-    """The promises that are tried in a launch of a door."""
-    return list(SUBSETS.get((door, launch), PROMISES))
+def names_in(driver: str, launch: str) -> list[str]:
+    """The promises that are tried in a launch of a driver."""
+    return list(SUBSETS.get((driver, launch), PROMISES))
 
 
-def is_slow(door: str, launch: str, name: str) -> bool:
+def is_slow(driver: str, launch: str, name: str) -> bool:
     """Whether a promise or a case is tried in a launch only with --slow."""
-    return name not in QUICK.get((door, launch), (name,))
+    return name not in QUICK.get((driver, launch), (name,))
 
 
-def keep(promise: Promise, door: Any) -> None:
-    """Check that a door keeps a promise, or refuses it as the table says.
+def keep(promise: Promise, driver: Any) -> None:
+    """Check that a driver keeps a promise, or refuses it as the table says.
 
     Raises:
         Skip: it is not promised, or needs more ranks.
         AssertionError: it is not kept.
     """
-    if door.world < promise.ranks:
+    if driver.world < promise.ranks:
         raise Skip(f"needs {promise.ranks} ranks")
-    exempt = EXCEPTIONS.get((door.name, promise.name))
+    exempt = EXCEPTIONS.get((driver.name, promise.name))
     if exempt is None:
-        promise.check(door)
+        promise.check(driver)
     elif exempt.refused:
-        door.must_raise(Exception, list(exempt.refused), lambda: promise.check(door), same=False)
+        driver.must_raise(Exception, list(exempt.refused), lambda: promise.check(driver), same=False)
     else:
         raise Skip(exempt.reason)

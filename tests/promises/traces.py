@@ -1,6 +1,6 @@
 """What a driver sends and returns is, to the byte, what was recorded: the engine may be rebuilt, and nothing changes.
 
-``tests/golden/traces.json`` has the traces of two ranks, made by ``python tests/make_traces.py``. Where a trace has to
+``tests/golden/traces.json`` has the traces of two ranks, made by ``python -m tests.make_traces``. Where a trace has to
 change, the commit says why.
 """
 
@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Skip
 
 import hvdcompress
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.optimizers import SGD
-from promises.registry import promise
-from promises.variants import METHODS, Settings
+from tests import ROOT
+from tests.harness import Skip
+from tests.promises.registry import promise
+from tests.promises.variants import METHODS, Settings
 
 SUBJECT = "Traces"
-FILE = Path(__file__).resolve().parents[2] / "golden" / "traces.json"
+FILE = ROOT / "tests" / "golden" / "traces.json"
 RECORD = "HVDCOMPRESS_TRACES"  #: a variable: the folder into which traces are written, instead of compared
 STEPS, TRIGGERED, BAD = 7, 1, 3
 SHAPES = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
@@ -35,7 +36,7 @@ Trace = list[str]
 Scenario = tuple[str, Settings, str]
 
 
-def scenarios(door: Any) -> dict[str, Scenario]:
+def scenarios(driver: Any) -> dict[str, Scenario]:
     """By name: a method, settings and a dtype."""
     found: dict[str, Scenario] = {method: (method, settings, "float32") for method, settings in METHODS.items()}
     for method in ("topk", "scalecom", "powersgd", "qsgd"):
@@ -51,8 +52,8 @@ def scenarios(door: Any) -> dict[str, Scenario]:
     }
     found |= {f"{method}, large": (method, METHODS[method], "float32") for method in ("topk", "scalecom", "powersgd")}
     found["topk, clipped"] = ("topk", {"density": 0.05, "clip_norm": 0.1}, "float32")
-    leaves_out = [" in buckets", "clipped"] if door.by_tensor else []
-    leaves_out += [" in bfloat16"] if door.name in ("loopback", "mpi") else []
+    leaves_out = [" in buckets", "clipped"] if driver.by_tensor else []
+    leaves_out += [" in bfloat16"] if driver.name in ("loopback", "mpi") else []
     return {name: one for name, one in found.items() if not any(words in name for words in leaves_out)}
 
 
@@ -92,23 +93,23 @@ class Recorder:
         return f"{sum(len(sends) for _, sends in found)}:{digest(found)}"
 
 
-def trace(door: Any, method: str, settings: Settings, dtype: str, shapes: Any) -> Trace:
+def trace(driver: Any, method: str, settings: Settings, dtype: str, shapes: Any) -> Trace:
     """Run some steps, with momentum to adapt, a trigger, a NaN, and a step that is taken back."""
-    handle = door.make(method, settings, shapes, dtype=dtype)
+    handle = driver.make(method, settings, shapes, dtype=dtype)
     handle.use(SGD(momentum=0.9))
-    recorder = Recorder(door.rank, shapes)
+    recorder = Recorder(driver.rank, shapes)
     handle.watch(recorder)
-    door.meet()
+    driver.meet()
     steps = []
     for step in range(STEPS):
-        given = door.gradients(step, shapes)
-        if step == TRIGGERED and door.rank == 0:
+        given = driver.gradients(step, shapes)
+        if step == TRIGGERED and driver.rank == 0:
             handle.trigger()
-        if step == BAD and door.rank == door.world - 1:
+        if step == BAD and driver.rank == driver.world - 1:
             for array in given.values():
                 array.flat[-1] = np.nan
         results = handle.reduce(given)
-        door.meet()
+        driver.meet()
         exact = hvdcompress.get(method).exact  # others have matrix products, which processors round differently
         steps.append(f"{recorder.take() if exact else '-'} {digest(sorted(results.items())) if exact else '-'}")
     state = handle.state()
@@ -119,14 +120,14 @@ def trace(door: Any, method: str, settings: Settings, dtype: str, shapes: Any) -
 
 
 @promise(ranks=2, seconds=200)
-def traces_are_those_that_were_recorded(door: Any) -> None:
+def traces_are_those_that_were_recorded(driver: Any) -> None:
     """Of every method: each collective's tensor, kind, dtype, length and content, the results, what is kept, and the
     ledger; with tensors together and by themselves, in other dtypes, with a trigger, a NaN and adapted momentum."""
-    if door.world != 2:
+    if driver.world != 2:
         raise Skip("recorded of two ranks")
-    shapes = TF_SHAPES if door.name == "tensorflow" else SHAPES
-    found = {name: trace(door, *one, LARGE if "large" in name else shapes) for name, one in scenarios(door).items()}
-    record_or_compare(door.name, door.rank, found)
+    shapes = TF_SHAPES if driver.name == "tensorflow" else SHAPES
+    found = {name: trace(driver, *one, LARGE if "large" in name else shapes) for name, one in scenarios(driver).items()}
+    record_or_compare(driver.name, driver.rank, found)
 
 
 def record_or_compare(name: str, rank: int, found: dict[str, Trace]) -> None:
@@ -139,7 +140,7 @@ def record_or_compare(name: str, rank: int, found: dict[str, Trace]) -> None:
         Path(folder, f"{name}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
         return
     recorded = json.loads(FILE.read_text(encoding="utf-8"))[name][rank]
-    assert found.keys() == recorded.keys(), "make them with: python tests/make_traces.py"
+    assert found.keys() == recorded.keys(), "make them with: python -m tests.make_traces"
     for scenario, lines in found.items():
         for step, (ours, theirs) in enumerate(zip(lines, recorded[scenario], strict=True)):
             where = f"step {step}, sends and results" if step < len(lines) - 1 else "the end, what is kept"

@@ -13,11 +13,12 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from decoders import ELEMENTS, decoders
-from fuzz import CORPUS, Run, kept
-from mutate import mutation
 
-HERE = Path(__file__).parent
+from tests.fuzz.decoders import ELEMENTS, decoders
+from tests.fuzz.fuzz import CORPUS, Run, kept
+from tests.fuzz.mutate import mutation
+from tests.installed import python_path
+
 MUTATIONS = 25  #: of each decoder, beside the corpus
 BYTES = 64 * 4 * ELEMENTS  #: what a decoder may allocate: some copies of the tensor, of files' and of texts of errors
 
@@ -84,16 +85,20 @@ def test_memory_does_not_follow_what_headers_say(name: str) -> None:
 def test_compiled_kernels_stay_in_bounds(tmp_path: Path) -> None:
     """The same with bounds checking compiled in, which makes an IndexError of every access outside of an array."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from decoders import decoders\n"
-        "from fuzz import Run, kept\n"
+        "from tests.fuzz.decoders import decoders\n"
+        "from tests.fuzz.fuzz import Run, kept\n"
         "for name, decoder in decoders().items():\n"
         "    run = Run(decoder, seed=3)\n"
         "    for _ in range(20 * name.startswith('method-')):\n"
         "        run.next()\n"
         "print('done', len(decoders()))\n"
     )
-    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    line = [sys.executable, "-c", code, str(HERE)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "NUMBA_BOUNDSCHECK": "1",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    line = [sys.executable, "-c", code]
     done = subprocess.run(line, capture_output=True, text=True, timeout=850, env=environment)
     assert done.returncode == 0 and done.stdout.startswith("done "), done.stderr[-4000:]

@@ -1,1 +1,1 @@
-"""Doors: each driver behind one face, so that a promise is written once. ``base.py`` has the face."""
+"""Each driver behind the same methods (``base.py``), so that a promise is written once."""

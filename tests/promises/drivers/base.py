@@ -1,4 +1,4 @@
-"""The face of a door, and what all doors have in common."""
+"""The methods of a driver that promises call, and what all drivers have in common."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
-from promises.variants import VARIANTS, Settings, has_half_sums
 
 import hvdcompress
 from hvdcompress.method import TensorSpec
@@ -19,6 +17,8 @@ from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Grouping, Plan, plan_of
 from hvdcompress.testing import Trial
 from hvdcompress.testing.trial import Grouped
+from tests import harness
+from tests.promises.variants import VARIANTS, Settings, has_half_sums
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -122,7 +122,7 @@ class Handle(ABC):
         """Free what the driver holds; collective."""
 
 
-class Door(ABC):
+class Driver(ABC):
     """A driver on one rank of a launch."""
 
     name: str
@@ -173,7 +173,7 @@ class Door(ABC):
         return self.exact and (self.same_products or hvdcompress.get(str(method)).exact)
 
     def variants(self) -> list[tuple[str, Settings]]:
-        """The methods and settings that this door is tried with."""
+        """The methods and settings that this driver is tried with."""
         return VARIANTS
 
     def tolerance(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:

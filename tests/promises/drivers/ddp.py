@@ -1,4 +1,4 @@
-"""The door of PyTorch's DistributedDataParallel, and gradients that a backward pass gives.
+"""The driver of PyTorch's DistributedDataParallel, and gradients that a backward pass gives.
 
 With ``DEVICE=cuda`` in the environment, gradients are on a GPU and collectives go over NCCL; one GPU is enough.
 """
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress import ddp
 from hvdcompress.ddp import transport
 from hvdcompress.plan import IN_ORDER
+from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
 
 DEVICE = torch.device(os.environ.get("DEVICE", "cpu"))
 
@@ -92,7 +92,7 @@ class DdpHandle(Handle):
         self.compressor.close()
 
 
-class DdpDoor(Door):
+class DdpDriver(Driver):
     name = "ddp"
     error = ddp.PeerError
     recovers = sums_in_order = True

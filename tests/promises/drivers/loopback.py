@@ -1,4 +1,4 @@
-"""The loopback's door: every rank is a thread, which meets the others in each step."""
+"""The loopback's driver: every rank is a thread, which meets the others in each step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.ops import numpy as reference
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
+from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes
 
 SECONDS = 100
 
@@ -46,70 +46,70 @@ class Meeting:
 
 
 class LoopbackHandle(Handle):
-    def __init__(self, door: LoopbackDoor, net: Trial, shapes: Shapes, dtype: str, op: str):
-        self.door, self.compressor, self.shapes, self.dtype, self.op = door, net, shapes, dtype, op
+    def __init__(self, driver: LoopbackDriver, net: Trial, shapes: Shapes, dtype: str, op: str):
+        self.driver, self.compressor, self.shapes, self.dtype, self.op = driver, net, shapes, dtype, op
 
     def reduce(self, gradients: Arrays) -> Arrays:
         given = {n: g if g.dtype.kind != "f" else g.astype(self.dtype) for n, g in gradients.items()}
         act = lambda everyone: self.compressor.allreduce_many(everyone, op=self.op)  # noqa: E731
-        return self.door.together(given, act)[self.door.rank]
+        return self.driver.together(given, act)[self.driver.rank]
 
     def overhead(self, steps: int) -> dict[str, int]:
         return {}
 
     def sent(self) -> dict[str, int]:
-        tensors = self.compressor.ledger.tensors(self.door.rank)
+        tensors = self.compressor.ledger.tensors(self.driver.rank)
         return {name: entry.sent for name, entry in tensors.items() if entry.sent}
 
     def bytes_sent(self) -> int:
-        return self.compressor.ledger.bytes_sent(self.door.rank)
+        return self.compressor.ledger.bytes_sent(self.driver.rank)
 
     def counters(self) -> dict[str, int]:
-        return self.compressor.ledger.counters(self.door.rank)
+        return self.compressor.ledger.counters(self.driver.rank)
 
     def residual(self, name: str) -> np.ndarray:
-        return self.compressor.residual(name, self.door.rank)
+        return self.compressor.residual(name, self.driver.rank)
 
     def discard(self) -> None:
-        self.compressor.ranks[self.door.rank].discard()
+        self.compressor.ranks[self.driver.rank].discard()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        rank = self.compressor.ranks[self.door.rank]
+        rank = self.compressor.ranks[self.driver.rank]
         rank.paused = True
         yield
         rank.paused = False
 
     def use(self, optimizer: SGD) -> None:
-        self.compressor.ranks[self.door.rank].optimizer = optimizer.read
+        self.compressor.ranks[self.driver.rank].optimizer = optimizer.read
 
     def state(self) -> dict[str, Any]:
-        return self.compressor.saved()[self.door.rank]
+        return self.compressor.saved()[self.driver.rank]
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        buckets = self.compressor.plan.buckets(self.door.specs(self.shapes))
-        self.compressor.ranks[self.door.rank].load_state_dict(saved, np.concatenate, buckets)
+        buckets = self.compressor.plan.buckets(self.driver.specs(self.shapes))
+        self.compressor.ranks[self.driver.rank].load_state_dict(saved, np.concatenate, buckets)
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self.state(), folder)
 
     def load(self, folder: Path) -> None:
-        self.load_state(checkpoint.load(folder, self.door.rank, self.door.world))
+        self.load_state(checkpoint.load(folder, self.driver.rank, self.driver.world))
 
     def describe(self) -> str:
-        return describe(self.compressor.plan.buckets(self.door.specs(self.shapes)))
+        return describe(self.compressor.plan.buckets(self.driver.specs(self.shapes)))
 
     def summary(self) -> str:
-        return self.compressor.summary(self.door.rank)
+        return self.compressor.summary(self.driver.rank)
 
     def openmetrics(self, **labels: str) -> str:
-        return self.compressor.openmetrics(self.door.rank, **labels)
+        return self.compressor.openmetrics(self.driver.rank, **labels)
 
     def log_to(self, writer: Any, step: int) -> None:
-        self.compressor.log_to(writer, step, self.door.rank)
+        self.compressor.log_to(writer, step, self.driver.rank)
 
 
-class LoopbackDoor(Door):
+class LoopbackDriver(Driver):
     name = "loopback"
     recovers = shared = exact = sums_in_order = True  # type: ignore[assignment]
 
@@ -143,13 +143,13 @@ class LoopbackDoor(Door):
             counter.num_bytes += sum(one.num_bytes[self.rank] for one in handle.compressor.log)
 
 
-def in_threads(world: int, folder: Path, check: Callable[[LoopbackDoor], None]) -> None:
+def in_threads(world: int, folder: Path, check: Callable[[LoopbackDriver], None]) -> None:
     """Run a check on every rank; raises the first rank's error that is not of another's."""
     meeting, errors = Meeting(world), [None] * world
 
     def run(rank: int) -> None:
         try:
-            check(LoopbackDoor(rank, world, folder, meeting))
+            check(LoopbackDriver(rank, world, folder, meeting))
         except BaseException as error:
             errors[rank] = error  # type: ignore[call-overload]
             meeting.barrier.abort()

@@ -1,4 +1,4 @@
-"""The MPI driver's door."""
+"""The MPI driver's driver."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from promises.variants import VARIANTS, Settings, has_half_sums
-
 import hvdcompress
-from doors.base import Arrays, Counter, Door, Handle, Shapes
 from hvdcompress import registry
 from hvdcompress.mpi import Compressor, PeerError  # before mpi4py, whose environment it sets
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import IN_ORDER
 from hvdcompress.testing import variants
+from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes
+from tests.promises.variants import VARIANTS, Settings, has_half_sums
 
 from mpi4py import MPI  # isort: skip
 
@@ -61,7 +60,7 @@ class MpiHandle(Handle):
         self.compressor.close()
 
 
-class MpiDoor(Door):
+class MpiDriver(Driver):
     name = "mpi"
     error = PeerError
     recovers = sums_in_order = True

@@ -1,4 +1,4 @@
-"""The TensorFlow driver's door: the stock ``hvd.DistributedGradientTape`` in a ``tf.function``."""
+"""The TensorFlow driver's driver: the stock ``hvd.DistributedGradientTape`` in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
-from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import TensorSpec
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import Plan, plan_of
 from hvdcompress.testing import Trial
+from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
 
@@ -71,7 +71,7 @@ class TensorFlowHandle(Handle):
 
     def overhead(self, steps: int) -> dict[str, int]:
         """A probe with each gradient that TensorFlow does not hand to Horovod itself, plans once."""
-        probes = {name: steps * TensorFlowDoor.probe for name in self.shapes.keys() - self.unseen()}
+        probes = {name: steps * TensorFlowDriver.probe for name in self.shapes.keys() - self.unseen()}
         return {**probes, "plan": self.sent().get("plan", 0)}
 
     def unseen(self) -> set[str]:
@@ -80,7 +80,7 @@ class TensorFlowHandle(Handle):
         return set(plain) - {next(iter(self.shapes))}
 
 
-class TensorFlowDoor(Door):
+class TensorFlowDriver(Driver):
     name = "tensorflow"
     # a convolution lies as height, width, in, out
     shapes = {"a": (37, 41), "b": (3, 5, 7, 16), "c": (8, 131), "d": (1,), "e": (5,)}

@@ -1,4 +1,4 @@
-"""The PyTorch driver's door: the stock ``hvd.DistributedOptimizer``, and gradients that a backward pass gives."""
+"""The PyTorch driver's driver: the stock ``hvd.DistributedOptimizer``, and gradients that a backward pass gives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import optimizer as stock
 
-from doors.base import Arrays, Counter, Door, Handle, Shapes, replaced
 from hvdcompress.horovod.torch import Compressor, PeerError
 from hvdcompress.plan import BY_NAME
+from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes, replaced
 
 PAIR = hvd.ProcessSet([0, 2])  #: a process set, where there are so many ranks; for the cases
 _numbers = itertools.count()
@@ -82,11 +82,11 @@ class TorchHandle(Handle):
             passing = bucket.spec.dtype == "float32" and len(bucket.members) == 1
             methods = [bucket.program.at(step) for step in range(1, steps)]
             passed = sum(passing and method.identity and method.feedback == "none" for method in methods)
-            probes |= {member.name: (steps - passed) * TorchDoor.probe for member in bucket.members}
+            probes |= {member.name: (steps - passed) * TorchDriver.probe for member in bucket.members}
         return {**probes, "status": 64 * steps, "watchdog": self.sent().get("watchdog", 0)}
 
 
-class TorchDoor(Door):
+class TorchDriver(Driver):
     name = "torch"
     grouping = BY_NAME
     error = PeerError

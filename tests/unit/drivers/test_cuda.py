@@ -13,18 +13,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import comparing
 import numpy as np
 import pytest
+
+from tests.unit.ops import comparing
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod.torch")
 
-from elsewhere import CUDA, Device, Elsewhere, Horovod, each, plain  # noqa: E402
-
 from hvdcompress.engine.agreement import PeerError  # noqa: E402
 from hvdcompress.horovod.torch import compressor as driver  # noqa: E402
 from hvdcompress.horovod.torch import transport  # noqa: E402
+from tests.unit.drivers.elsewhere import CUDA, Device, Elsewhere, Horovod, each, plain  # noqa: E402
 
 SIZES = (600, 300)
 STEPS = 3
@@ -206,7 +206,7 @@ def test_no_op_mixes_host_and_device(monkeypatch: pytest.MonkeyPatch, name: str)
     """All that the tests of the ops call, on tensors of the device; results stay there, and are the reference's."""
     ops = importlib.import_module(f"hvdcompress.ops.{name}")
     for file in sorted((Path(__file__).parents[1] / "ops").glob("test_ops_*.py")):
-        importlib.import_module(file.stem)
+        importlib.import_module(f"tests.unit.ops.{file.stem}")
     monkeypatch.setattr(comparing, "device_of", lambda backend: "cuda" if backend is ops else None)
     with Device():
         comparing.compare(ops, comparing.vector("special", 9), comparing.vector("special", 9, seed=1))

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threads import ThreadTransport, run
 
 from hvdcompress.engine.collectives import Collectives, cut, gathered_lengths, lower
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Collective
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire
+from tests.unit.engine.threads import ThreadTransport, run
 
 
 def results(transport: ThreadTransport, make: Any) -> list[Any]:

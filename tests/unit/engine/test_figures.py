@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from openmetrics_grammar import parse
 
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Answer, Observer, Sent
 from hvdcompress.engine.telemetry.summary import scaled
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
+from tests.oracles.openmetrics import parse
 
 SHAPES = {"a": (40, 50), "b": (300, 20), "c": (3,)}
 SETTINGS = {"density": 0.05, "rules": [{"match": {"name": "b"}, "method": "powersgd"}]}

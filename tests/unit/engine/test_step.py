@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threads import Medium, ThreadTransport, run
 
 from hvdcompress.engine.agreement import PeerError, Terms
 from hvdcompress.engine.collectives import Collectives
@@ -23,6 +22,7 @@ from hvdcompress.methods.topk import TopK
 from hvdcompress.ops import fast
 from hvdcompress.plan import IN_ORDER, plan_of
 from hvdcompress.testing import numbers
+from tests.unit.engine.threads import Medium, ThreadTransport, run
 
 SHAPES = {"a": (40, 50), "b": (9,), "c": (300,), "d": (17, 3)}
 WORLD = 3
@@ -34,7 +34,7 @@ def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
     return {name: numbers(shape, number, rank, step) for number, (name, shape) in enumerate(SHAPES.items())}
 
 
-class Door:
+class Driver:
     """A driver in a few lines: what a new transport needs beyond :class:`Step`."""
 
     def __init__(self, transport: ThreadTransport, method: str, **settings: Any):
@@ -75,8 +75,8 @@ def test_any_transport_gives_loopbacks_results_and_bytes(method: str, ordered: b
     want = [net.allreduce_many([gradients(step, rank) for rank in range(WORLD)]) for step in range(3)]
 
     def program(transport: ThreadTransport) -> Any:
-        door = Door(transport, method, **settings)
-        return [door.reduce(gradients(step, transport.rank)) for step in range(3)], door.local
+        driver = Driver(transport, method, **settings)
+        return [driver.reduce(gradients(step, transport.rank)) for step in range(3)], driver.local
 
     found, _ = run(WORLD, ordered, program)
     for rank, (outs, local) in enumerate(found):
@@ -91,10 +91,10 @@ def lengths_asked(method: str, **settings: Any) -> list[int]:
     """How often, in each of four steps, ranks tell each other how long their payloads are."""
 
     def program(transport: ThreadTransport) -> Any:
-        door, asked = Door(transport, method, min_elements=100, **settings), [0]
+        driver, asked = Driver(transport, method, min_elements=100, **settings), [0]
         for step in range(4):
-            door.reduce(gradients(step, transport.rank))
-            entry = door.local.ledger.tensors().get("lengths")
+            driver.reduce(gradients(step, transport.rank))
+            entry = driver.local.ledger.tensors().get("lengths")
             asked.append(entry.collectives if entry else 0)
         return np.diff(asked).tolist()
 
@@ -122,10 +122,10 @@ def test_a_phase_that_comes_again_may_have_other_lengths() -> None:
     unlike = np.float32(rng.normal(size=512))
 
     def program(transport: ThreadTransport) -> Any:
-        door, asked, sizes = Door(transport, "gradiveq", min_elements=100, values="qsgd8", **settings), [0], [0]
+        driver, asked, sizes = Driver(transport, "gradiveq", min_elements=100, values="qsgd8", **settings), [0], [0]
         for step in range(8):
-            door.reduce({"w": (alike if step < 4 else unlike) * (1 + transport.rank)})
-            entries = door.local.ledger.tensors()
+            driver.reduce({"w": (alike if step < 4 else unlike) * (1 + transport.rank)})
+            entries = driver.local.ledger.tensors()
             asked.append(entries["lengths"].collectives if "lengths" in entries else 0)
             sizes.append(entries["w"].sent)
         return np.diff(asked).tolist(), np.diff(sizes).tolist()
@@ -144,20 +144,20 @@ def test_lengths_are_told_again_where_a_state_is_replaced(how: str, ranks: int) 
     """By all ranks, also where one alone does so: the others would send payloads where it sends lengths."""
 
     def program(transport: ThreadTransport) -> Any:
-        door, asked = Door(transport, "qsgd", min_elements=100), [0]
+        driver, asked = Driver(transport, "qsgd", min_elements=100), [0]
         for step in range(4):
             if step != 2 or transport.rank >= ranks:
                 pass
             elif how == "loaded":
-                door.local.load_state_dict(door.local.state_dict(), np.concatenate)
+                driver.local.load_state_dict(driver.local.state_dict(), np.concatenate)
             elif how == "released":
-                door.local.release()
+                driver.local.release()
             else:
-                (bucket,), other = door.plan.buckets([TensorSpec("w", (512,))]), TensorSpec("v", (9,))
+                (bucket,), other = driver.plan.buckets([TensorSpec("w", (512,))]), TensorSpec("v", (9,))
                 joined = TensorSpec("v+1", (521,))
-                door.local.regroup([replace(bucket, spec=joined, members=(other, *bucket.members))])
-            door.reduce({"w": np.float32(np.arange(512)) * (1 + transport.rank)})
-            asked.append(door.local.ledger.tensors()["lengths"].collectives)
+                driver.local.regroup([replace(bucket, spec=joined, members=(other, *bucket.members))])
+            driver.reduce({"w": np.float32(np.arange(512)) * (1 + transport.rank)})
+            asked.append(driver.local.ledger.tensors()["lengths"].collectives)
         return np.diff(asked).tolist()
 
     found, _ = run(2, True, program)
@@ -175,9 +175,9 @@ def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, m
     monkeypatch.setattr(QSGD, "encode", longer)
 
     def program(transport: ThreadTransport) -> Any:
-        door = Door(transport, "qsgd", route="gather")
+        driver = Driver(transport, "qsgd", route="gather")
         for step in range(2):
-            door.reduce(gradients(step, transport.rank))
+            driver.reduce(gradients(step, transport.rank))
 
     found, _ = run(WORLD, True, program)
     for error in found:
@@ -190,19 +190,19 @@ def test_an_infinity_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bo
     settings = {"dense_steps": 2, "compressed_steps": 4, "tensors": "all", "min_elements": 100}
 
     def program(transport: ThreadTransport) -> Any:
-        door, triggers = Door(transport, "gradiveq", **settings), []
+        driver, triggers = Driver(transport, "gradiveq", **settings), []
         for step in range(4):
             given = gradients(step, transport.rank)
             if step == 2:
-                door.local.asks_for_trigger = transport.rank == 1
+                driver.local.asks_for_trigger = transport.rank == 1
                 given["c"][5] = np.inf if transport.rank == 2 else given["c"][5]
-            before = door.local.state_dict()
-            outs = door.reduce(given)
+            before = driver.local.state_dict()
+            outs = driver.reduce(given)
             if step == 2:
                 assert all(np.isnan(out).all() for out in outs.values())
-                after = door.local.state_dict()
-                assert before["steps"] == after["steps"] and door.local.asks_for_trigger
-            triggers.append(door.local.states["a"].triggers)
+                after = driver.local.state_dict()
+                assert before["steps"] == after["steps"] and driver.local.asks_for_trigger
+            triggers.append(driver.local.states["a"].triggers)
         return triggers
 
     found, _ = run(WORLD, ordered, program)
@@ -212,15 +212,15 @@ def test_an_infinity_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bo
 @pytest.mark.parametrize("ordered", [True, False])
 def test_one_ranks_error_is_everyones_and_the_next_step_is_good(ordered: bool) -> None:
     def program(transport: ThreadTransport) -> Any:
-        door, control = Door(transport, "topk", min_elements=100), Door(transport, "topk", min_elements=100)
+        driver, control = Driver(transport, "topk", min_elements=100), Driver(transport, "topk", min_elements=100)
         messages = []
         for step in range(3):
             error = ValueError("a wrong input") if transport.rank == 1 else None
             try:
-                door.reduce(gradients(9, transport.rank), error=error)
+                driver.reduce(gradients(9, transport.rank), error=error)
             except PeerError as failure:
                 messages.append(str(failure))
-            got, want = door.reduce(gradients(step, transport.rank)), control.reduce(gradients(step, transport.rank))
+            got, want = driver.reduce(gradients(step, transport.rank)), control.reduce(gradients(step, transport.rank))
             assert all((got[name] == want[name]).all() for name in SHAPES)
         return messages
 
@@ -236,15 +236,15 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
         def program(transport: ThreadTransport) -> Any:
             odd = transport.rank == 2
             terms = Terms({"method": "x"}, {"a": "float16" if odd and "dtype" in changes else "float32"})
-            door = Door(transport, "topk", min_elements=100)
+            driver = Driver(transport, "topk", min_elements=100)
             if "step" in changes:
-                door.reduce(gradients(0, transport.rank))
-                state, _ = door.local.find("c")
-                door.local.swap({"c": replace(state, step=state.step + odd)})
+                driver.reduce(gradients(0, transport.rank))
+                state, _ = driver.local.find("c")
+                driver.local.swap({"c": replace(state, step=state.step + odd)})
             error = ValueError("a payload of another plan") if odd and "error" in changes else None
             scale = 2.0 if odd and "scale" in changes else 1.0
             terms = Terms({}, {}) if odd and "unknown" in changes else terms
-            return door.reduce(gradients(1, transport.rank), terms, error, scale)
+            return driver.reduce(gradients(1, transport.rank), terms, error, scale)
 
         found, _ = run(WORLD, ordered, program)
         assert all(isinstance(one, PeerError) for one in found), found
@@ -267,10 +267,10 @@ def test_state_loaded_before_a_tensor_comes_is_found_when_it_comes() -> None:
     saved = []
 
     def program(transport: ThreadTransport) -> Any:
-        door = Door(transport, "topk", min_elements=1, density=0.1)
+        driver = Driver(transport, "topk", min_elements=1, density=0.1)
         for step in range(2):
-            door.reduce(gradients(step, transport.rank))
-        return door.local.state_dict()
+            driver.reduce(gradients(step, transport.rank))
+        return driver.local.state_dict()
 
     saved, _ = run(2, True, program)
     fresh = RankState(plan, 0, 2)

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 PACKAGE = ROOT / "hvdcompress"
 MOST_WORDS = 1500
 FRAGMENT = "<!-- a fragment:"

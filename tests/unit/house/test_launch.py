@@ -13,7 +13,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch", ROOT / ".ci" / "run"]
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
+import nav
 import numpy as np
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
-
-import nav
-from pages import MOST_WORDS, ROOT, blocks, dead_links, pages, undocumented, unusual, walls, words, wrong_names
-
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.summary import summary
+from tests.unit.house.pages import (
+    MOST_WORDS,
+    ROOT,
+    blocks,
+    dead_links,
+    pages,
+    undocumented,
+    unusual,
+    walls,
+    words,
+    wrong_names,
+)
 
 HEADING = summary((), Ledger(2, 0), 0).splitlines()[0]  # of the table that summary() returns
 PUBLIC = (
@@ -157,7 +163,6 @@ def test_plans_load(page: str) -> None:
 
 def test_the_method_of_ones_own_passes_the_suite() -> None:
     """examples/roundrobin.py, the worked example of "Write your own method"."""
-    sys.path.insert(0, str(ROOT / "examples"))
     from roundrobin import RoundRobin
 
     from hvdcompress.testing import check_method
@@ -167,7 +172,6 @@ def test_the_method_of_ones_own_passes_the_suite() -> None:
 
 def test_the_driver_of_ones_own_gives_what_loopback_gives() -> None:
     """examples/threads_driver.py, the worked example of "Write a driver"."""
-    sys.path.insert(0, str(ROOT / "examples"))
     from threads_driver import Compressor, QueueTransport
 
     from hvdcompress.loopback import Loopback
@@ -274,5 +278,5 @@ class TestTheChecksNotice:
         folder.mkdir()
         (folder / "__init__.py").write_text('from hvdcompress.inner import bare\n__all__ = ["bare"]\n')
         (folder / "inner.py").write_text("def bare():\n    return 1\n")
-        monkeypatch.setattr("pages.ROOT", tmp_path)
+        monkeypatch.setattr("tests.unit.house.pages.ROOT", tmp_path)
         assert list(undocumented(["hvdcompress"], "hvdcompress.bare")) == ["hvdcompress.bare has no docstring"]

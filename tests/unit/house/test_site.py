@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 OWN = ROOT / "build" / "docs-venv" / "bin" / "python"  # launch/docs.sh makes it
 NEEDED = ("sphinx", "furo", "myst_parser", "sphinx_design", "sphinx_copybutton")
 

@@ -6,10 +6,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from installed import needs
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -24,8 +22,8 @@ from hvdcompress.lab.advise.timeline import Call, Link, Step, Times, Unit, simul
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
 from hvdcompress.plan import BY_NAME, IN_ORDER, load, plan_of
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SUM, GATHER = ("AllReduce", "float32", None), ("AllGather", "uint8", None)
 
 
@@ -541,38 +539,6 @@ def test_outcomes_are_predicted_anew_from_what_was_measured(tmp_path):
 
 
 # -- real ranks -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parallel
-@pytest.mark.timeout(290)
-def test_two_ranks_measure_advise_and_check(tmp_path):
-    needs("horovod", "torch")
-    file = tmp_path / "profile.json"
-    line = [sys.executable, "-m", "hvdcompress", "advise", "--task", "digits", "-np", "2", "--check", "--rounds", "1"]
-    line += ["--seconds", "1", "--seeds", "1"]
-    line += ["--methods", "fp16,topk 1 %", "--save", str(file), "--format", "json"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
-    measured = {row["candidate"]: row.get("measured") for row in data["candidates"]}
-    assert measured[DENSE] and sum(one is not None for one in measured.values()) >= 2
-    profile = Profile.open(file)
-    assert profile.ranks == 2 and profile.link and profile.link.rate > 1e6 and profile.dense
-    assert set(profile.times.ready) == set(profile.tensors)
-    load(data["plan"])
-
-
-@pytest.mark.parallel
-@pytest.mark.timeout(290)
-def test_it_runs_under_torchrun(tmp_path):
-    needs("torch")
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line += ["-m", "hvdcompress", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
-    line += ["--seconds", "1", "--seeds", "1"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Verdict: ") == 1
 
 
 def test_turns_measure_every_plan():

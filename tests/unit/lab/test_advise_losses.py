@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from installed import needs
 
 from hvdcompress.lab.advise import run, verdict, workload
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case
@@ -23,8 +20,8 @@ from hvdcompress.lab.advise.training import Trainings, with_trials
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
 from hvdcompress.plan import load
+from tests.installed import needs
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10.0
 NOISE = 0.02
 TOPK, FP16 = {"method": "topk", "density": 0.01}, {"method": "fp16"}
@@ -324,30 +321,3 @@ def test_without_an_optimizer_losses_are_not_compared(mine):
 
 
 # -- real ranks -------------------------------------------------------------------------------------------
-
-RANK = f"""
-from hvdcompress.lab.advise.fabric import join
-from hvdcompress.lab.advise.training import Trainings
-from hvdcompress.lab.advise.workload import TaskNet
-
-fabric = join()
-found = Trainings(fabric, TaskNet("digits"), 0.5, 1, lambda words: None).compare("topk", {TOPK}, {{}})
-assert fabric.share(found)[0] == found, "all ranks have taken the same steps"
-if fabric.rank == 0:
-    print("FOUND", found.model_dump_json())
-"""
-
-
-@pytest.mark.parallel
-@pytest.mark.timeout(120)
-def test_two_ranks_train_for_the_same_seconds(tmp_path):
-    needs("torch", "sklearn")
-    (tmp_path / "rank.py").write_text(RANK)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*line, str(tmp_path / "rank.py")], cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert done.returncode == 0, done.stderr
-    [words] = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    found = Trial.model_validate_json(words)
-    assert found.seconds == 0.5 and all(one.loss is not None for one in (*found.dense, *found.runs))

@@ -9,7 +9,6 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,8 +17,7 @@ from hvdcompress import cli, registry
 from hvdcompress.lab import catalogue, doctor
 from hvdcompress.lab.commands import looking
 from hvdcompress.lab.output.table import Format
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 def invoke(*words, width=200):

@@ -6,9 +6,9 @@ import io
 import sys
 
 import pytest
-from test_started import OF_RANKS
 
 from hvdcompress.lab.output.console import console_of
+from tests.unit.lab.test_started import OF_RANKS
 
 #: what launchers set for their ranks
 VARIABLES = {name for given, _ in OF_RANKS.values() for name in given}

@@ -11,8 +11,8 @@ import pytest
 from hvdcompress.lab.training import launch
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.plan import PlanError
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
 name: small
 ranks: 2

@@ -18,8 +18,7 @@ from hvdcompress.lab import packaged
 from hvdcompress.lab.advise.validate import Validation
 from hvdcompress.lab.bench.config import Bench
 from hvdcompress.lab.training.experiment import Experiment
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 def invoke(*words):

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import toy_claims
 from rich.console import Console
 from typer.testing import CliRunner
 
 from hvdcompress import cli
 from hvdcompress.lab.reproduce import cache, page, papers, run
 from hvdcompress.lab.reproduce.claims import Kind, Result, Unit, judge
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+from tests.unit.lab import toy_claims
 
 
 def reproduce(folder, paper, jobs=1):
@@ -120,8 +119,7 @@ def test_time_left_follows_what_was_measured():
 STOPPED = """
 import sys
 from rich.console import Console
-sys.path.insert(0, {tests!r})
-import toy_claims
+from tests.unit.lab import toy_claims
 from pathlib import Path
 from hvdcompress.lab.reproduce import run
 if __name__ == "__main__":
@@ -140,9 +138,9 @@ def heeds_ctrl_c() -> None:
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_loses_only_what_was_under_way(tmp_path, jobs):
     log, out, script = tmp_path / "log", tmp_path / "out", tmp_path / "script.py"
-    names = {"tests": str(ROOT / "tests" / "lab"), "log": str(log), "out": str(out), "jobs": jobs, "seconds": 1.5}
+    names = {"log": str(log), "out": str(out), "jobs": jobs, "seconds": 1.5}
     script.write_text(STOPPED.format(**names))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'lab'}"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     how = {"stdout": subprocess.PIPE, "start_new_session": True}
     # a shell's background job, and what it starts, would ignore the signal
     process = subprocess.Popen([sys.executable, str(script)], env=env, preexec_fn=heeds_ctrl_c, **how)

@@ -130,16 +130,6 @@ def test_contenders_send_what_their_rates_say():
         assert sent["dense"] / sent[name] == pytest.approx(rate, rel=0.04), name
 
 
-@pytest.mark.parallel
-def test_rings_are_timed_over_shared_memory():
-    pytest.importorskip("mpi4py")
-    contenders = {"dense": [0, "fp32"], "8x": [8.0, "fp32"], "both": [8.0, "qsgd8"]}
-    found = ring.timed([(16, 8, 3, 3)], 2, None, 0, 1, contenders)
-    assert found["elements"] == 1152 and set(found["seconds"]) == set(contenders)
-    assert found["sent"]["dense"] == 4 * 1152 and found["sent"]["8x"] == 4 * 144
-    assert min(*found["seconds"].values(), *found["codec"].values(), found["fit"]) > 0
-
-
 # -- verdicts ------------------------------------------------------------------------------------
 
 

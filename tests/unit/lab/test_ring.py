@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import doctest
-import io
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -281,29 +276,3 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctest() -> None:
     failed, tried = doctest.testmod(ring)
     assert tried and not failed
-
-
-@pytest.mark.parallel
-@pytest.mark.timeout(120)
-def test_the_experiment_across_ranks(tmp_path) -> None:
-    pytest.importorskip("mpi4py")
-    line = [str(Path(__file__).parents[2] / "launch" / "ring.sh"), "-n", "3", "--", "--elements", "1200", "--runs", "2"]
-    line += ["-m", "topk density=0.1", "-m", "none", "--out", str(tmp_path / "ring"), "--format", "csv"]
-    sys.path.insert(0, str(Path(__file__).parents[1] / "drivers"))
-    from launching import untraced  # with MPI's traces mpirun would believe that it is a rank itself
-
-    done = subprocess.run(line, env=untraced(), capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["all-reduce"]: row for row in csv.DictReader(io.StringIO(done.stdout))}
-    assert {"MPI all-reduce", "ring, fp32", "ring, qsgd4", "none", "topk density=0.1"} <= set(rows)
-    error = {name: float(row["error"]) for name, row in rows.items()}
-    assert (
-        error["MPI all-reduce"] < 1e-6
-        and error["none"] < 1e-6 < error["ring, fp16"] < 1e-2 < error["topk density=0.1"] < 1
-    )
-    assert float(rows["ring, fp32"]["on the wire [B]"]) == 2 * 2 / 3 * 4800
-    for file in ("ring.json", "table.md"):
-        assert "topk density=0.1" in (tmp_path / "ring" / file).read_text()
-    assert (tmp_path / "ring" / "ring.svg").read_text().startswith("<svg")
-    wrong = subprocess.run([line[0], "-n", "x"], capture_output=True, text=True, timeout=20)
-    assert wrong.returncode == 1 and "not a number of ranks" in wrong.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tracemalloc
 from dataclasses import astuple, replace
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -15,8 +14,7 @@ from typer.testing import CliRunner
 import hvdcompress
 from hvdcompress import cli, registry
 from hvdcompress.lab import nets
-from hvdcompress.lab.cluster import hosts
-from hvdcompress.lab.scale import cost, imagined, links, prediction, report, workers
+from hvdcompress.lab.scale import cost, imagined, prediction, report, workers
 from hvdcompress.lab.scale import model as fitted_model
 from hvdcompress.lab.scale.cost import Codec, Constants, Point, Work
 from hvdcompress.lab.scale.points import points_of
@@ -25,8 +23,8 @@ from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import load, plan_of
 from hvdcompress.testing import numbers
+from tests import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TRUTH = Constants(message=5e-5, link=1.06, byte=1e-9, call=2e-4, round=3e-3, codec=0.9)
 SHAPES = {"conv": (16, 8, 3, 3), "matrix": (24, 40), "vector": (131,)}
 #: variants of which the default says too little: other routes, codecs that are scattered, known components
@@ -442,19 +440,3 @@ def test_training_script_learns():
     sparse = workers.train({"method": "scalecom", "density": 0.05, "beta": 1.0}, 4, 0.4, seed=0, steps=60)
     assert dense["loss"] < 0.2 and dense["accuracy"] > 90 and sparse["loss"] < 0.6
     assert sparse["wire"] < dense["wire"] / 8
-
-
-@pytest.mark.slow
-@pytest.mark.hosts
-@pytest.mark.parallel
-def test_links_are_measured(tmp_path):
-    if missing := hosts.problem():
-        pytest.skip(missing)
-    lines = [json.loads(line) for line in links.measure(2, "100mbit", 0.1)]
-    found = [Point.from_dict(line) for line in lines]
-    assert {point.label.split()[1] for point in found} == set(links.COLLECTIVES)
-    longest = max(found, key=lambda point: point.work.line)
-    bare = 8 * longest.work.line / 1e8
-    # at full speed 1.05 of it; other programs on the machine may take their share
-    assert bare < longest.seconds < 4 * bare, "the link is what takes the time"
-    assert isinstance(longest.work, Work) and longest.work.world == 2

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hvdcompress import cli
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 def new(*words):
@@ -59,7 +58,7 @@ def test_in_a_checkout_it_goes_to_the_sources(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = new("my_topk")
     assert result.exit_code == 0 and "make_golden.py my_topk" in result.output
-    assert "from hvdcompress.methods.my_topk import MyTopk" in Path("tests/methods/test_my_topk.py").read_text()
+    assert "from hvdcompress.methods.my_topk import MyTopk" in Path("tests/unit/methods/test_my_topk.py").read_text()
     assert Path("hvdcompress/methods/my_topk.py").is_file() and not Path("my_topk").exists()
 
 

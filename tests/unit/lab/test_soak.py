@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soak
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import soak  # noqa: E402
+from tests import ROOT
 
 WELL = {
     "method": "topk", "steps": 10_000, "equal": True, "slope": 3.0, "error": 1.0, "residual": 10.0,

@@ -8,14 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from hvdcompress.lab.bench.config import Bench
 from hvdcompress.lab.training.experiment import Experiment
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import make_golden
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,6 +25,7 @@ from hvdcompress.method import Method, Sparse
 from hvdcompress.parts import feedback
 from hvdcompress.testing import CHECKS, Case, Trial, backends, check_method, numbers, variants
 from hvdcompress.testing.trial import Grouped, plan_for
+from tests import make_golden
 
 BACKENDS = backends()
 METHODS = hvdcompress.available()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_gaussiank
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import seed
 from hvdcompress.plan import load
 from hvdcompress.testing import Trial, numbers
+from tests.unit.methods import test_gaussiank
 
 
 class Oracle:

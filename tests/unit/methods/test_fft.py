@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rangefloat import Oracle as RangeFloat
-from test_rangefloat import mantissa_of
 
 import hvdcompress
 from hvdcompress import testing
@@ -17,6 +15,8 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import spectra
 from hvdcompress.parts.rangefloat import RangeFloatCodec
 from hvdcompress.testing import Trial, check_method, numbers
+from tests.unit.parts.test_rangefloat import Oracle as RangeFloat
+from tests.unit.parts.test_rangefloat import mantissa_of
 
 
 def lengths(n: int, block: int) -> list[int]:

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from test_gaussiank import sent_of as sent_by
-from test_gaussiank import shapes
 
 import hvdcompress
 from hvdcompress.lab.training import numpy_digits
@@ -19,6 +17,8 @@ from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.testing import Trial, numbers
+from tests.unit.methods.test_gaussiank import sent_of as sent_by
+from tests.unit.methods.test_gaussiank import shapes
 
 FRESH = np.float32(0)  #: no threshold is known
 sent_of = partial(sent_by, method="redsync")

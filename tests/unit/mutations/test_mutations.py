@@ -14,15 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_bf16
-import test_contract
-import test_convergence
-import test_fp16
-import test_gaussiank
-import test_randomk
-import test_scalecom
-import test_topk
-import test_wire
 
 import hvdcompress
 from hvdcompress import testing
@@ -42,6 +33,17 @@ from hvdcompress.ops.shared import accumulate_pieces, find
 from hvdcompress.ops.vectors import Half, Sparse
 from hvdcompress.parts import codecs, feedback, pack, seed, select
 from hvdcompress.testing import Check, check_method
+from tests.unit.methods import (
+    test_bf16,
+    test_contract,
+    test_convergence,
+    test_fp16,
+    test_gaussiank,
+    test_randomk,
+    test_scalecom,
+    test_topk,
+)
+from tests.unit.parts import test_wire
 
 Patch = pytest.MonkeyPatch
 Guard = Callable[[], Any]

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_fft
-import test_ops_spectra
-import test_rangefloat
-from test_mutations import Guard, Patch, holds, must_notice
 
 import hvdcompress
 from hvdcompress import testing
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy import arithmetic, floats, spectra
 from hvdcompress.parts import matrices
+from tests.unit.methods import test_fft
+from tests.unit.mutations.test_mutations import Guard, Patch, holds, must_notice
+from tests.unit.ops import test_ops_spectra
+from tests.unit.parts import test_rangefloat
 
 FFT = type(hvdcompress.get("fft"))
 

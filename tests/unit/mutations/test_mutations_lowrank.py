@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_gradiveq
-import test_powersgd
-from test_mutations import Guard, Patch, must_notice
 
 import hvdcompress
 from hvdcompress import testing
@@ -19,6 +16,8 @@ from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import codecs, matrices, seed
 from hvdcompress.testing import Check, check_method
+from tests.unit.methods import test_gradiveq, test_powersgd
+from tests.unit.mutations.test_mutations import Guard, Patch, must_notice
 
 SHORT = {"dense_steps": 2, "compressed_steps": 2}
 

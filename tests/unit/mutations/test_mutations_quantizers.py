@@ -9,13 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_ops_codes
-import test_ops_statistics
-import test_qsgd
-import test_quantize
-import test_signsgd
-import test_terngrad
-from test_mutations import Guard, Patch, holds, must_notice, replace_accumulate
 
 import hvdcompress
 from hvdcompress import testing as c
@@ -28,6 +21,10 @@ from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.shared import level_values
 from hvdcompress.ops.vectors import FP32_MAX
 from hvdcompress.parts import quantize, seed, sums
+from tests.unit.methods import test_qsgd, test_signsgd, test_terngrad
+from tests.unit.mutations.test_mutations import Guard, Patch, holds, must_notice, replace_accumulate
+from tests.unit.ops import test_ops_codes, test_ops_statistics
+from tests.unit.parts import test_quantize
 
 FAST = "hvdcompress.ops.fast"
 CODEC = quantize.StochasticCodec

@@ -8,12 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_dgc
-import test_gtopk
-import test_ops_selection
-import test_ops_statistics
-import test_redsync
-from test_mutations import Guard, Patch, holds, must_notice
 
 import hvdcompress
 from hvdcompress import testing as c
@@ -22,6 +16,9 @@ from hvdcompress.methods import gtopk, redsync
 from hvdcompress.ops import fast
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import feedback, seed, select
+from tests.unit.methods import test_dgc, test_gtopk, test_redsync
+from tests.unit.mutations.test_mutations import Guard, Patch, holds, must_notice
+from tests.unit.ops import test_ops_selection, test_ops_statistics
 
 GTOPK, DGC, REDSYNC = (type(hvdcompress.get(id)) for id in ("gtopk", "dgc", "redsync"))
 FAST = "hvdcompress.ops.fast"

@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 import pytest
-from comparing import BACKENDS
+
+from tests.unit.ops.comparing import BACKENDS
 
 
 def _imported(name: str) -> Any:

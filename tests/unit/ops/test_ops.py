@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import BACKENDS, CALLS, Put, compare, finite, get, host, op_names, vector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,11 +20,12 @@ from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Sparse
 from hvdcompress.parts import pack
+from tests.unit.ops.comparing import BACKENDS, CALLS, Put, compare, finite, get, host, op_names, vector
 
 FOLDER = Path(hvdcompress.__file__).parent / "ops"
 SUBJECTS = sorted(Path(__file__).parent.glob("test_ops_*.py"))
 for file in SUBJECTS:  # they register the calls that are compared here
-    importlib.import_module(file.stem)
+    importlib.import_module(f"tests.unit.ops.{file.stem}")
 
 
 # -- the spec -----------------------------------------------------------------------------------------------------

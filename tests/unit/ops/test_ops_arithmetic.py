@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, SPECIAL, Put, call, changed, chosen, get, host, vector
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Found, Scan, Velocity
 from hvdcompress.ops.vectors import Codes, Fields, Half, Joined, Shares, Sparse, Sum, piece_of
+from tests.unit.ops.comparing import MAX, SPECIAL, Put, call, changed, chosen, get, host, vector
 
 INDEX = ("int32", "int64")
 

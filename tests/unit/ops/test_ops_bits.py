@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import Put, call, chosen, get, host, numbers
 
 from hvdcompress.ops import numpy as reference
+from tests.unit.ops.comparing import Put, call, chosen, get, host, numbers
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

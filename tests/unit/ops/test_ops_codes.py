@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, changed, get, host, key, vector
 
 from hvdcompress.ops import numpy as reference
+from tests.unit.ops.comparing import MAX, TINY, Put, call, changed, get, host, key, vector
 
 KEY = key(5)
 

@@ -1,4 +1,4 @@
-"""The ops of ``floats.py``: 16-bit floats and range floats (more on these in ``tests/parts/test_rangefloat.py``)."""
+"""The ops of ``floats.py``: 16-bit floats, and range floats (see also ``tests/unit/parts/test_rangefloat.py``)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, changed, get, host
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numba._kernels import halves
+from tests.unit.ops.comparing import MAX, Put, call, changed, get, host
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, changed, get, host, key, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Product, Scan
 from hvdcompress.ops.vectors import Outer
+from tests.unit.ops.comparing import MAX, Put, call, changed, get, host, key, vector
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from comparing import call, changed, chosen
 
 from hvdcompress.ops import numpy as reference
+from tests.unit.ops.comparing import call, changed, chosen
 
 
 def bytes_at(start: int, x: np.ndarray) -> np.ndarray:

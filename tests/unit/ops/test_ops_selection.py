@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, TINY, Put, call, chosen, get, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.vectors import Sparse
+from tests.unit.ops.comparing import MAX, TINY, Put, call, chosen, get, vector
 
 
 def thirds(n: int) -> list[int]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, changed, get, host, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.vectors import Sparse, Waves
+from tests.unit.ops.comparing import MAX, Put, call, changed, get, host, vector
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

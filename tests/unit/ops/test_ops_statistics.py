@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import MAX, Put, call, chosen, host, vector
 
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Halves, Scan
 from hvdcompress.parts import select
+from tests.unit.ops.comparing import MAX, Put, call, chosen, host, vector
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
 

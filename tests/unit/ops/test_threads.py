@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import CALLS, Put, get
 
 from hvdcompress.ops import numba as ops
 from hvdcompress.ops.numba import threads
+from tests.unit.ops.comparing import CALLS, Put, get
 
 for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they register the calls
-    importlib.import_module(file.stem)
+    importlib.import_module(f"tests.unit.ops.{file.stem}")
 
 
 @pytest.fixture

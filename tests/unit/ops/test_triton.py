@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from comparing import CALLS, Put, device_of, get, host, vector
 
 import hvdcompress
 from hvdcompress.ops import numpy as reference
@@ -23,13 +22,14 @@ from hvdcompress.ops import torch as general
 from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.vectors import Sparse
 from hvdcompress.testing.trial import Trial
+from tests.unit.ops.comparing import CALLS, Put, device_of, get, host, vector
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 triton_ops = importlib.import_module("hvdcompress.ops.triton")
 
 for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they register calls
-    importlib.import_module(file.stem)
+    importlib.import_module(f"tests.unit.ops.{file.stem}")
 ROOT = Path(hvdcompress.__file__).parents[1]
 DEVICE = device_of(triton_ops)
 SUBJECTS = ("arithmetic", "bits", "codes", "floats", "matrices", "selection", "statistics")

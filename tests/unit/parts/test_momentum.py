@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from installed import needs
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Sparse
 from hvdcompress.optimizers import SGD
 from hvdcompress.parts.momentum import MOST, Filter, Momentum, adapting, adapts, shares
+from tests.installed import needs
 
 STEPS, SIZE = 30, 40
 TOPK = hvdcompress.get("topk", optimizer_momentum="cancel")
