@@ -14,8 +14,8 @@ from typing import Any
 
 import hvdcompress
 from hvdcompress.lab.output.table import Column, Table
+from tests.fuzz.corpus import kept
 from tests.fuzz.decoders import decoders
-from tests.fuzz.fuzz import kept
 
 ROOT = Path(hvdcompress.__file__).parent
 FILES = {
