@@ -11,7 +11,7 @@ ARCHIVES = Path(__file__).parent / "corpus"
 
 
 def archive_of(decoder: str) -> Path:
-    """Return the archive of a decoder's family: ``wire.zip`` for ``wire-split``, ``method-topk.zip`` for ``method-topk-…``."""
+    """Return the archive of a family: ``wire.zip`` has ``wire-split``, ``method-topk.zip`` has ``method-topk-…``."""
     words = decoder.split("-")
     return ARCHIVES / f"{'-'.join(words[: 2 if words[0] == 'method' else 1])}.zip"
 
