@@ -45,7 +45,6 @@ NAV: dict[str, list[str]] = {
         "sharp-bits",
         "stability",
         "promises",
-        "interactions",
         "architecture",
         "drivers",
         "tensorflow",

@@ -1,22 +1,20 @@
 #!/usr/bin/env bash
 # Usage: launch/test.sh [--slow] [PYTEST-ARGUMENT…]
 #
-# Sets up what is needed (launch/setup.sh; minutes the first time, then a second), then runs ruff, mypy and pytest:
-# first the tests of one process, on all cores; then those that start ranks, two launches at a time; then those on
-# emulated hosts and those that count seconds, one at a time.
-# The last line sums them up; the exit status is 0 only if nothing failed.
+# Sets up what is needed (launch/setup.sh; minutes the first time, then a second), then runs ruff, mypy and pytest, folder
+# by folder: tests/unit on all cores, tests/launched with two launches at a time, tests/hosts and tests/chaos one test at a
+# time. The last line sums them up; the exit status is 0 only if nothing failed.
 #
 #   --slow             also the tests marked slow
-#   PYTEST-ARGUMENT    e.g. tests/plan/test_plan.py, -k scalecom, -x; paths are relative to the root of the repository.
-#                      No -m: what it would choose among is divided by marks here
+#   PYTEST-ARGUMENT    e.g. tests/unit/plan/test_plan.py, -k scalecom, -x; paths begin with tests/
 
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
 
-slow=" and not slow"
+marks="not slow"
 case ${1:-} in
     -h | --help) usage; exit ;;
-    --slow) slow=""; shift ;;
+    --slow) marks=""; shift ;;
 esac
 
 "$ROOT/launch/setup.sh" --frameworks torch,tensorflow
@@ -35,23 +33,34 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 summaries="" failed=0 found=""
 
-# run TITLE MARKS ARGUMENT…: pytest with its last line noted. That nothing is found is an error only if it always is.
+paths=() options=()
+for argument in "$@"; do
+    if [[ $argument == tests/* ]]; then paths+=("$argument"); else options+=("$argument"); fi
+done
+[[ ${#paths[@]} != 0 ]] || paths=(tests/unit tests/launched tests/hosts tests/chaos)
+
+# run FOLDERS OPTION…: pytest on the paths in these folders, with its last line noted. That nothing is found is an error
+# only if it always is.
 run() {
-    local status=0
-    say "== pytest: $1"
-    python -m pytest -m "$2$slow" "${@:3}" 2>&1 | tee "$log" || status=$?
+    local status=0 chosen=() path
+    for path in "${paths[@]}"; do
+        if [[ $path =~ ^tests/($1)(/|$) ]]; then chosen+=("$path"); fi
+    done
+    [[ ${#chosen[@]} != 0 ]] || return 0
+    say "== pytest ${chosen[*]}"
+    python -m pytest -m "$marks" "${@:2}" "${options[@]}" "${chosen[@]}" 2>&1 | tee "$log" || status=$?
     summaries+=$(tail -n 1 "$log")$'\n'
     [[ $status == 5 ]] || found=yes
     [[ $status == 0 || $status == 5 || $failed != 0 ]] || failed=$status
     [[ $status != 2 ]] || exit 2  # interrupted
 }
 
-run "in one process" "not parallel and not hosts" -n "$cores" "$@"
+run unit -n "$cores"
 # While the ranks of one launch wait for each other, another's work. What one launch serves is in one file; the order
-# is that of tests/conftest.py.
-# Ranks on emulated hosts are bound to processors, so they have the machine for themselves.
-run "launched" "parallel and not hosts and not alone" -n $((cores > 1 ? 2 : 1)) --dist loadfile --no-loadscope-reorder "$@"
-run "launched, one at a time" "(hosts or alone)" "$@"
+# is that of tests/launched/conftest.py.
+run launched -n $((cores > 1 ? 2 : 1)) --dist loadfile --no-loadscope-reorder
+# Ranks on emulated hosts are bound to processors, and chaos counts seconds: one test at a time.
+run "hosts|chaos"
 
 # "2 failed, 30 passed, 4 skipped in 5.1s" of each, added up
 awk '

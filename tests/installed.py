@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+
+from tests import ROOT
 
 
 def needs(*packages: str) -> None:
@@ -20,6 +21,10 @@ def needs(*packages: str) -> None:
 def without_tensorflow() -> dict[str, str]:
     """The variable under which ``horovodrun`` does not find TensorFlow. It imports every framework that it finds, to
     see what Horovod was built for: four seconds of seven, in launches of PyTorch alone."""
-    tests, given = Path(__file__).resolve().parent, os.environ.get("PYTHONPATH")
-    folders = [str(tests / "without_tensorflow"), str(tests.parent), *([given] if given else [])]
-    return {"PYTHONPATH": os.pathsep.join(folders)}
+    return {"PYTHONPATH": python_path(str(ROOT / "tests" / "without_tensorflow"))}
+
+
+def python_path(*first: str) -> str:
+    """A PYTHONPATH with which a script imports the package and ``tests``, whatever folder it is in."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*first, str(ROOT), *([given] if given else [])])

@@ -32,10 +32,10 @@ MODULES = ("hvdcompress/engine", "hvdcompress/parts")
 LEFT_OUT = ("telemetry/compiling.py", "safety/peers.py", "safety/watchdog.py")  # threads, sockets and clocks
 #: The first ones notice most, and take little time
 TESTS = (
-    "tests/engine/test_exchange.py tests/engine/test_state.py tests/engine/test_machine.py "
-    "'tests/drivers/test_promises.py::test_in_process[threads-2-traces_are_those_that_were_recorded]' "
-    "tests/engine tests/parts tests/drivers/test_loopback.py tests/drivers/test_promises.py "
-    "tests/methods/test_topk.py tests/methods/test_scalecom.py tests/methods/test_powersgd.py"
+    "tests/unit/engine/test_exchange.py tests/unit/engine/test_state.py tests/unit/engine/test_machine.py "
+    "'tests/unit/drivers/test_promises.py::test_in_process[threads-2-traces_are_those_that_were_recorded]' "
+    "tests/unit/engine tests/unit/parts tests/unit/drivers/test_loopback.py tests/unit/drivers/test_promises.py "
+    "tests/unit/methods/test_topk.py tests/unit/methods/test_scalecom.py tests/unit/methods/test_powersgd.py"
 )
 SECONDS = 150  #: of one mutant's tests; they take half of it
 OPERATORS = (
@@ -69,9 +69,7 @@ def config(folder: Path) -> Path:
         for file in (folder / module).rglob("*.py")
         if not str(file).endswith(LEFT_OUT) and file.stat().st_size > 200
     )
-    command = (
-        f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow and not parallel and not alone' {TESTS}"
-    )
+    command = f"{sys.executable} -m pytest -x -q -p no:cacheprovider -m 'not slow' {TESTS}"
     file = folder / "mutants.toml"
     lines = ["[cosmic-ray]", f"module-path = {modules}", f"timeout = {SECONDS}.0", "excluded-modules = []"]
     lines += [f'test-command = "{command}"', "[cosmic-ray.distributor]", 'name = "local"']

@@ -1,4 +1,4 @@
-"""Draw the house from its imports: docs/house.svg, rooms on the floors that tests/house/test_imports.py holds.
+"""Draw the house from its imports: docs/house.svg, rooms on the floors that tests/unit/house/test_imports.py holds.
 
     python tools/write_house.py [--check]
 
@@ -14,9 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "house")]
+sys.path.insert(0, str(ROOT))
 
-from test_imports import FLOORS, graph, room_of  # noqa: E402
+from tests.unit.house.test_imports import FLOORS, graph, room_of  # noqa: E402
 
 OUT = ROOT / "docs" / "house.svg"
 WIDTH, HEIGHT, GAP, MARGIN = 1000, 40, 34, 16

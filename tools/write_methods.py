@@ -32,9 +32,9 @@ from hvdcompress.plan import plan_of
 from hvdcompress.registry import classes, docstring
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from make_golden import field_comments  # noqa: E402
+from tests.make_golden import field_comments  # noqa: E402
 
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "methods"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/promises.md: what each driver promises, from the tests that check it (tests/drivers/promises).
+"""Write docs/promises.md: what each driver promises, from the tests that check it (tests/promises).
 
 python tools/write_promises.py            write the page
 python tools/write_promises.py --check    exit with 1 if it is out of date
@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "promises.md"
-sys.path[:0] = [str(ROOT / "tests" / "drivers"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-from promises import DOORS, EXCEPTIONS, PROMISES  # noqa: E402
-from promises.table import SUBSETS  # noqa: E402
+from tests.promises import DRIVERS, EXCEPTIONS, PROMISES  # noqa: E402
+from tests.promises.table import SUBSETS  # noqa: E402
 
 HEAD = """\
-<!-- Written by tools/write_promises.py from tests/drivers/promises: do not edit. -->
+<!-- Written by tools/write_promises.py from tests/promises: do not edit. -->
 # What every driver promises
 
 Each row is one test, written once and run behind every driver: ✓ is promised and tested, a number leads to the reason
@@ -27,8 +27,8 @@ why it is not. The loopback is the yardstick of the other drivers, and is itself
 """
 
 
-def launches(door: str) -> str:
-    """How a door's ranks are started for the tests, in words."""
+def launches(driver: str) -> str:
+    """How a driver's ranks are started for the tests, in words."""
     words = {
         "threads": "{} ranks in one process",
         "mpi": "{} ranks by `horovodrun` over MPI",
@@ -38,10 +38,10 @@ def launches(door: str) -> str:
         "alone": "alone",
     }
     found: dict[str, list[str]] = {}
-    for launch in DOORS[door].launches:
+    for launch in DRIVERS[driver].launches:
         kind, _, world = launch.partition("-")
         found.setdefault(kind, []).append(world)
-        words[kind] += " (some of the promises)" if (door, launch) in SUBSETS else ""
+        words[kind] += " (some of the promises)" if (driver, launch) in SUBSETS else ""
     return "; ".join(words[kind].format(" or ".join(worlds)) for kind, worlds in found.items())
 
 
@@ -49,8 +49,8 @@ def page() -> str:
     """The page's text."""
     reasons: list[str] = []
 
-    def cell(door: str, name: str) -> str:
-        exempt = EXCEPTIONS.get((door, name))
+    def cell(driver: str, name: str) -> str:
+        exempt = EXCEPTIONS.get((driver, name))
         if exempt is None:
             return "✓"
         words = exempt.reason + (" (refused by name)" if exempt.refused else "")
@@ -59,12 +59,12 @@ def page() -> str:
         return f"[{reasons.index(words) + 1}](#where-it-is-not)"
 
     lines = [HEAD, "| driver | tested with |", "|---|---|"]
-    lines += [f"| {entry.title} | {launches(door)} |" for door, entry in DOORS.items()]
+    lines += [f"| {entry.title} | {launches(driver)} |" for driver, entry in DRIVERS.items()]
     for subject, promises in groupby(PROMISES.values(), key=lambda promise: promise.subject):
-        titles = " | ".join(entry.title for entry in DOORS.values())
-        lines += ["", f"## {subject}", "", f"| promise | {titles} |", "|---|" + ":-:|" * len(DOORS)]
+        titles = " | ".join(entry.title for entry in DRIVERS.values())
+        lines += ["", f"## {subject}", "", f"| promise | {titles} |", "|---|" + ":-:|" * len(DRIVERS)]
         for promise in promises:
-            cells = " | ".join(cell(door, promise.name) for door in DOORS)
+            cells = " | ".join(cell(driver, promise.name) for driver in DRIVERS)
             lines.append(f"| {promise.text.replace('``', '`')} | {cells} |")
     lines += ["", "## Where it is not", ""]
     lines += [f"{number}. {words[0].upper()}{words[1:]}." for number, words in enumerate(reasons, 1)]

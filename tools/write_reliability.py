@@ -35,7 +35,7 @@ def fuzzed(rows: Sequence[dict[str, Any]]) -> Table[dict[str, Any]]:
             Column(key, title, lambda row, key=key: str(row[key]))
             for key, title in (
                 ("mutations", "mutations"), ("decoders", "decoders"), ("outcomes", "different outcomes"),
-                ("corpus", "corpus, files"), ("seconds", "seconds"),
+                ("corpus", "corpus, inputs"), ("seconds", "seconds"),
             )
         ),
         Column("grown", "more memory", lambda row: num_bytes(row["grown"])),

@@ -133,7 +133,7 @@ def write(name: str, folder: Path | None = None) -> list[Path]:
         raise ValueError(f"there is a method {name!r} already; `hvdcompress methods {name}` describes it")
     words = {"name": name, "dashed": name.replace("_", "-"), "cls": name.title().replace("_", ""), "title": name}
     if folder is None and _is_checkout():
-        source, test, more = Path("hvdcompress/methods"), Path("tests/methods"), {}
+        source, test, more = Path("hvdcompress/methods"), Path("tests/unit/methods"), {}
         place = f"hvdcompress.methods.{name}"
     else:
         folder = folder or Path(name)
@@ -159,7 +159,7 @@ def write(name: str, folder: Path | None = None) -> list[Path]:
 def next_step(name: str, folder: Path | None = None) -> str:
     """The commands that go on from there."""
     if folder is None and _is_checkout():
-        return f"pytest tests/methods/test_{name}.py; python tests/make_golden.py {name} (see CONTRIBUTING.md)"
+        return f"pytest tests/unit/methods/test_{name}.py; python tests/make_golden.py {name} (see CONTRIBUTING.md)"
     place = folder or Path(name)
     return f"cd {place} && python -m pytest; pip install -e . makes `method: {name}` known to plans"
 

@@ -47,7 +47,7 @@ class Decoder:
     """What reads bytes.
 
     Attributes:
-        name: tells it apart; the folder of its corpus.
+        name: tells it apart, also in its corpus.
         valid: inputs that it takes.
         decode: takes bytes.
         refuses: what it may raise.

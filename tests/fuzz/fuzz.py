@@ -1,4 +1,4 @@
-"""Fuzz every decoder: ``python tests/fuzz/fuzz.py --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
+"""Fuzz every decoder: ``python -m tests.fuzz.fuzz --mutations 1000000 --seed 0 [--only NAME] [--keep]``.
 
 Decoders take turns. A mutation with a new outcome becomes an input of further ones. With ``--keep`` those that also
 reach lines of the package that no input of their decoder reached are written to the corpus, which the tests replay: an
@@ -9,42 +9,25 @@ written to the corpus: exit status 1.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import resource
 import shlex
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from decoders import Decoder, decoders
-from mutate import mutation
-
 import hvdcompress
 from hvdcompress.lab.output import jsonl
+from tests.fuzz import corpus
+from tests.fuzz.decoders import Decoder, decoders
+from tests.fuzz.mutate import mutation
 
-CORPUS = Path(__file__).parent / "corpus"
 PACKAGE = str(Path(hvdcompress.__file__).parent)
 MEMORY = 64 << 20  #: bytes that the process may grow by, whatever it is given
 MOST = 400  #: inputs of a decoder
-
-
-def kept(name: str) -> Iterator[bytes]:
-    """The corpus of a decoder."""
-    for file in sorted((CORPUS / name).glob("*")):
-        yield file.read_bytes()
-
-
-def keep(name: str, data: bytes) -> Path:
-    """Add to the corpus of a decoder."""
-    file = CORPUS / name / hashlib.sha256(data).hexdigest()[:12]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(data)
-    return file
 
 
 def lines_of(decoder: Decoder, data: bytes) -> set[tuple[str, int]]:
@@ -72,7 +55,7 @@ class Run:
 
     def __init__(self, decoder: Decoder, seed: int):
         self.decoder, self.seed, self.count = decoder, seed, 0
-        self.inputs = [*decoder.valid, *kept(decoder.name)]
+        self.inputs = [*decoder.valid, *corpus.kept(decoder.name)]
         self.outcomes = {decoder.outcome(data) for data in self.inputs}
         self.reached: set[tuple[str, int]] | None = None  # lines, once they are asked for
         self.first = list(self.inputs)
@@ -124,7 +107,7 @@ def main() -> int:
             try:
                 found = run.next()
             except Exception:
-                print(f"{run.decoder.name}, mutation {run.count - 1}: {keep(run.decoder.name, run.data)}")
+                print(f"{run.decoder.name}, mutation {run.count - 1}: {corpus.keep(run.decoder.name, [run.data])}")
                 traceback.print_exc()
                 runs.remove(run)  # one is enough: the others would be the same
                 faults += 1
@@ -133,12 +116,13 @@ def main() -> int:
             if found is not None:
                 new += 1
                 if asked.keep and run.reaches_more(found):
-                    keep(run.decoder.name, found)
+                    corpus.keep(run.decoder.name, [found])
     grown = memory() - before
     faults += grown > MEMORY
     record = {
-        "command": shlex.join(["python", *sys.argv]), "mutations": done, "decoders": len(runs),
-        "outcomes": sum(len(run.outcomes) for run in runs), "new": new, "corpus": len(list(CORPUS.glob("*/*"))),
+        "command": shlex.join(["python", "-m", "tests.fuzz.fuzz", *sys.argv[1:]]),
+        "mutations": done, "decoders": len(runs),
+        "outcomes": sum(len(run.outcomes) for run in runs), "new": new, "corpus": corpus.count(),
         "seconds": round(time.monotonic() - began), "grown": grown, "faults": faults,
     }  # fmt: skip
     print(json.dumps(record, indent=1))

@@ -1,4 +1,4 @@
-"""Which lines of the decoders the corpus reaches: ``python tests/fuzz/lines.py``.
+"""Which lines of the decoders the corpus reaches: ``python -m tests.fuzz.lines``.
 
 Valid inputs and the corpus go through every decoder. The lines of the functions that are entered count: the others
 mostly write, or serve other parts of the package; ``--missed`` lists both. What numba has compiled is one call.
@@ -12,11 +12,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from decoders import decoders
-from fuzz import kept
-
 import hvdcompress
 from hvdcompress.lab.output.table import Column, Table
+from tests.fuzz.corpus import kept
+from tests.fuzz.decoders import decoders
 
 ROOT = Path(hvdcompress.__file__).parent
 FILES = {

@@ -26,7 +26,7 @@ def new_method(
 ) -> None:
     """Write the file of a new method, one that works, and its test.
 
-    In a checkout of the project they go to hvdcompress/methods and tests/methods. With --folder a small package is
+    In a checkout of the project they go to hvdcompress/methods and tests/unit/methods. With --folder a small package is
     written, which registers the method where it is installed: `pip install -e FOLDER`.
     """
     from hvdcompress.lab import skeleton

@@ -1,0 +1,106 @@
+"""A rank that is killed, ends or has joined ends the others, with the cause in words."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.installed import needs
+from tests.launching import environment, launch
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_rank_ends_the_others_under_horovod(tmp_path: Path) -> None:
+    needs("torch", "horovod")
+    began = time.monotonic()
+    done = launch("mpi-2", HERE / "killed.py", str(tmp_path), seconds=120)
+    assert done.returncode != 0
+    assert (tmp_path / "before").exists(), done.stdout[-3000:]
+    assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"
+    assert time.monotonic() - began < 110
+
+
+@pytest.mark.timeout(80)
+def test_all_reduces_that_start_while_a_peer_ends_raise(tmp_path: Path) -> None:
+    """Without the fix in launch/horovod-0.28.1.patch, Horovod waits for a lock of its own with the GIL held."""
+    needs("torch", "horovod")
+    done = launch("mpi-2", HERE / "peer_ends.py", str(tmp_path), seconds=60, DRIVER="torch")
+    assert "raised on purpose" in done.stdout
+    assert (tmp_path / "error").exists(), done.stdout[-3000:]
+    assert "Horovod has been shut down" in (tmp_path / "error").read_text()
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("method", [pytest.param("none", marks=pytest.mark.slow), "randomk"])
+def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Path) -> None:
+    """Of methods that gather, Horovod itself ends all ranks, with an error of its own: it cannot gather then."""
+    needs("torch", "horovod")
+    done = launch("mpi-2", HERE / "joined.py", str(tmp_path), method, seconds=80)
+    assert done.returncode != 0
+    assert (tmp_path / "error").exists(), done.stdout[-3000:]
+    assert "hvd.join() does not go with compression" in (tmp_path / "error").read_text()
+
+
+def by_hand(words: list[str], world: int) -> list[subprocess.Popen[str]]:
+    """Start ranks of a script without a launcher, each with what it prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [
+        subprocess.Popen([sys.executable, *words], env=environment("alone", RANK=str(rank), **place), **options)
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world: int, tmp_path: Path) -> None:
+    """Ranks are started by hand, as torchrun would end the others before they can say anything."""
+    ranks = by_hand([str(HERE / "ddp_killed.py"), str(tmp_path)], world)
+    try:
+        status = [rank.wait(100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert (tmp_path / "before").exists() and not (tmp_path / "survivor").exists()
+    assert status == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
+    for rank in set(range(world)) - {1}:
+        seconds, words = (tmp_path / f"error-{rank}").read_text().split(maxsplit=1)
+        assert float(seconds) < 10, f"rank {rank} waited {seconds} s; the process group's timeout is 60 s"
+        assert f"the process group has failed on rank {rank}" in words
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind,status", [("error", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
+def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: int) -> None:
+    """At once, with the rank's own traceback; and not after the plan's ``end_after`` or the process group's."""
+    ranks = by_hand([str(HERE / "ddp_ends.py"), kind], 2)
+    began = time.monotonic()
+    try:
+        texts = [rank.communicate(timeout=100)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert time.monotonic() - began < 35, "`end_after` is 40 s, and all of this starts in seconds"
+    assert [rank.returncode for rank in ranks] == [1, status], texts
+    assert "rank 1: a backward pass ended before all of its gradients" in texts[0]
+    assert kind != "error" or "ValueError: made by the test" in texts[1]
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_rank_ends_the_others_under_mpi(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = launch("mpirun-2", HERE / "mpi_killed.py", str(tmp_path), seconds=120)
+    assert done.returncode != 0
+    assert (tmp_path / "before").exists(), done.stdout[-3000:]
+    assert not (tmp_path / "survivor").exists(), "the other rank went on as if nothing had happened"
+    assert time.monotonic() - began < 60

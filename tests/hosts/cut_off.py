@@ -1,0 +1,26 @@
+"""Run by every rank, on emulated hosts: steps without an end, until a link is cut. What a rank says of it is in a file.
+
+``python cut_off.py FOLDER``: rank 0 writes the number of its steps to FOLDER/steps, and each rank its errors to
+FOLDER/said-RANK, as what goes by mpirun is cut off, too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import sys
+from pathlib import Path
+
+from tests.launched.run_promises import driver_of
+
+faulthandler.dump_traceback_later(100, exit=True)
+out = Path(sys.argv[1])
+driver = driver_of("mpi", out)
+os.dup2(os.open(out / f"said-{driver.rank}", os.O_WRONLY | os.O_CREAT), 2)
+handle = driver.make("scalecom", {"density": 0.05, "warn_after": 0, "end_after": 12}, driver.shapes)
+for step in itertools.count():
+    handle.reduce(driver.gradients(step, driver.shapes))
+    if driver.rank == 0:
+        (out / "steps.new").write_text(str(step))
+        (out / "steps.new").rename(out / "steps")

@@ -1,0 +1,321 @@
+"""Emulated hosts: namespaces come and go, links have their rates, and the ledger is what crosses them. Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdcompress.lab.cluster import hosts, rates
+from hvdcompress.lab.cluster.hosts import Hosts, Traffic
+from tests import ROOT
+from tests.installed import needs, without_tensorflow
+from tests.launched.test_cli import CONFIG, start, wait_for_step
+
+HERE = Path(__file__).parent
+
+
+def script(*words, path=None):
+    environment = {**os.environ, **({"PATH": str(path)} if path else {})}
+    line = [str(hosts.SCRIPT), *words]
+    return subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(CONFIG, encoding="utf-8")
+    return tmp_path / "small.yaml"
+
+
+@pytest.fixture(scope="session")
+def possible():
+    if reason := hosts.problem():
+        assert "Without emulated hosts" in reason, f"a fault of the script, no want of the machine: {reason}"
+        pytest.skip(" ".join(reason.split()))
+
+
+@pytest.fixture
+def nothing_left(possible):
+    """Whatever the test does, this is what it must leave."""
+
+    def ours():
+        spaces = subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.split()
+        folders = [path for root in ("/run/hvdcompress", "/etc/netns") for path in Path(root).glob("*")]
+        return {*(name for name in spaces if name.startswith("hvdc-")), *map(str, folders)}
+
+    before = ours()
+    yield
+    deadline = time.monotonic() + 15
+    while ours() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ours() - before
+
+
+def on(network, host, *words):
+    return subprocess.run(
+        network.command(host, *words), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+    ).stdout
+
+
+def test_up_and_down_as_often_as_you_like(nothing_left):
+    up = ["up", "--id", "test", "--hosts", "3", "--rate", "100mbit", "--slow", "2=10mbit/20mbit"]
+    try:
+        assert script(*up).stdout == "up\n"
+        assert script(*up).stdout == "up already\n"
+        lines = script("status").stdout
+        assert "test:\n  host0  10.77.0.1  sends at 100 Mbit/s" in lines
+        assert "host2  10.77.0.3  sends at 10 Mbit/s (0.0 MB so far), receives at 20 Mbit/s" in lines
+        assert script(*up[:-2]).stdout == "up\n"  # something else: made again
+        assert "host2  10.77.0.3  sends at 100 Mbit/s" in script("status").stdout
+        assert (
+            script("exec", "--id", "test", "host1", "bash", "-c", "hostname; ssh host2 'hostname'").stdout
+            == "host1\nhost2\n"
+        )
+        assert os.uname().nodename not in ("host1", "host2")
+    finally:
+        down = script("down", "--id", "test")
+    assert down.returncode == 0, down.stderr
+    assert script("down", "--id", "test").returncode == 0
+
+
+def test_a_delay_that_the_kernel_cannot_make_leaves_nothing(nothing_left):
+    done = script("up", "--id", "test", "--hosts", "3", "--rate", "100mbit", "--delay", "20ms")
+    try:
+        if done.returncode:
+            assert "cannot make links with a delay (leave out --delay)" in done.stderr and "sch_netem" in done.stderr
+            return  # nothing_left sees that nothing is, without a `down`
+        code = "import socket, time; t = time.time(); socket.socket().connect_ex(('host1', 9)); print(time.time() - t)"
+        taken = script("exec", "--id", "test", "host0", sys.executable, "-c", code).stdout
+        assert 0.04 < float(taken) < 0.5  # there and back
+    finally:
+        if not done.returncode:
+            script("down", "--id", "test")
+
+
+def test_two_users_do_not_meet(nothing_left):
+    with Hosts(2, "100mbit") as one, Hosts(3, "10mbit") as other:
+        assert len(one.traffic()) == 2 and len(other.traffic()) == 3
+        refused = script("down", "--id", "x" + one.id)  # somebody else's, and not there
+        assert refused.returncode == 0 and len(one.traffic()) == 2
+        assert on(one, "host1", "cat", "/etc/hosts").count("host") == 3  # localhost, host0, host1
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_hosts_keep_to_their_share_of_the_processors_unless_told_otherwise(nothing_left, pin):
+    mine = os.sched_getaffinity(0)
+    code = "import os; print(*os.sched_getaffinity(0))"
+    with Hosts(2, "1gbit", pin=pin) as two:
+        shares = [set(map(int, on(two, name, sys.executable, "-c", code).split())) for name in two.names]
+    if not pin:
+        assert shares == [mine, mine]
+    elif len(mine) > 1:
+        assert not shares[0] & shares[1] and all(share < mine for share in shares)
+
+
+def test_ranks_of_all_hosts_are_in_one_session(nothing_left):
+    """Linux before 6.18.45 lets one session starve another: two sessions on a processor stood still for minutes."""
+    pytest.importorskip("mpi4py")  # with it there is an mpirun
+    code = "import os; print(os.uname().nodename, os.getsid(0))"
+    with Hosts(3, "1gbit") as network:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        line = network.command(
+            "host0", "env", f"PATH={path}", "mpirun", "-H", network.slots, sys.executable, "-c", code
+        )
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    said = re.findall(r"(host\d) (\d+)", done.stdout)  # lines of several ranks may come as one
+    assert sorted(name for name, _ in said) == ["host0", "host1", "host2"], done.stderr
+    assert {int(session) for _, session in said} == {os.getsid(0)}
+
+
+def test_hosts_end_with_their_owner_and_take_their_processes_along(nothing_left):
+    code = (
+        "import signal, subprocess, time\nfrom hvdcompress.lab.cluster.hosts import Hosts\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's is to ignore it
+        "with Hosts(2, '1gbit') as h:\n"
+        "    p = subprocess.Popen(h.command('host1', 'sleep', '1000'))\n"
+        "    print(p.pid, flush=True); time.sleep(1000)\n"
+    )
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        quiet = subprocess.DEVNULL
+        owner = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=quiet, text=True, cwd=ROOT
+        )
+        try:
+            assert owner.stdout
+            sleeper = int(owner.stdout.readline())
+            owner.send_signal(number)
+            owner.wait(30)
+        finally:
+            owner.kill()
+            owner.communicate()
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline and "sleep" in _command_of(sleeper):
+            time.sleep(0.1)
+        assert "sleep" not in _command_of(sleeper)
+
+
+def _command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_what_a_killed_holder_leaves_is_swept(nothing_left):
+    network = Hosts(2, "1gbit").__enter__()
+    holder = network._holder
+    assert holder and "in use by process" in script("status").stdout
+    holder.kill()
+    holder.wait(10)
+    assert "left over by a crash" in script("status").stdout
+    with Hosts(2, "1gbit"):
+        assert network.id not in script("status").stdout
+    network.__exit__()
+
+
+def test_links_have_their_rates(nothing_left):
+    with Hosts(3, "50mbit", {2: "10mbit/20mbit"}) as network:
+        to0, to1, to2 = network.measure(4.0)  # TCP takes its time to find a rate
+        traffic = network.traffic()
+    assert 0.6 * 50e6 < to1 < 50e6
+    assert 0.5 * 20e6 < to2 < 20e6, "what host2 receives"
+    assert 0.5 * 10e6 < to0 < 10e6, "what host2 sends"
+    assert all(isinstance(each, Traffic) and each.sent > 1e6 for each in traffic)
+    assert traffic[2].sent < 0.8 * traffic[2].received
+
+
+METHODS = ["none", "topk:density=0.05", "scalecom:density=0.05", "qsgd"]
+
+
+@pytest.fixture(scope="session")
+def truth(possible, tmp_path_factory):
+    """What three ranks wrote: their ledgers' bytes, and their interfaces'."""
+    needs("torch", "horovod")
+    folder = tmp_path_factory.mktemp("truth")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with Hosts(3, "100mbit") as network:
+        done = subprocess.run(
+            network.command(
+                "host0", "mpirun", "-H", network.slots, sys.executable, HERE / "hosts_truth.py", folder, *METHODS
+            ),
+            env={**os.environ, **rates.ring(3), "PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ledger_is_what_the_interface_sent(truth, method):
+    for rank, found in enumerate(truth):
+        one, idle = found[method], found["idle"]["sent"] / found["idle"]["seconds"]
+        least, most = rates.bounds(one["ledger"], idle * one["seconds"], one["collectives"])
+        assert least <= one["sent"] <= most, f"rank {rank}: {one}, idle {idle:.0f} bytes/s"
+        assert most < 1.25 * least, "bounds this wide would show nothing"
+
+
+@pytest.mark.timeout(300)
+def test_the_rate_limits(truth):
+    for found in truth:
+        dense = found["none"]
+        assert dense["seconds"] >= 0.99 * 8 * dense["sent"] / 100e6
+        assert dense["seconds"] < 4 * 8 * dense["sent"] / 100e6, "far slower than the link"
+        assert found["scalecom:density=0.05"]["seconds"] < dense["seconds"] / 2
+
+
+def within(seconds, holds):
+    """Wait until something holds; returns whether it does."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not holds():
+        time.sleep(0.1)
+    return holds()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(nothing_left, tmp_path):
+    pytest.importorskip("mpi4py")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    steps, said = tmp_path / "steps", [tmp_path / f"said-{rank}" for rank in range(3)]
+
+    def done():
+        return int(steps.read_text()) if steps.exists() else 0
+
+    def have_said():
+        return all(file.exists() and "hvdcompress: " in file.read_text() for file in said)
+
+    with Hosts(3, "100mbit") as network:
+        line = network.command(
+            "host0", "mpirun", "-H", network.slots, sys.executable, HERE / "cut_off.py", str(tmp_path)
+        )
+        with subprocess.Popen(
+            line,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DRIVER": "mpi"},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+        ) as mpirun:  # fmt: skip
+            try:
+                assert within(60, lambda: done() >= 3)
+                slower = "qdisc replace dev eth0 root handle 1: tbf rate 200kbit burst 3100 limit 48100"
+                subprocess.run(network.command("host2", "tc", *slower.split()), check=True)
+                before = done()
+                assert within(60, lambda: done() >= before + 5) and not have_said()
+                cut = time.monotonic()
+                subprocess.run(["ip", "-n", f"hvdc-{network.id}-switch", "link", "set", "host2", "down"], check=True)
+                assert within(60, have_said), [file.read_text() for file in said]
+                assert time.monotonic() - cut < 28, "`end_after` is 12 s, and asking the others takes 3"
+            finally:
+                mpirun.kill()
+    for rank, file in enumerate(said):
+        gone = [0, 1] if rank == 2 else [2]
+        text = file.read_text()
+        assert f"hvdcompress: rank {rank} has waited" in text and "in step" in text, text
+        assert all(f"rank {other} does not answer" in text for other in gone), text
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_a_run_on_hosts(nothing_left, config, controller):
+    needs("horovod", "torch", "sklearn", "psutil")
+    run = start(
+        config,
+        "--hosts",
+        "2",
+        "--rate",
+        "100mbit",
+        *(["--gloo"] if controller == "gloo" else []),
+        **without_tensorflow(),
+    )
+    output, _ = run.communicate(timeout=240)
+    assert run.returncode == 0, output
+    assert "2 emulated hosts, 100 Mbit/s each (network namespaces, tbf)" in output
+    folder = config.parent / "out"
+    launch = json.loads((folder / "launch.json").read_text())
+    assert launch["link"] == str(Hosts(2, "100mbit")) and len(launch["reached"]) == 2
+    assert "2 emulated hosts, 100 Mbit/s each" in (folder / "table.md").read_text()
+    events = [json.loads(line) for line in (folder / "metrics" / "digits.none.0.jsonl").read_text().splitlines()]
+    assert events[-1]["identical"]
+    seconds = sum(events[-1]["ranks"]["bytes_on_wire"]) / 2 * 8 / 100e6
+    assert events[-1]["seconds"] > seconds  # the link's speed shows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_ctrl_c_takes_the_hosts_down(nothing_left, config):
+    needs("horovod", "torch", "sklearn", "psutil")
+    config.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
+    run = start(config, "--hosts", "2", "--rate", "1gbit", **without_tensorflow())
+    wait_for_step(config.parent, "digits.none.0")
+    assert subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.count(f"hvdc-p{run.pid}x1-") == 3
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGINT, output
+    assert "every rank has ended" in output and "Traceback" not in output

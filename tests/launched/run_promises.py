@@ -1,0 +1,49 @@
+"""Run by every rank of a launch: the promises of one driver, and the cases of that driver alone.
+
+``python run_promises.py OUT [NAME…]`` with ``DRIVER`` in the environment; see ``harness.py`` for what is written. One
+launch runs them all, as starting ranks costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from tests import harness
+from tests.promises import PROMISES, keep
+
+#: a driver's own cases: what its framework alone has
+CASES = {
+    "torch": ("torch_cases", "torch_refusals"),
+    "ddp": ("ddp_cases", "fsdp_cases"),
+    "tensorflow": ("tf_cases", "tf_graphs", "keras_cases"),
+    "mpi": ("mpi_cases", "ring_cases"),
+}
+
+#: (driver, launch) -> the cases that are tried there, where it is not all; see promises/table.py
+CASE_SUBSETS = {("tensorflow", "gloo-2"): ("eager_execution", "steps_in_a_loop_inside_one_function")}
+
+
+def driver_of(name: str, folder: Path) -> Any:
+    """Return the driver of this name, on this rank."""
+    module = importlib.import_module(f"tests.promises.drivers.{name}")
+    classes = [one for one in vars(module).values() if isinstance(one, type) and vars(one).get("name") == name]
+    return classes[0](folder)
+
+
+def main() -> None:
+    name = os.environ["DRIVER"]
+    driver = driver_of(name, harness.OUT)
+    for cases in CASES[name]:
+        importlib.import_module(f"tests.launched.{cases}")
+    promises = {name: lambda promise=promise: keep(promise, driver) for name, promise in PROMISES.items()}
+    seconds = {name: promise.seconds for name, promise in PROMISES.items()}
+    harness.run(
+        driver.rank, driver.meet, {**promises, **harness.CASES}, lambda name: seconds.get(name, harness.SECONDS_A_CASE)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Trainings to an accuracy, by ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdcompress.lab.to_accuracy import run  # noqa: E402
+from hvdcompress.lab.to_accuracy.races import RACES  # noqa: E402
+
+
+@pytest.mark.timeout(300)
+def test_ranks_train_and_are_timed(tiny, capsys):
+    from hvdcompress.lab.output.console import console_of
+
+    names = ["dense", "noop", "topk@density=0.05", "ddp_powersgd_r1"]
+    setting = run.Setting(tiny, console_of())
+    for _ in range(2):
+        run.train_all(setting, ["tiny"], names, [1])
+    output = capsys.readouterr().out
+    assert output.count("seed 1") == len(names)  # the second time all have their results
+    found = {record["contender"]: record["evaluations"] for record in run.records(tiny, "train")}
+    assert [each["step"] for each in found["dense"]] == [2, 4]
+    assert 0 <= found["dense"][-1]["score"] <= 100
+    given = {"contenders": names, "rounds": 2, "turn": 0.01}
+    measured = run.launch("time", "tiny", setting, None, tiny / "time.log", **given)
+    assert [each["contender"] for each in measured] == names
+    assert all(len(each["milliseconds"]) == 2 and min(map(min, each["milliseconds"])) > 0 for each in measured)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """A race of four steps that the ranks know, too: they import this module."""
+    monkeypatch.setattr(run, "MODULE", "tiny_race")
+    module = tmp_path / "tiny_race.py"
+    module.write_text(TINY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import tiny_race
+
+    monkeypatch.setitem(RACES, "tiny", tiny_race.RACE)
+    return tmp_path
+
+
+TINY = """
+import numpy as np
+from hvdcompress.lab.momentum import tasks
+from hvdcompress.lab.to_accuracy import rank
+from hvdcompress.lab.to_accuracy.races import RACES, Race
+from hvdcompress.lab.training.tasks import Images
+
+RACE = Race(tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4, ranks=2), 4, 2, 0.0)
+RACES["tiny"] = RACE
+random = np.random.default_rng(0)
+x, y = random.standard_normal((40, 1, 28, 28), np.float32), random.integers(0, 10, 40)
+tasks.DATA["tiny"] = lambda: Images(x[:30], y[:30], x[30:], y[30:], classes=10)
+tasks.NETS["tiny"] = lambda: tasks.mlp(width=64)
+if __name__ == "__main__":
+    rank.main()
+"""

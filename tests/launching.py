@@ -1,0 +1,114 @@
+"""Start ranks as a user does, and read what each of them wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.installed import python_path, without_tensorflow
+
+SECONDS = 240
+MORE = 60  #: what a test may take beyond its launch
+
+
+def untraced() -> dict[str, str]:
+    """Our environment, without traces of an MPI that we may have been started by, or that runs in this process."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_"))}
+
+
+def environment(kind: str, **more: str) -> dict[str, str]:
+    """Ranks share two cores: one thread each, and MPI yields while it waits."""
+    return {
+        **(untraced() if kind.startswith(("alone", "mpi")) else os.environ),
+        "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"],
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "HVDCOMPRESS_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **(without_tensorflow() if more.get("DRIVER") == "torch" else {}),
+        **more,
+    }
+
+
+def world_of(kind: str) -> int:
+    """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2", "torchrun-2"
+    or "elastic-3" (Horovod's, at first; ``DISCOVER`` in the environment says which hosts there are)."""
+    return 1 if kind == "alone" else int(kind.split("-")[1])
+
+
+def launch(
+    kind: str, script: Path, *arguments: str, seconds: float = SECONDS, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
+    world = str(world_of(kind))
+    elastic = ("--gloo-timeout-seconds", "20", "--host-discovery-script", more.get("DISCOVER", ""))
+    mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world]
+    start = {
+        "alone": [],
+        "mpirun": mpirun,
+        "mpi": [*mpirun, "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"],  # horovodrun's own line
+        "horovodrun": ["horovodrun", "-np", world, "--mpi"],  # it imports every framework: five seconds
+        "gloo": ["horovodrun", "-np", world, "--gloo"],
+        "elastic": ["horovodrun", "-np", world, "--min-np", "2", "--max-np", world, "--gloo", *elastic],
+        "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world],
+    }[kind.split("-")[0]]
+    line = [*start, sys.executable, str(script), *arguments]
+    with subprocess.Popen(
+        line,
+        env=environment(kind, **more),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # horovodrun and mpirun end their ranks
+            output, _ = process.communicate(timeout=30)
+            pytest.fail(f"{' '.join(line)} took more than {seconds} s\n{output[-6000:]}")
+    return subprocess.CompletedProcess(line, process.returncode, output)
+
+
+Outcomes = tuple[list[dict], str, int]
+_finished: dict[tuple, Outcomes] = {}
+
+
+def outcomes(kind: str, script: Path, folder: Path, *cases: str, seconds: float = SECONDS, **more: str) -> Outcomes:
+    """What each rank wrote in one launch of a script's cases, the log and the exit status; launched once and
+    remembered."""
+    key = (kind, script, cases, *sorted(more.items()))
+    if key not in _finished:
+        try:
+            done = launch(kind, script, str(folder), *cases, seconds=seconds, **more)
+            log, status = done.stdout, done.returncode
+        except pytest.fail.Exception as error:  # what was written before still counts
+            log, status = str(error), 124
+        files = [folder / f"{rank}.json" for rank in range(world_of(kind))]
+        _finished[key] = ([json.loads(f.read_text()) if f.exists() else {} for f in files], log, status)
+    return _finished[key]
+
+
+def case_names(script: Path) -> list[str]:
+    """The cases' names, read from the source: importing it would initialise Horovod's libraries here."""
+    lines = script.read_text().splitlines()
+    return [b.split("(")[0].removeprefix("def ") for a, b in zip(lines, lines[1:], strict=False) if a == "@case"]
+
+
+def check(kind: str, name: str, found: Outcomes) -> None:
+    """Pass, skip or fail, as the ranks said of the case ``name``."""
+    ranks, log, status = found
+    results = [rank.get("results", {}).get(name, "did not run") for rank in ranks]
+    if all(result.startswith("skip: ") for result in results):
+        pytest.skip(results[0].removeprefix("skip: "))
+    for rank, result in enumerate(results):
+        end = f"--- end of the launch's log (status {status}):\n{log[-3000:]}"
+        assert result == "ok", f"rank {rank} of {kind}: {result}\n{end}"

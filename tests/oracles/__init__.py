@@ -1,0 +1,1 @@
+"""Reference implementations that tests compare the library with."""
