@@ -244,10 +244,10 @@ def scalers_are_ones_own(patch: Patch) -> None:
 
 
 def _clipping(patch: Patch, limit: Callable[[float, float, float], float]) -> None:
-    def limit_of(found: Any, factor: float) -> float:
+    def clipping_limit(found: Any, factor: float) -> float:
         return limit(factor, *found.moments) if factor else FP32_MAX
 
-    patch.setattr(terngrad, "limit_of", limit_of)
+    patch.setattr(terngrad, "clipping_limit", clipping_limit)
 
 
 def clipping_forgets_constants(patch: Patch) -> None:
@@ -263,8 +263,8 @@ def clipping_is_at_one_sigma(patch: Patch) -> None:
 
 
 def clipping_is_always_on(patch: Patch) -> None:
-    limit_of = terngrad.limit_of
-    patch.setattr(terngrad, "limit_of", lambda found, factor: limit_of(found, 1.0))
+    clipping_limit = terngrad.clipping_limit
+    patch.setattr(terngrad, "clipping_limit", lambda found, factor: clipping_limit(found, 1.0))
 
 
 def _mean(bits: int = 4, **options: Any) -> Guard:

@@ -28,27 +28,27 @@ FAST = "hvdcompress.ops.fast"
 
 
 def what_a_merge_drops_is_lost(patch: Patch) -> None:
-    strongest = gtopk.strongest
+    split_largest = gtopk.split_largest
 
     def forget(entries: Any, k: int, ops: Any) -> Any:
-        kept, dropped = strongest(entries, k, ops)
+        kept, dropped = split_largest(entries, k, ops)
         return kept, Sparse(dropped.index, 0 * dropped.values)
 
-    patch.setattr(gtopk, "strongest", forget)
+    patch.setattr(gtopk, "split_largest", forget)
 
 
 def a_merge_keeps_the_smallest(patch: Patch) -> None:
-    strongest = gtopk.strongest
+    split_largest = gtopk.split_largest
 
     def weakest(entries: Any, k: int, ops: Any) -> Any:
-        others, kept = strongest(entries, len(entries.index) - k, ops)
+        others, kept = split_largest(entries, len(entries.index) - k, ops)
         return kept, others
 
-    patch.setattr(gtopk, "strongest", weakest)
+    patch.setattr(gtopk, "split_largest", weakest)
 
 
 def rounding_is_nobodys(patch: Patch) -> None:
-    patch.setattr(GTOPK, "less_rounding", lambda self, own, written, read, n, ops: own)
+    patch.setattr(GTOPK, "add_rounding_error", lambda self, own, encoded, decoded, n, ops: own)
 
 
 def rounding_is_everybodys(patch: Patch) -> None:

@@ -95,7 +95,7 @@ def primitives(n: int, density: float, seed: int, rounds: int) -> dict[str, Any]
     """
     at, method, x = device("cpu"), FFT(density=density), np.random.default_rng(seed).laplace(size=n).astype(np.float32)
     spec = TensorSpec("x", (n,))
-    block, k, packing = method.length(n), method.num_kept(spec), method.packing(spec)
+    block, k, packing = method.block_length(n), method.num_kept(spec), method.packing(spec)
     whole, out = x[: n // block * block].reshape(-1, block), np.empty_like(x)
     spectrum = scipy.fft.rfft(whole)
     strengths = np.abs(spectrum).ravel()
