@@ -1,7 +1,7 @@
-"""The reference's ops, with those compiled for which a benchmark shows that it pays (``docs/ops-benchmark.md``).
+"""Array ops on numpy arrays, compiled with numba where a benchmark shows a gain (``docs/ops-benchmark.md``).
 
-Kernels take float32 in plain memory; everything else goes to the reference. Results are the reference's to the bit,
-except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
+Kernels take contiguous, aligned float32 arrays. The ops pass all other inputs to the numpy backend, the reference, and
+return the reference's bits, except for ops "to rounding". Ops without a kernel are the reference's own functions.
 """
 
 from hvdcompress.ops.numba.arithmetic import (

@@ -1,6 +1,6 @@
-"""The array ops in numpy: the reference that every other backend is compared with.
+"""Array ops in numpy: the reference that tests compare every other backend with.
 
-It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says what each op does.
+The code is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` documents each op.
 """
 
 from hvdcompress.ops.numpy.arithmetic import (

@@ -1,6 +1,7 @@
-"""The array ops on torch tensors, for gradients that live on a GPU: payload bytes equal the reference's.
+"""Array ops on torch tensors, for gradients on a GPU. Payload bytes are equal to the reference's.
 
-No tensor passes through host memory. :mod:`hvdcompress.ops.torch.tensors` lists where the host waits for the device.
+No tensor is copied to host memory. :mod:`hvdcompress.ops.torch.tensors` lists the ops in which the host waits for the
+device.
 """
 
 from hvdcompress.ops.shared import index_dtype

@@ -1,4 +1,4 @@
-"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Spectra: blockwise Fourier transforms (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def largest_waves(x: Array, block: int, k: int) -> Sparse:
 
 
 def inverse(waves: Waves) -> Array:
-    """Return what :class:`~hvdcompress.ops.vectors.Waves` stand for, before it is scaled and clipped [n]."""
+    """Return irfft(before · Σ shares) [n] of :class:`~hvdcompress.ops.vectors.Waves`."""
     spectrum = waves.shares[0].values.new_zeros(bins(waves.n, waves.block), 2)
     for share in waves.shares:
         spectrum.index_add_(0, share.index, share.values.view(-1, 2) * f32(waves.before))

@@ -1,11 +1,11 @@
-"""The ops on CUDA tensors, with those in Triton that it makes one pass of; the others are ops/torch's own.
+"""Array ops on CUDA tensors: Triton kernels where they save passes over memory; the other ops are those of ops/torch.
 
-Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element; everything else goes to
-ops/torch. Results are the reference's to the bit, except where the spec says otherwise.
+Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element. The ops pass all other
+inputs to ops/torch. Results are the reference's bits, except for ops "to rounding".
 
 With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run in Triton's interpreter, on CPU
-tensors: so they are tested. Where the host waits for the device is said in :mod:`hvdcompress.ops.torch.tensors`, and of
-what is different here in :mod:`hvdcompress.ops.triton.tensors`.
+tensors; the tests use it. :mod:`hvdcompress.ops.torch.tensors` lists the ops in which the host waits for the device,
+and :mod:`hvdcompress.ops.triton.tensors` the differences in this backend.
 """
 
 from hvdcompress.ops.shared import index_dtype
