@@ -76,7 +76,7 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.shared import bins
-from hvdcompress.ops.vectors import FP32_MAX, Waves
+from hvdcompress.ops.vectors import FP32_MAX, Spectra
 from hvdcompress.parts import matrices, pack, select
 from hvdcompress.parts.codecs import codec
 
@@ -147,7 +147,8 @@ class FFT(Method):
         if self.is_reordered(ctx.spec):
             x = matrices.arranged(x, ctx.spec, ops)
         length = self.block_length(ctx.spec.size)
-        index, pairs = ops.largest_waves(x, length, self.num_kept(ctx.spec, ctx.triggers))  # [k] int32, [2·k] float32
+        k = self.num_kept(ctx.spec, ctx.triggers)
+        index, pairs = ops.largest_frequencies(x, length, k)  # [k] int32, [2·k] float32
         unitary = ops.scaled(pairs, length**0.5)  # the unitary FFT's values are about as large as the gradient's
         return pack.encode(Sparse(index, unitary), self.packing(ctx.spec), ctx, work)
 
@@ -164,16 +165,16 @@ class FFT(Method):
         own = self.invert([shares[ctx.rank]], FP32_MAX / 4, ctx, work)
         return Reduced(total=total, own=own)
 
-    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, work: Workspace) -> Waves | Array:
+    def invert(self, shares: Sequence[Sparse], limit: float, ctx: Context, work: Workspace) -> Spectra | Array:
         """Return the inverse FFT [n] of the sum of the shares' spectra, clipped to ±``limit``."""
         ops = work.ops
         n = ctx.spec.size
         length = self.block_length(n)
         # The spectrum is divided by this power of two before the inverse FFT: sums of all frequencies are then finite.
         margin = 2.0 ** (8 * len(shares) * length).bit_length()
-        waves = Waves(shares, n, length, 1.0 / margin, margin / length**0.5, limit)
+        spectra = Spectra(shares, n, length, 1.0 / margin, margin / length**0.5, limit)
         if not self.is_reordered(ctx.spec):
-            return waves
+            return spectra
         x = ops.zeros(n, "float32", like=shares[0].values)
-        ops.write(x, waves, 1.0)
+        ops.write(x, spectra, 1.0)
         return matrices.stored_order(x, ctx.spec, ops)

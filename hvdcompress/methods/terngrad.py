@@ -86,7 +86,7 @@ class TernaryCodec(StochasticCodec):
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        found = ops.look(x, STATISTICS)
+        found = ops.inspect(x, STATISTICS)
         if not found.finite:  # gradients are finite, so x is a sum of shards that were received (route: scatter)
             raise WireError(
                 f"tensor {ctx.spec.name!r}: the sum of the received shards contains NaN or Inf; a shard is damaged, "
@@ -136,7 +136,7 @@ class TernGrad(Quantizer):
             return (yield from super().exchange(x, state, ctx, work))
         ops = work.ops
         n = len(x)
-        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.look(x, STATISTICS)
+        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.inspect(x, STATISTICS)
         limit = clipping_limit(found, self.clip_factor)
         s = yield AllReduce(scaler(x, found, limit, ops), op="max")  # [1]: scaler sharing
         width = field_width(ctx.world)

@@ -154,7 +154,7 @@ class Ops(Protocol):
             The statistics of each part, in the order of the gradients.
         """
 
-    def look(self, x: Array, scan: Scan) -> Found:
+    def inspect(self, x: Array, scan: Scan) -> Found:
         """Compute what ``scan`` requests of ``x``, as :meth:`accumulate` does of its output."""
 
     def keep_if(self, finite: Flag, x: Array, other: Array | None = None) -> None:
@@ -163,7 +163,7 @@ class Ops(Protocol):
         The host does not wait for a flag that is on a device.
 
         Args:
-            finite: The flag from :meth:`accumulate`, :meth:`look` or :meth:`all_finite`.
+            finite: The flag from :meth:`accumulate`, :meth:`inspect` or :meth:`all_finite`.
             x: [n].
             other: [n].
         """
@@ -202,7 +202,7 @@ class Ops(Protocol):
 
         Args:
             outs: The parts of the output, in their order, of one dtype.
-            total: As long as all parts together. Dense, coded (neither :class:`Outer` nor :class:`Waves`), or sparse
+            total: As long as all parts together. Dense, coded (neither :class:`Outer` nor :class:`Spectra`), or sparse
                 with indices in several ascending runs.
             factor: Rounded to float32 first, unless ``total`` is float64.
         """
@@ -609,7 +609,7 @@ class Ops(Protocol):
         Squares are float64 and neither over- nor underflow.
         """
 
-    def largest_waves(self, x: Array, block: int, k: int) -> Sparse:
+    def largest_frequencies(self, x: Array, block: int, k: int) -> Sparse:
         """Return the k frequencies of :meth:`rfft` with the largest :meth:`magnitudes`, to rounding.
 
         Args:

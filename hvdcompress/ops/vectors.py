@@ -179,7 +179,7 @@ class Outer(NamedTuple):
         return len(self.left) // self.terms * (len(self.right) // self.terms)
 
 
-class Waves(NamedTuple):
+class Spectra(NamedTuple):
     """A vector [n] given by sparse spectra: clip(after · irfft(before · Σ shares), ±limit).
 
     Attributes:
@@ -206,7 +206,7 @@ class Waves(NamedTuple):
 
 
 #: Dense vectors that :meth:`Ops.write` and :meth:`Ops.subtract` decode, in float32, into their output
-Coded = Half | Codes | Fields | Sum | Joined | Outer | Waves
+Coded = Half | Codes | Fields | Sum | Joined | Outer | Spectra
 
 
 class Shares(NamedTuple):
@@ -230,6 +230,6 @@ def size_of(x: Array | Coded) -> int:
 
 
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
-    """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Waves` have no pieces."""
-    assert not isinstance(x, Outer | Waves)
+    """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Spectra` have no pieces."""
+    assert not isinstance(x, Outer | Spectra)
     return x.piece(start, stop) if isinstance(x, Half | Codes | Fields | Sum | Joined) else x[start:stop]

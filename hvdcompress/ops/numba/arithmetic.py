@@ -31,7 +31,7 @@ from hvdcompress.ops.numba.floats import clipped_to_fp16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
-from hvdcompress.ops.numba.spectra import write_waves
+from hvdcompress.ops.numba.spectra import write_spectra
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, sums_of
 from hvdcompress.ops.numba.threads import MIN_RANGE, count, in_ranges
 from hvdcompress.ops.numpy.statistics import norms_of
@@ -46,7 +46,7 @@ from hvdcompress.ops.shared import (
     moments_of,
     write_pieces,
 )
-from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
+from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Spectra, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 NO_OTHER = NOTHING[:2] + NOTHING[4:]  #: a Scan without its fields ``above`` and ``capacity``
@@ -250,7 +250,7 @@ def _in_one_pass(
     )
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
         scale, limit, out = scan.halves
         if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
@@ -278,8 +278,8 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
             subtract(part, piece, factor)
     elif plain_outer(own, x, factor):
         matrices.outer(*as_matrices(own, x), np.float32(own.scale * factor), True)
-    elif isinstance(own, Waves) and plain(x):
-        write_waves(own, factor, x, subtract=True)
+    elif isinstance(own, Spectra) and plain(x):
+        write_spectra(own, factor, x, subtract=True)
     elif isinstance(own, Coded):
         if factor != 1.0 or not coded.subtract(x, own):
             reference.subtract(x, own, factor)
@@ -329,8 +329,8 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
             write(part, piece, factor)
     elif plain_outer(total, out, factor):
         matrices.outer(*as_matrices(total, out), np.float32(total.scale * factor), False)
-    elif isinstance(total, Waves) and plain(out):
-        write_waves(total, factor, out, subtract=False)
+    elif isinstance(total, Spectra) and plain(out):
+        write_spectra(total, factor, out, subtract=False)
     elif isinstance(total, Coded):
         if not coded.write(out, total, factor):
             reference.write(out, total, factor)

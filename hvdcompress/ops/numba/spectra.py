@@ -18,7 +18,7 @@ from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import indices_of_largest, kth_magnitude
 from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
 from hvdcompress.ops.vectors import NumpyArray as Array
-from hvdcompress.ops.vectors import Sparse, Waves
+from hvdcompress.ops.vectors import Sparse, Spectra
 
 _PIECE = 1 << 18  # elements per piece, approximately: a piece and its spectrum stay in the processor's cache
 _FEW = 128  # up to this number of blocks, the spectrum stays in the cache and is computed once
@@ -34,9 +34,9 @@ def magnitudes(pairs: Array) -> Array:
     return out
 
 
-def largest_waves(x: Array, block: int, k: int) -> Sparse:
+def largest_frequencies(x: Array, block: int, k: int) -> Sparse:
     if not plain(x) or not x.size:
-        return reference.largest_waves(x, block, k)
+        return reference.largest_frequencies(x, block, k)
     few = x.size // block < _FEW
     whole = list(_spectra(x, block)) if few else []
     low = _sampled(joined(whole) if few else _spectrum_of_some(x, block), k / bins(x.size, block))
@@ -93,26 +93,26 @@ def _spectra(x: Array, block: int) -> Iterator[Array]:
         yield scipy.fft.rfft(wave.reshape(-1, length), overwrite_x=True).ravel().view(np.float32)
 
 
-def write_waves(waves: Waves, factor: float, out: Array, subtract: bool) -> None:
-    """Set out = factor·waves, or subtract that from ``out``."""
+def write_spectra(spectra: Spectra, factor: float, out: Array, subtract: bool) -> None:
+    """Set out = factor times the decoded vector, or subtract that from ``out``."""
     import scipy.fft  # as above
 
-    shares = [Sparse(int64(share.index), share.values) for share in waves.shares]
+    shares = [Sparse(int64(share.index), share.values) for share in spectra.shares]
     begins = [0] * len(shares)
     first = 0
-    for part, length in _pieces(out, waves.block):
+    for part, length in _pieces(out, spectra.block):
         rows = part.size // length
         spectrum = np.zeros(rows * (length // 2 + 1), np.complex64)
         last = first + spectrum.size
         for number, (index, pairs) in enumerate(shares):
             begin, end = begins[number], max(begins[number], int(np.searchsorted(index, last)))
             piece = index[begin:end], pairs[2 * begin : 2 * end]
-            kernels.add_pairs(spectrum.view(np.float32), first, *piece, np.float32(waves.before))
+            kernels.add_pairs(spectrum.view(np.float32), first, *piece, np.float32(spectra.before))
             begins[number] = end
         wave = scipy.fft.irfft(spectrum.reshape(rows, -1), length, norm="forward").ravel()
-        if length != waves.block:
-            wave *= np.float32(inverse_scale(length, waves.block))
-        kernels.clipped(wave, np.float32(waves.after), np.float32(waves.limit), np.float32(factor), part, subtract)
+        if length != spectra.block:
+            wave *= np.float32(inverse_scale(length, spectra.block))
+        kernels.clipped(wave, np.float32(spectra.after), np.float32(spectra.limit), np.float32(factor), part, subtract)
         first = last
     if any(begin != share.index.size for begin, share in zip(begins, shares, strict=True)):
         raise IndexError("the index of a frequency is outside of the spectrum")

@@ -23,7 +23,7 @@ from hvdcompress.ops.shared import (
     outer_sum,
     write_pieces,
 )
-from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
+from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Spectra, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 FINDERS = Finders(
@@ -51,7 +51,7 @@ def accumulate(
         else:
             np.multiply(gradient, np.float32(scale), out=out)
             out += residual
-    return look(out, scan)
+    return inspect(out, scan)
 
 
 def accumulate_parts(
@@ -66,7 +66,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
@@ -126,7 +126,7 @@ def dense(x: Array | Coded) -> Array:
         return add_all([dense(share) for share in x.shares])
     if isinstance(x, Outer):
         return outer_sum(x)
-    if isinstance(x, Waves):
+    if isinstance(x, Spectra):
         return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return np.concatenate([dense(part) for part in x.parts])

@@ -35,8 +35,8 @@ from hvdcompress.ops.vectors import (
     Outer,
     Shares,
     Sparse,
+    Spectra,
     Sum,
-    Waves,
 )
 
 FINDERS = Finders(
@@ -60,7 +60,7 @@ def accumulate(
         torch.add(gradient, residual, out=out)
     else:  # two steps, because add(alpha=) may fuse them and round once where the reference rounds twice
         torch.mul(gradient, f32(scale), out=out).add_(residual)
-    return look(out, scan)
+    return inspect(out, scan)
 
 
 def accumulate_parts(
@@ -75,7 +75,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
@@ -175,7 +175,7 @@ def dense(x: Array | Coded) -> Array:
         return add_all([dense(share) for share in x.shares])
     if isinstance(x, Outer):
         return outer_sum(x)
-    if isinstance(x, Waves):
+    if isinstance(x, Spectra):
         return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return torch.cat([dense(part) for part in x.parts])

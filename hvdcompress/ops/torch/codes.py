@@ -99,8 +99,7 @@ def pack_fields(values: Array, width: int) -> Array:
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
     shifts = range(0, 32 // width * width, width)
     # after bound has been added to each field, no field is negative, and none borrows from the next field
-    raised = words.to(torch.int64) + sum(bound << shift for shift in shifts)
-    fields = (raised[:, None] >> torch.arange(shifts.start, shifts.stop, shifts.step, device=words.device)) & (
-        (1 << width) - 1
-    )
+    raised = words.to(torch.int64) + sum(bound << distance for distance in shifts)
+    shift = torch.arange(shifts.start, shifts.stop, shifts.step, device=words.device)
+    fields = (raised[:, None] >> shift) & ((1 << width) - 1)
     return (fields.view(-1)[:count] - bound).to(torch.float32)

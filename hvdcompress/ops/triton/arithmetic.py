@@ -73,7 +73,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
