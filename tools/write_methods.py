@@ -50,6 +50,7 @@ PARTS = {
     "What is sent:": "What is sent",
     "Bytes:": "Bytes",
     "State:": "State",
+    "When it loses:": "When it loses",
     "Departures": "Departures from the paper",
 }
 
@@ -295,7 +296,8 @@ def page(cls: type[Method]) -> str:
     out += [f"![Bytes that a rank transmits, against the number of ranks]({id}.svg)", ""]
     out += ["## State and memory", "", *([found["State"], ""] if "State" in found else [])]
     out += [f"For {SAYS}:", "", "```text", describe(plan_of(id).buckets([TENSOR])), "```", ""]
-    out += ["## When it loses", "", *(f"* {one}" for one in loses(id)), ""]
+    out += ["## When it loses", "", found["When it loses"], ""]
+    out += ["By the tables of bytes, speed and accuracy:", "", *(f"* {one}" for one in loses(id)), ""]
     out += ["## Accuracy, measured here", "", *accuracy_table(cls), "## Speed, measured here", "", *speed_table(id)]
     out += ["## A plan to copy", "", "```yaml", plan(cls).strip(), "```", "", "[Tuning a plan](../guides/plans.md)", ""]
     out += ["## Options", "", options(cls), ""]

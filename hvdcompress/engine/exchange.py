@@ -30,7 +30,7 @@ from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.telemetry.observer import Answer
 from hvdcompress.engine.together import Together
 from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced
-from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Waves
+from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Spectra
 from hvdcompress.parts import feedback, momentum
 
 UNEVEN = "; where lengths differ, the method says `uneven = True`, or its AllGather `fixed=False`"
@@ -283,7 +283,7 @@ class Exchange:
                 if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
                     ops.write(out, reduced.total, factor)
             return
-        if isinstance(total, Outer | Waves):  # they cannot be cut
+        if isinstance(total, Outer | Spectra):  # they cannot be cut
             lazy = total
             total = setup.work.buffer("total", setup.bucket.spec.size, "float32", outs[0])
             ops.write(total, lazy, 1.0)

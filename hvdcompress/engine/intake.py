@@ -111,10 +111,10 @@ class Intake(ABC):
         # A gradient that is multiplied afterwards is not scanned: it is not what the method sees
         if index is not None and scale == 1.0:
             scan = self.setup.method.scan(index, state, ctx, work, gradient)
-        found = ops.look(gradient, scan)
+        found = ops.inspect(gradient, scan)
         if found.finite is False:
             gradient = ops.zeros(len(gradient), self.setup.dtype, like=gradient)
-            found = ops.look(gradient, scan)._replace(finite=False)
+            found = ops.inspect(gradient, scan)._replace(finite=False)
         return gradient if scale == 1.0 else gradient * np.float32(scale), found
 
     def _take_out(self, finite: Flag, x: Array, span: slice) -> None:

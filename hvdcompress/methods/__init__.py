@@ -2,8 +2,8 @@
 
 ``from hvdcompress.methods import TopK`` gives the class: ``ddp.attach(model, TopK(density=0.01))``.
 
-Notation, the same in every file: n elements per tensor, k of them sent, p ranks (the world), g a gradient,
-x = g + residual what a method is given, Σ a sum over ranks, ĝ the reduced gradient.
+Notation in every file: n is the number of elements of a tensor, k the number of elements sent, and p the number of
+ranks. g is a gradient, x = g + residual the input of a method, Σ a sum over ranks, and ĝ the reduced gradient.
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hvdcompress.methods.terngrad import TernGrad
     from hvdcompress.methods.topk import TopK
 
-#: The module of each class, which is imported when the class is asked for
+#: Module of each class. ``__getattr__`` imports it on first use, so that importing this package stays fast.
 _MODULES = {
     "ACPSGD": "acpsgd",
     "Bf16": "bf16",
@@ -72,5 +72,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return found
+    cls = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = cls
+    return cls

@@ -1,48 +1,50 @@
-"""Deep Gradient Compression (DGC): top-k of a residual that accumulates momentum, not gradients.
+"""Deep Gradient Compression (DGC): top-k of a residual that accumulates momentum instead of gradients.
 
 Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR 2018
 (arXiv 1712.01887).
 
-    u = m·u + g                 momentum correction (§3.2): momentum on each rank, before sparsification
-    v = v + u                   what has not been sent
-    send v where |v| > t        t: the k-th largest |v|; in the paper estimated from a sample (§5)
-    v = 0, u = 0 there          momentum factor masking (§3.3): no stale momentum where v was sent
+    u = m·u + g                 momentum correction (§3.2): each rank applies momentum before sparsification
+    v = v + u                   v accumulates everything that has not been sent
+    send v where |v| > t        t: the k-th largest |v|; the paper estimates it from a sample (§5)
+    v = 0, u = 0 there          momentum factor masking (§3.3): sent elements keep no stale momentum
 
-The optimizer's own momentum on top would apply momentum twice, so it is cancelled (``parts/momentum.py``): DGC works
-with the optimizer that dense training has. u and v belong to the feedback "momentum" (``parts/feedback.py``), which
-other sparse methods accept too. With feedback "plain" or "none", only DGC's selection remains. Tensors that are sent
-uncompressed (fewer than two dimensions, fewer than ``min_elements`` elements, or any tensor during a plan's ``warmup``)
-get no momentum here, and keep the optimizer's.
+The optimizer's own momentum would apply momentum twice, so the library cancels it (``parts/momentum.py``). DGC
+therefore works with the optimizer of dense training. The feedback "momentum" (``parts/feedback.py``) owns u and v, and
+other sparse methods accept this feedback too. With feedback "plain" or "none", only DGC's selection remains. Tensors
+that are sent uncompressed (fewer than two dimensions, fewer than ``min_elements`` elements, or any tensor during a
+plan's ``warmup``) get no momentum here and keep the optimizer's momentum.
 
-What is sent: k = ⌊n·density⌋ (index, value) pairs per rank, by an all-gather. The ledger counts the elements chosen as
-"kept".
+What is sent: k = ⌊n·density⌋ (index, value) pairs per rank, by an all-gather. The ledger counts the selected elements
+as "kept".
 
 Bytes: 24 (header) + indices (Elias-Fano, or a bitmap if that is shorter) + 4·k, sections rounded up to 4. With
 ``select: sampled`` ⌊4k/3⌋ pairs instead of k, and no bitmap.
 
-The density falls over the first epochs (warm-up, §3.3). That is a schedule of the plan::
+When it loses: as for ``topk``, the received bytes grow with p. Momentum needs a second array per tensor (u), and the
+paper's m = 0.9 costs accuracy in the trainings of this project (``docs/momentum.md``).
+
+The density falls over the first epochs (warm-up, §3.3). The plan's schedule does that::
 
     method: dgc
     steps_per_epoch: 391
     schedule:
       density: {epochs: {0: 0.25, 1: 0.0625, 2: 0.015625, 3: 0.004, 4: 0.001}}
 
-``select: exact``, the default: the k largest. The paper samples because to select from all elements was slow. Here the
-exact choice is the faster one, as the last step's threshold leaves few elements to choose from, and a quarter fewer
-bytes are sent.
+``select: exact`` (default) sends the k largest elements. The paper samples because exact selection was slow. Here exact
+selection is faster than sampling, because the threshold of the last step leaves few candidates, and it sends a quarter
+fewer bytes.
 
-``select: sampled``, the paper's (§5; ``paper: true``): the threshold t is exceeded by the share k/n of a sample. If it
-leaves fewer than 2k/3 or more than 4k/3 entries, t is bisected as in ``gaussiank``. If it leaves far too many, the
-search continues among those entries only, which is the paper's hierarchical selection.
+``select: sampled`` is the paper's selection (§5; ``paper: true``). The fraction k/n of a sample exceeds the threshold
+t. If t leaves fewer than 2k/3 or more than 4k/3 elements, it is bisected as in ``gaussiank``. If t leaves far too many,
+the search continues among those elements only; this is the paper's hierarchical selection.
 
-``local_clip_norm``: each rank's gradient is scaled down to the norm local_clip_norm/√p before it is added to u (local
-gradient clipping, §3.2). It is the feedback's (``parts/feedback.py``), and other methods have it too.
+``local_clip_norm`` scales each rank's gradient down to the norm local_clip_norm/√p before it is added to u (local
+gradient clipping, §3.2). The feedback implements it (``parts/feedback.py``), so other methods have the option too.
 
-Departures from the paper. ``paper: true`` undoes these: the selection is exact, the density is 0.01, not 0.001, and m
-is 0.7, not that of the optimizer, 0.9, with which trainings of this project lose more (``docs/momentum.md``). The
-others: clipping uses the norm of each tensor, as the authors' code does, not of the whole model. A threshold that
-selects too few entries is corrected too. The sample is drawn without replacement. Tensors that are sent dense have no
-momentum.
+Departures from the paper. ``paper: true`` removes these three: the selection is exact; the density is 0.01 instead of
+0.001; m is 0.7 instead of the optimizer's 0.9. The other departures always apply: clipping uses the norm of each
+tensor, as the authors' code does, instead of the norm of the whole model. A threshold that selects too few elements is
+corrected too. The sample is drawn without replacement. Tensors that are sent dense have no momentum correction.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -52,7 +54,7 @@ momentum.
 [4. 0. 0. 0.]
 [0.  7.5 0.  0. ]
 [10.  0.  0.  0.]
->>> net.residual("w", rank=0)                       # 3 was sent and started again; 1 + 1.5 + 1.75
+>>> net.residual("w", rank=0)                       # 3: sent in step 1, then restarted; 4.25 = 1 + 1.5 + 1.75
 array([[0.  , 3.  ],
        [0.  , 4.25]], dtype=float32)
 """
@@ -81,8 +83,8 @@ from hvdcompress.method import (
 from hvdcompress.ops.scan import Scan
 from hvdcompress.parts import candidates, pack, seed, select
 
-LEAST_SAMPLE = 1024  #: sampled elements, at least; smaller tensors are used as a whole
-LEAST_ABOVE = 16  #: sampled elements above the threshold, at least: with fewer, k would often be wrong by a third
+MIN_SAMPLE = 1024  #: minimum sample size; smaller tensors are not sampled
+MIN_SAMPLED_ABOVE = 16  #: minimum number of sampled elements above t: with fewer, k is often wrong by a third
 
 
 @method
@@ -98,10 +100,11 @@ class DGC(Method):
     density: Density = 0.01
     """Target fraction of the elements that each rank sends, k / n."""
     select: Literal["exact", "sampled"] = "exact"
-    """What is sent. "exact": the k largest. "sampled": the 2k/3 to 4k/3 elements above a threshold from a sample."""
+    """Which elements are sent. "exact": the k largest. "sampled": the 2k/3 to 4k/3 elements above a threshold that is
+    estimated from a sample."""
     sample: Fraction = 0.01
-    """Fraction of the elements in the sample. It is raised for small tensors and densities, so that the sample has at
-    least 1024 elements, 16 of them above the threshold."""
+    """Fraction of the elements that are sampled. Small tensors and densities use a larger fraction, so that the sample
+    has at least 1024 elements, at least 16 of them above the threshold."""
     values: Values = "fp32"
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "momentum"
@@ -111,19 +114,19 @@ class DGC(Method):
         return "part" if self.select == "exact" else "tensor"
 
     def suits(self, spec: TensorSpec) -> bool:
-        """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""
+        """Return True for tensors of two or more dimensions. Vectors are sent uncompressed."""
         return len(spec.shape) >= 2
 
     def counts(self, spec: TensorSpec) -> list[int]:
-        """Return k of each tensor that the vector consists of."""
+        """Return k for each tensor of the bucket."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
     def capacity(self, spec: TensorSpec) -> int:
-        """Return the number of entries of a payload."""
+        """Return the number of (index, value) pairs in a payload."""
         return sum(self.counts(spec)) if self.select == "exact" else select.capacity(self.density, spec.size)
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
-        """Return how payloads are written."""
+        """Return the payload format of the bucket."""
         if self.select == "sampled":
             return pack.Packing(self.id, self.values, spec.size, distinct=False)
         return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
@@ -151,14 +154,15 @@ class DGC(Method):
         return pack.decode(payload, self.capacity(ctx.spec), self.packing(ctx.spec), work.ops)
 
     def sample_size(self, n: int) -> int:
-        """Return the number of sampled elements, m ≤ n."""
-        return min(n, max(LEAST_SAMPLE, math.ceil(n * self.sample), math.ceil(LEAST_ABOVE / self.density)))
+        """Return m, the sample size for n elements; m ≤ n."""
+        return min(n, max(MIN_SAMPLE, math.ceil(n * self.sample), math.ceil(MIN_SAMPLED_ABOVE / self.density)))
 
     def threshold(self, x: Array, ctx: Context, work: Workspace) -> np.float32:
-        """Return the largest float32 below the (m·density)-th largest |x| of a sample of m elements of x [n]."""
+        """Estimate t: the largest float32 below the (m·density)-th largest |x| of a sample of m elements of x [n]."""
         ops = work.ops
-        n, m = len(x), self.sample_size(len(x))
+        n = len(x)
+        m = self.sample_size(n)
         if m < n:
-            sampled = seed.distinct_indices(seed.shared_key(ctx), m, n)
-            x = ops.take(x, ops.asarray(sampled, like=x))
+            index = seed.distinct_indices(seed.shared_key(ctx), m, n)
+            x = ops.take(x, ops.asarray(index, like=x))
         return select.just_below(ops.kth_magnitude(x, select.num_kept(self.density, m)))

@@ -1,6 +1,6 @@
 """Half precision: gradients are rounded to IEEE float16 and summed in float16.
 
-The pre-scaling by 1/p follows PyTorch's ``fp16_compress_hook``: it keeps the sum in range for any number of ranks.
+The division by p follows PyTorch's ``fp16_compress_hook``: it keeps the sum in range for any number of ranks.
 
     ĝ = p · Σ fp16(x / p)
 
@@ -8,8 +8,8 @@ What is sent: x/p [n] in float16, by one all-reduce.
 
 Bytes: 2n.
 
-Accuracy: every partial sum is rounded to 11 significant bits, so the error grows with the number of ranks, up to
-about p·2^-13 (6 % at 1024 ranks). Values below about 6e-8·p become zero; if your gradients are that small, use
+When it loses: every partial sum is rounded to 11 significant bits, so the error grows with the number of ranks, up to
+about p·2^-13 (6 % at 1024 ranks). Values below about 6e-8·p become zero. If your gradients are that small, use
 ``loss_scale``, feedback "plain", or the method bf16.
 
 Departures from a plain cast (Horovod's ``Compression.fp16``): the division by p; values beyond ±65376 saturate
@@ -43,11 +43,15 @@ class Fp16(Method):
         return codecs.reduced_num_bytes(spec.size, "fp16", world)
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
-        whole, start = codecs.halves(ctx.spec.size, ctx, work, like), sum(ctx.spec.parts[:index])
-        return Scan(halves=whole._replace(out=whole.out[start : start + ctx.spec.parts[index]]))
+        # all tensors of a bucket are converted into one buffer, which is then summed as it is
+        conversion = codecs.halves(ctx.spec.size, ctx, work, like)
+        start = sum(ctx.spec.parts[:index])
+        stop = start + ctx.spec.parts[index]
+        return Scan(halves=conversion._replace(out=conversion.out[start:stop]))
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        each = [found.saturated for found in work.scanned or ()]
-        saturated = sum(each) if each and all(one is not None for one in each) else None  # if converted as it came
+        counts = [found.saturated for found in work.scanned or ()]
+        converted = bool(counts) and all(count is not None for count in counts)
+        saturated = sum(counts) if converted else None  # None: sum_of_halves converts x itself
         total, own = yield from codecs.sum_of_halves(x, ctx, work, saturated=saturated)
         return Reduced(total=total, own=own)

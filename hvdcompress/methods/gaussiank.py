@@ -10,24 +10,27 @@ mean μ and the standard deviation σ, in a few passes over memory instead of a 
 
 What is sent: ⌊4k/3⌋ (index, value) pairs per rank, by an all-gather. Unused slots repeat the last index with the
 value 0: payloads of constant length keep Horovod's response cache valid. Elements beyond ⌊4k/3⌋ stay in the residual.
-The ledger counts the elements really chosen as "kept".
+The ledger counts the selected elements as "kept".
 
 Bytes: 24 (header) + Elias-Fano indices + 4·⌊4k/3⌋ (or 2·⌊4k/3⌋), sections rounded up to 4.
 
+When it loses: the payload has ⌊4k/3⌋ slots, used or not, so it is a third larger than that of ``topk``. The received
+bytes grow with p. If x is not bell-shaped, refining t takes more passes.
+
 ``refine: bisect`` (default) starts from t and bisects its bit pattern, in at most 31 steps, until c is in the
-interval. If elements of equal magnitude make that impossible, those with the lowest indices fill up. Fewer than 2k/3
-are sent only if fewer are non-zero.
+interval. If equal magnitudes make that impossible, elements of that magnitude with the lowest indices fill the payload
+up to k. Fewer than 2k/3 elements are sent only if fewer are non-zero.
 
 ``refine: paper`` counts c at most 3 times, as the authors' code (github.com/hclhkbu/GaussianK-SGD) does: t is halved
-if c < 2k/3 and multiplied by 1.5 if c > 4k/3. What the third count would change comes after the mask that is sent, so
-t changes twice at most. On data with heavy tails c can remain far from k (on Laplace data of density 0.001 it is 9.5·k
-in the first round).
+if c < 2k/3 and multiplied by 1.5 if c > 4k/3. The authors' code sends the mask of the third count, which it makes
+before it changes t a third time, so t changes at most twice. On data with heavy tails c can remain far from k (on
+Laplace data of density 0.001 it is 9.5·k at the first count).
 
-``scope: global`` selects from one buffer of all tensors joined, as the authors' code does.
+``scope: global`` selects from one buffer of all tensors, as the authors' code does.
 
-Departures from the authors' code, which compares |x| with t too: its t is μ + z·σ, which for μ < 0 selects more than
-for μ > 0; bisection; the fixed capacity of ⌊4k/3⌋, where it sends all that exceed t; a tensor of one element is sent
-(there its standard deviation is undefined, and it is never sent).
+Departures from the authors' code: its t is μ + z·σ, which it compares with |x| too, and which selects more elements for
+μ < 0 than for μ > 0. Bisection. The fixed capacity of ⌊4k/3⌋, where the authors' code sends all elements above t. A
+tensor of one element is sent; in the authors' code its standard deviation is undefined, and it is never sent.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -63,7 +66,7 @@ from hvdcompress.parts import candidates, codecs, pack, select
 
 @method
 class GaussianK(Method):
-    """Each rank sends about k elements above a threshold from a Gaussian fit."""
+    """Each rank sends about k elements, those above a threshold from a Gaussian fit."""
 
     paper = "Shi et al. 2019 (arXiv 1911.08772)"
     sends = "4k/3 values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
@@ -73,10 +76,10 @@ class GaussianK(Method):
     density: Density = 0.01
     """Target fraction of the elements that each rank sends, k / n."""
     refine: Literal["bisect", "paper"] = "bisect"
-    """How the threshold is corrected. "bisect": until 2k/3 to 4k/3 elements exceed it. "paper": at most twice, as in
+    """How the threshold is refined. "bisect": until 2k/3 to 4k/3 elements exceed it. "paper": at most twice, as in
     the authors' code."""
     scope: Literal["tensor", "global"] = "tensor"
-    """What k refers to. "tensor": each tensor. "global": all tensors of this method, joined in one buffer."""
+    """Where k elements are selected. "tensor": in each tensor. "global": in one buffer of all this method's tensors."""
     values: Values = "fp32"
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
@@ -86,15 +89,15 @@ class GaussianK(Method):
         return "part" if self.scope == "tensor" and self.values in codecs.ALONE else "tensor"
 
     def parts(self, spec: TensorSpec) -> tuple[int, ...]:
-        """Return the sizes of the parts of the vector that elements are selected in."""
+        """Return the sizes of the parts that are selected from separately: each tensor, or the whole bucket."""
         return spec.parts if self.scope == "tensor" else (spec.size,)
 
     def capacity(self, spec: TensorSpec) -> int:
-        """Return the number of entries of the payload: ⌊4k/3⌋ for each part."""
+        """Return the number of (index, value) pairs in a payload: ⌊4k/3⌋ for each part."""
         return sum(select.capacity(self.density, size) for size in self.parts(spec))
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
-        """Return how payloads are written."""
+        """Return the payload format of the bucket."""
         return pack.Packing(self.id, self.values, spec.size, distinct=False)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -106,7 +109,8 @@ class GaussianK(Method):
         return candidates.scan(select.capacity(self.density, ctx.spec.parts[index]) + 1, index, work, moments=True)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
-        ops, kept = work.ops, 0
+        ops = work.ops
+        kept = 0
 
         def choose(part: Array, index: int) -> Sparse:
             nonlocal kept
@@ -122,19 +126,21 @@ class GaussianK(Method):
         return pack.decode(payload, self.capacity(ctx.spec), self.packing(ctx.spec), work.ops)
 
     def choose(self, x: Array, index: int, ctx: Context, work: Workspace) -> Sparse:
-        """Select the elements to send, of one part of the vector.
+        """Select the elements to send from one part of the vector.
 
         Args:
             x: gradient + residual, float32 [n].
-            index: which part, from 0.
-            ctx: the tensor, or the bucket.
-            work: ``work.scanned`` has the moments of x, if it was scanned.
+            index: number of the part, from 0.
+            ctx: rank, world, step and bucket.
+            work: if the part was scanned, ``work.scanned[index]`` has its moments.
 
         Returns:
             The elements [c], their indices ascending; c ≤ ⌊4k/3⌋.
         """
         moments = work.scanned[index].moments if work.scanned else None
-        start = np.float32(select.gaussian_threshold(*(moments or work.ops.moments(x)), self.density))
+        mean, std = moments or work.ops.moments(x)
+        start = np.float32(select.gaussian_threshold(mean, std, self.density))  # t
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
         search = select.Search(start, select.about(self.density, len(x)), refine)
-        return select.above_threshold(x, search, index, ctx, work)[0]
+        chosen, _ = select.above_threshold(x, search, index, ctx, work)
+        return chosen

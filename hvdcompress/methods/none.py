@@ -8,6 +8,8 @@ What is sent: x [n] in float32 (float64 for float64 gradients), by one all-reduc
 
 Bytes: 4n (8n for float64).
 
+When it loses: on links where sending 4n bytes takes longer than compressing the gradient.
+
 Departures from the stock optimizer: float16 and bfloat16 gradients are summed in float32, so that sums neither
 overflow nor lose digits. Use the methods fp16 or bf16 to send 16 bits per value.
 
@@ -25,7 +27,7 @@ from hvdcompress.method import AllReduce, Array, Communication, Context, Method,
 
 @method
 class Dense(Method):
-    """The dense all-reduce, without compression."""
+    """Sums gradients by a dense all-reduce, without compression."""
 
     paper = "no compression (the dense baseline)"
     sends = "4n bytes, summed"
@@ -34,7 +36,7 @@ class Dense(Method):
 
     @property
     def wide(self) -> bool:  # type: ignore[override]
-        return self.feedback == "none"  # with feedback, x is float32 like the residual
+        return self.feedback == "none"  # with feedback, x = gradient + residual, and residuals are float32
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return spec.size
@@ -43,6 +45,6 @@ class Dense(Method):
         return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        # joined gradients are a copy, which the sum may overwrite
+        # the driver copied the gradients of a bucket into x, so the sum may overwrite x unless feedback still reads it
         total = yield AllReduce(x, spent=len(ctx.spec.parts) > 1 and not ctx.needs_own)
         return Reduced(total=total, own=x)

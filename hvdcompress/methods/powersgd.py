@@ -17,13 +17,17 @@ does not make smaller, are sent uncompressed.
 
 Bytes: 4·r·(rows + columns); half of it for values fp16, by scatter-reduce for the others.
 
-Departures from the paper: Q is orthonormalised before use. This changes neither its span nor M̂, but it bounds P. P and
-Q are sent multiplied by a power of two, 2^-k, so that no sum overflows unless the gradients do. A column of Q that
-vanishes, as all do when a gradient is zero, is replaced by a random one; otherwise it would stay zero. The orthonormal
-basis and M̂ are equal to the bit on all ranks, whatever their processors, because no matrix library computes them.
+State: Q [columns × r], equal on all ranks.
 
-As M̂ is one for all ranks, a rank's residual also has the difference between its gradients and the mean of all. In the
-sum over ranks it cancels, but where ranks' gradients differ for good, each residual grows by it in every step.
+When it loses: two all-reduces in sequence, where the second needs the result of the first. M̂ is the same on all ranks,
+so a rank's residual also contains the difference between its gradients and the mean of all ranks. In the sum over ranks
+these differences cancel. But if the gradients of the ranks differ permanently, every residual grows in each step.
+
+Departures from the paper: Q is orthonormalised before use. This changes neither its span nor M̂, but it bounds P. P and
+Q are sent multiplied by a power of two, 2^-k, so that no sum overflows unless the gradients do. A zero column of Q is
+replaced by a random one, because it would stay zero otherwise; a zero gradient makes all columns zero. The
+orthonormal basis and M̂ are equal to the bit on all ranks, whatever their processors, because no matrix library
+computes them.
 
 Feedback "none" is possible, but M̂ differs much from M in the first steps, and training would be biased.
 
@@ -53,15 +57,13 @@ from hvdcompress.method import (
     method,
 )
 from hvdcompress.ops.scan import Product, Scan
-from hvdcompress.ops.vectors import Outer
+from hvdcompress.ops.vectors import FP32_MAX, Outer
 from hvdcompress.parts import codecs, matrices, seed
-
-FLOAT32_MAX = 3.4028235e38
 
 
 @method
 class PowerSGD(Method):
-    """Approximates gradients by matrices of rank r, whose factors are summed."""
+    """Approximates gradients by matrices of rank r and sums their factors over ranks."""
 
     paper = "Vogels et al., NeurIPS 2019 (arXiv 1905.13727)"
     sends = "r·(rows + columns) values, summed, in two rounds"
@@ -77,13 +79,13 @@ class PowerSGD(Method):
     feedback: FeedbackName = "plain"
 
     def matrix(self, spec: TensorSpec) -> tuple[int, int]:
-        """Return rows and columns of M: outputs × inputs; inputs × outputs for convolutions in TensorFlow's layout."""
+        """Return (rows, columns) of M: outputs × inputs; inputs × outputs for convolutions in TensorFlow's layout."""
         if spec.layout == "hwio" and len(spec.shape) == 4:
             return spec.size // max(spec.shape[-1], 1), spec.shape[-1]
         return spec.shape[0], spec.size // max(spec.shape[0], 1)
 
     def suits(self, spec: TensorSpec) -> bool:
-        """Return True for two or more dimensions, if r·(rows + columns) is less than the number of elements."""
+        """Return True for tensors of two or more dimensions that r·(rows + columns) values are smaller than."""
         return len(spec.shape) >= 2 and self.matrix_rank * sum(self.matrix(spec)) < spec.size
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
@@ -98,25 +100,26 @@ class PowerSGD(Method):
         return Scan(product=Product(self.basis(state, ctx, work), self.matrix_rank))
 
     def basis(self, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
-        """Return the orthonormal Qᵀ [r × columns] of the previous step, made so small that no sum of P overflows."""
+        """Return the previous step's Qᵀ [r × columns], orthonormal, times the power of two that keeps P finite."""
         q = work.ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
         return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         ops = work.ops
-        r, (rows, columns) = self.matrix_rank, self.matrix(ctx.spec)
-        # Pᵀ = Qᵀ·Mᵀ [r × rows], which scan has found
+        r = self.matrix_rank
+        rows, columns = self.matrix(ctx.spec)
+        # Pᵀ = Qᵀ·Mᵀ [r × rows]; the pass that added gradient and residual may have computed it
         p = work.scanned[0].product if work.scanned else None
         if p is None:
             p = ops.matmul_transposed(self.basis(state, ctx, work), x, r, rows)
         p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, work)
-        p = ops.orthonormalise(p, r)  # P's scale does not matter
+        p = ops.orthonormalise(p, r)  # P̂ᵀ: the power of two in P does not matter
 
-        small = matrices.shrinkage(rows, ctx.world)
-        q = ops.matmul(p * small, x, r, columns)  # Qᵀ = P̂ᵀ·M [r × columns]
-        q, _ = yield from matrices.all_reduce(q, small, self.values, ctx, work, stream=1)
+        shrinkage = matrices.shrinkage(rows, ctx.world)
+        q = ops.matmul(p * shrinkage, x, r, columns)  # Qᵀ = P̂ᵀ·M [r × columns]
+        q, _ = yield from matrices.all_reduce(q, shrinkage, self.values, ctx, work, stream=1)
 
-        # no sum of r products exceeds float32: |P̂| ≤ 1
-        total = Outer(p, ops.scaled(q, 1.0 / small, FLOAT32_MAX / (r + 1)), r)
-        # M̂ is the same for every rank, as in the authors' code, so all shares are equal
+        # |P̂| ≤ 1, so with Q clipped to this limit no sum of r products exceeds float32
+        total = Outer(p, ops.scaled(q, 1.0 / shrinkage, FP32_MAX / (r + 1)), r)
+        # Every rank subtracts the same M̂ from x, as in the authors' code, so all shares are equal
         return Reduced(total=total, own=total._replace(scale=1.0 / ctx.world), state={"q": q})

@@ -1,10 +1,10 @@
-"""Random-k sparsification: all ranks send the values at the same k random positions.
+"""Random-k sparsification: all ranks send the values at the same k random indices.
 
 Stich et al., "Sparsified SGD with Memory", 2018 (arXiv 1809.07599), rand_k; Konečný et al., "Federated Learning:
 Strategies for Improving Communication Efficiency", 2016 (arXiv 1610.05492), random mask.
 
     x = g + residual
-    I = k distinct positions from hash(seed, step, parameter),      k = min(n, max(1, ⌊n·density⌋))
+    I = k distinct indices from hash(seed, step, parameter),      k = min(n, max(1, ⌊n·density⌋))
     all-reduce x[I]
     residual = x, with x[I] set to 0
 
@@ -13,6 +13,9 @@ Every rank draws the same I, so no indices are sent and the cost does not depend
 What is sent: k values, by one all-reduce.
 
 Bytes: 4k (fp32), 2k (fp16), 2k + 2k/p by scatter-reduce (bf16).
+
+When it loses: an element is sent about once in n/k steps, whether it is large or small. In the trainings of this
+project, every method that selects by magnitude loses less accuracy at the same density.
 
 Departures from the papers: error feedback is on by default, and values are then not scaled. With feedback "none",
 ``unbiased: true`` scales them by n/k: the result is an unbiased estimate of x with variance (n/k − 1)·‖x‖², and
@@ -51,14 +54,14 @@ from hvdcompress.parts import codecs, seed, select
 
 @method
 class RandomK(Method):
-    """All ranks send the values at the same k random positions."""
+    """All ranks send the values at the same k random indices."""
 
     paper = "Stich et al. 2018 (arXiv 1809.07599); Konečný et al. 2016 (arXiv 1610.05492)"
     sends = "k values, summed; no index"
     sparse = True
 
     density: Density = 0.01
-    """Fraction of the elements that is sent, k / n."""
+    """Fraction of the elements that each rank sends, k / n."""
     values: Values = "fp32"
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     unbiased: bool = False
@@ -66,9 +69,9 @@ class RandomK(Method):
     feedback: FeedbackName = "plain"
 
     @model_validator(mode="after")
-    def _scaled_or_fed_back(self) -> Self:
+    def _check_unbiased(self) -> Self:
         if self.unbiased and self.feedback != "none":
-            raise ValueError('unbiased: true needs feedback: "none"; with feedback, values are never scaled')
+            raise ValueError('unbiased: true needs feedback: "none", because values are never scaled with feedback')
         return self
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
@@ -78,11 +81,12 @@ class RandomK(Method):
         return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        ops, n = work.ops, ctx.spec.size
+        ops = work.ops
+        n = ctx.spec.size
         k = select.num_kept(self.density, n)
-        index = ops.asarray(seed.distinct_indices(seed.shared_key(ctx), k, n), like=x)  # [k] int32, ascending
-        kept = ops.take(x, index)  # [k] float32
+        index = ops.asarray(seed.distinct_indices(seed.shared_key(ctx), k, n), like=x)  # I [k] int32, ascending
+        values = ops.take(x, index)  # x[I] [k] float32
         if self.unbiased and k:
-            kept = kept * (n / k)
-        total, own = yield from codecs.all_reduce(kept, self.values, ctx, work)
+            values = values * (n / k)
+        total, own = yield from codecs.all_reduce(values, self.values, ctx, work)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)

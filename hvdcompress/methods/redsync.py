@@ -1,46 +1,48 @@
-"""RedSync: top-k by a threshold that is searched between the mean and the maximum of |x|, and used again.
+"""RedSync: approximate top-k, by a threshold that is searched between the mean and the maximum of |x|, then reused.
 
 Fang et al., "RedSync: Reducing Synchronization Bandwidth for Distributed Deep Learning Training System", Journal of
 Parallel and Distributed Computing, 2019 (arXiv 1808.04357): trimmed top-k selection, and threshold binary search
 selection.
 
-To count the elements above a threshold is cheaper than to select the k largest. The threshold lies between the mean
+Counting the elements above a threshold is cheaper than selecting the k largest. The threshold t lies between the mean
 m and the maximum M of |x|, x = gradient + residual:
 
     k = min(n, max(1, ⌊n·density⌋)),   t(r) = m + r·(M − m),   c(r) = #{|x| > t(r)}
 
-``select: search`` (default) bisects r in [0, 1] until k ≤ c ≤ 2k, and sends the c elements above t. Neighbouring steps
-have similar residuals. So t is used again in the next ``interval`` − 1 steps, as long as it leaves k to 2k elements.
-Where r is known to ``tolerance`` and c still is not in the interval, as where one element is far above all others, the
-bit pattern of t is bisected, as in ``gaussiank``. If elements of equal magnitude make k to 2k impossible, those with
-the lowest indices fill up. Fewer than k are sent only if fewer are non-zero.
+``select: search`` (default) bisects r in [0, 1] until k ≤ c ≤ 2k, and sends the c elements above t. Residuals of
+consecutive steps are similar, so the next ``interval`` − 1 steps reuse t while it leaves k to 2k elements. The
+bisection of r stops when r is known to ``tolerance``. If c is outside of the interval even then, for example because
+one element is far larger than all others, the bit pattern of t is bisected, as in ``gaussiank``. If equal magnitudes
+make k to 2k impossible, elements of that magnitude with the lowest indices fill the payload up to k. Fewer than k
+elements are sent only if fewer are non-zero.
 
-``select: paper`` is the published search: it ends with whatever is above the last threshold if r is known to
-``tolerance``, and the threshold is used again whatever it leaves. It goes down at c < k/2 and up at c ≥ k/2, so that
-k/2 to k elements lead it away from k. ``tolerance: 0.2``, three counts, is what the authors of Gaussian-k compare
-with (github.com/hclhkbu/GaussianK-SGD, compression.py).
+``select: paper`` is the published search. It stops when r is known to ``tolerance``, sends all elements above the last
+threshold, and reuses the threshold without a check. It lowers t if c < k/2 and raises t if c ≥ k/2, so that from k/2 to
+k elements it moves away from k. The authors of Gaussian-k compare their method with ``tolerance: 0.2``, three counts
+(github.com/hclhkbu/GaussianK-SGD, compression.py).
 
-Measured on the residuals of a small net that learns digits (64×96 weights, k = 61, 200 steps): ``search`` sends 1.4·k
-on average, and the slots of 2k are paid for. ``paper`` with a search in every step leaves k to 2k elements in 55 % of
-the steps and fewer than k/2 in 21 %; with the tolerance 0.2 in 32 % and 37 %.
-
-``select: trimmed`` takes r = 0.8, 0.6, 0.4, 0.2, 0 until c ≥ k, and selects the k largest of these c. It sends what
-``topk`` sends, which trims by the last step's threshold.
+``select: trimmed`` takes r = 0.8, 0.6, 0.4, 0.2, 0 until c ≥ k, and selects the k largest of these c elements. It sends
+the same elements as ``topk``, whose candidates come from the last step's threshold.
 
 What is sent: 2k (trimmed: k) (index, value) pairs per rank, by an all-gather. Unused slots repeat the last index with
 the value 0: payloads of constant length keep Horovod's response cache valid. Elements beyond 2k, which only ``paper``
-meets, stay in the residual. The ledger counts the elements really chosen as "kept".
+selects, stay in the residual. The ledger counts the selected elements as "kept".
 
 Bytes: 24 (header) + Elias-Fano indices + 4·2k (trimmed: 4k), sections rounded up to 4.
 
 State: the threshold, on each rank.
 
-Departures from the paper, besides those that ``select: paper`` takes back: the paper quantizes what it sends to one
-mean, of the largest in one step and of the smallest in the next; here ``values`` has number formats. It sends small
-layers dense, trims those of middle size and searches in the large ones: a plan's ``rules`` do that. It sends all that
-exceed the threshold; here payloads have 2k slots. A threshold is always below the maximum, so that elements of one
-magnitude, and tensors of one element, are sent. We know of no code by the paper's authors that would confirm the
-interval of 5 and the tolerance of 0.001.
+When it loses: the payload has 2k slots, used or not, so it is twice as large as that of ``topk``. The received bytes
+grow with p. Measured on the residuals of a small net that learns digits (64×96 weights, k = 61, 200 steps): ``search``
+sends 1.4·k elements on average. ``paper`` with a search in every step selects k to 2k elements in 55 % of the steps and
+fewer than k/2 in 21 %; with the tolerance 0.2 in 32 % and 37 %.
+
+Departures from the paper that ``select: paper`` does not remove: the paper quantizes the values to one mean, of the
+largest elements in one step and of the smallest in the next; here ``values`` selects a number format. The paper sends
+small layers dense, trims middle-sized layers and searches in large ones; here a plan's ``rules`` do that. The paper
+sends all elements above the threshold; here payloads have 2k slots. A threshold is always below the maximum, so that
+tensors whose elements have one magnitude, and tensors of one element, are sent. We know of no code by the paper's
+authors that would confirm the interval of 5 and the tolerance of 0.001.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -82,12 +84,12 @@ from hvdcompress.parts import candidates, pack, select
 from hvdcompress.parts.candidates import Elements
 from hvdcompress.parts.select import Wanted
 
-NONE = np.float32(0)  #: no threshold is known
+UNKNOWN = np.float32(0)  #: stands for a threshold that has to be searched
 
 
 @method
 class RedSync(Method):
-    """Each rank sends k to 2k elements above a threshold that is searched between mean and maximum."""
+    """Each rank sends k to 2k elements, those above a threshold between the mean and the maximum of |x|."""
 
     paper = "Fang et al., JPDC 2019 (arXiv 1808.04357)"
     sends = "2k values + indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"
@@ -97,20 +99,20 @@ class RedSync(Method):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({"interval": 2}, {"paper": True, "interval": 2})
 
     density: Density = 0.01
-    """Fraction of the elements that each rank sends at least, k / n."""
+    """Minimum fraction of the elements that each rank sends, k / n."""
     select: Literal["search", "paper", "trimmed"] = "search"
-    """What is sent. "search": k to 2k elements above a searched threshold. "paper": what is above it when the
-    published search ends, at most 2k. "trimmed": the k largest, of those above a low threshold."""
+    """Which elements are sent. "search": k to 2k elements above a searched threshold. "paper": the elements above the
+    threshold of the published search, at most 2k. "trimmed": the k largest of the elements above a low threshold."""
     interval: Count = 5
-    """Steps from search to search, at most; between them the threshold is used again. 1: search in every step."""
+    """Number of steps after which the threshold is searched again; in between it is reused. 1: every step."""
     tolerance: Fraction = 0.001
-    """Part of the way from mean to maximum at which the search gives up."""
+    """Width of the interval of r at which the bisection stops."""
     values: Values = "fp32"
     """Number format of the values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "plain"
 
     def wanted(self, n: int) -> Wanted:
-        """Return k to 2k, of n elements; trimmed: k."""
+        """Return how many of n elements to select: k to 2k; trimmed: k."""
         k = select.num_kept(self.density, n)
         return Wanted(k, k, k if self.select == "trimmed" else min(n, 2 * k))
 
@@ -118,7 +120,7 @@ class RedSync(Method):
         return {} if self.select == "trimmed" else {"threshold": Slot((1,), merge="keep")}
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
-        """Return how payloads are written."""
+        """Return the payload format of the tensor."""
         return pack.Packing(self.id, self.values, spec.size, distinct=self.select == "trimmed")
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -131,106 +133,116 @@ class RedSync(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         ops = work.ops
-        chosen, threshold = self.choose(x, self.known(state, ctx, work), ctx, work)
+        chosen, threshold = self.choose(x, self.reused_threshold(state, ctx, work), ctx, work)
         work.counters["kept"] = len(chosen.index)
         padded = select.pad(chosen, self.wanted(ctx.spec.size).most, ops)
         pieces = yield AllGather(pack.encode(padded, self.packing(ctx.spec), ctx, work), fixed=True)
         shares = [self.decode(piece, ctx, work) for piece in pieces]
-        new = self.remembered(threshold, x, ops)
-        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=new)
+        return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=self.new_state(threshold, x, ops))
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Sparse:
         return pack.decode(payload, self.wanted(ctx.spec.size).most, self.packing(ctx.spec), work.ops)
 
-    def known(self, state: dict[str, Array], ctx: Context, work: Workspace) -> np.float32:
-        """Return the threshold that is to be used again, or 0 in a step that searches."""
+    def reused_threshold(self, state: dict[str, Array], ctx: Context, work: Workspace) -> np.float32:
+        """Return the last threshold if this step reuses it, else UNKNOWN."""
         if self.select == "trimmed" or ctx.step % self.interval == 0:
-            return NONE
+            return UNKNOWN
         return np.float32(work.ops.max_abs(state["threshold"]))
 
-    def remembered(self, threshold: np.float32, like: Array, ops: Ops) -> dict[str, Array]:
-        """Return the new state, on the device of ``like``."""
+    def new_state(self, threshold: np.float32, like: Array, ops: Ops) -> dict[str, Array]:
+        """Return the state with this step's threshold, on the device of ``like``."""
         if self.select == "trimmed":
             return {}
         slot = ops.zeros(1, "float32", like)
         ops.fill(slot, float(threshold))
         return {"threshold": slot}
 
-    def choose(self, x: Array, known: np.float32, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
+    def choose(self, x: Array, reused: np.float32, ctx: Context, work: Workspace) -> tuple[Sparse, np.float32]:
         """Select the elements to send.
 
         Args:
             x: gradient + residual, float32 [n].
-            known: the threshold of an earlier step, or 0.
-            ctx: the tensor, or the bucket.
-            work: ``work.scanned`` may have candidates.
+            reused: the threshold of an earlier step, or UNKNOWN.
+            ctx: rank, world, step and tensor.
+            work: ``work.scanned`` may contain candidates.
 
         Returns:
-            The elements [c], their indices ascending, and their threshold; c ≤ 2k, trimmed: c = k.
+            The elements [c], their indices ascending, and the threshold. c ≤ 2k; trimmed: c = k.
         """
         wanted = self.wanted(len(x))
         if self.select == "trimmed":
-            return trimmed(Elements(x, None, None, work.ops), wanted.k), NONE
+            return trimmed_top_k(Elements(x, None, None, work.ops), wanted.k), UNKNOWN
         refine = self.published_search if self.select == "paper" else self.search
-        return select.above_threshold(x, select.Search(known, wanted, refine), 0, ctx, work)
+        return select.above_threshold(x, select.Search(reused, wanted, refine), 0, ctx, work)
 
-    def search(self, elements: Elements, known: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
+    def search(self, elements: Elements, reused: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
         """Find a threshold with k to 2k elements above it: a :data:`~hvdcompress.parts.select.Refine`."""
-        if known > 0 and wanted.least <= elements.count_above(known, wanted.most) <= wanted.most:
-            return known, None
-        mean, largest = elements.mean(), elements.largest()
-        low, high, threshold = 0.0, 1.0, np.float32(mean)
+        if reused > 0 and wanted.least <= elements.count_above(reused, wanted.most) <= wanted.most:
+            return reused, None
+        mean = elements.mean()
+        largest = elements.largest()
+        t = np.float32(mean)
+        low, high = 0.0, 1.0  # bounds of r
         while high - low > self.tolerance:
-            middle = (low + high) / 2
-            threshold = between(mean, largest, middle)
-            count = elements.count_above(threshold, wanted.most)
+            r = (low + high) / 2
+            t = threshold_at(r, mean, largest)
+            count = elements.count_above(t, wanted.most)
             if count < wanted.least:
-                high = middle
+                high = r
             elif count > wanted.most:
-                low = middle
-                elements.narrow(threshold, count)
+                low = r
+                elements.narrow(t, count)
             else:
-                return threshold, None
-        return select.refine_bisect(elements, threshold, wanted)
+                return t, None
+        return select.refine_bisect(elements, t, wanted)
 
-    def published_search(self, elements: Elements, known: np.float32, wanted: Wanted) -> tuple[np.float32, None]:
+    def published_search(self, elements: Elements, reused: np.float32, wanted: Wanted) -> tuple[np.float32, None]:
         """Find a threshold as the paper does: a :data:`~hvdcompress.parts.select.Refine`."""
-        if known > 0:
-            return known, None
-        mean, largest = elements.mean(), elements.largest()
-        low, high, threshold = 0.0, 1.0, NONE
+        if reused > 0:
+            return reused, None
+        mean = elements.mean()
+        largest = elements.largest()
+        t = UNKNOWN
+        low, high = 0.0, 1.0  # bounds of r
         while high - low > self.tolerance:
-            middle = (low + high) / 2
-            threshold = between(mean, largest, middle)
-            count = elements.count_above(threshold, wanted.most)
+            r = (low + high) / 2
+            t = threshold_at(r, mean, largest)
+            count = elements.count_above(t, wanted.most)
             if wanted.k < count < 2 * wanted.k:
                 break
-            low, high = (low, middle) if 2 * count < wanted.k else (middle, high)
-        return min(threshold, select.just_below(largest)), None
+            if 2 * count < wanted.k:
+                high = r
+            else:
+                low = r
+        return min(t, select.just_below(largest)), None
 
 
-def between(mean: float, largest: float, share: float) -> np.float32:
-    """Return what is at a share of the way from the mean to the largest |x|."""
-    return np.float32(mean + share * (largest - mean))
+def threshold_at(r: float, mean: float, largest: float) -> np.float32:
+    """Return t(r) = m + r·(M − m)."""
+    return np.float32(mean + r * (largest - mean))
 
 
-def trimmed(elements: Elements, k: int) -> Sparse:
-    """Select the k largest |x| from those above the highest of five thresholds that leaves k or more.
+def trimmed_top_k(elements: Elements, k: int) -> Sparse:
+    """Select the k largest |x| among the elements above the highest of five thresholds that leaves at least k.
 
     Args:
         elements: the elements of x.
-        k: how many.
+        k: number of elements to select.
 
     Returns:
-        The elements [k], their indices ascending; among equals, the lowest.
+        The elements [k], their indices ascending; among equal magnitudes, the lowest indices.
     """
-    ops, x, mean, largest = elements.ops, elements.x, elements.mean(), elements.largest()
+    ops = elements.ops
+    x = elements.x
+    mean = elements.mean()
+    largest = elements.largest()
     for fifths in (4, 3, 2, 1, 0):
-        threshold = between(mean, largest, fifths / 5)
+        threshold = threshold_at(fifths / 5, mean, largest)
         count = elements.count_above(threshold, len(x))
         if count >= k:
             near = elements.above(threshold, count)
             break
-    else:  # more than half of them may be below the mean
+    else:  # fewer than k elements are above the mean: select from all
         near = Sparse(ops.index_range(len(x), like=x), x)
-    return ops.largest_of([near], [k], [0])[0]
+    chosen, _ = ops.largest_of([near], [k], [0])
+    return chosen

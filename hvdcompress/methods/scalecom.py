@@ -1,11 +1,11 @@
-"""ScaleCom: one rank selects for all (cyclic local top-k), with a low-pass filter on the residual where it helps.
+"""ScaleCom: one rank selects the indices for all ranks (cyclic local top-k); the residual can be low-pass filtered.
 
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
 Training", NeurIPS 2020 (arXiv 2104.11125), Alg. 1.
 
-The ranks take turns as leader. The leader selects positions from its own x, and all ranks send their values at those
-positions. Since the positions are the same on all ranks, the values can be *summed*, and the cost does not grow with
-the number of ranks:
+The ranks take turns as leader. The leader selects indices from its own x, and all ranks send their values at those
+indices. Since the indices are the same on all ranks, the values can be *summed*, and the cost does not grow with the
+number of ranks:
 
     x = g + residual
     leader L = t mod p:   I = select(x_L),  broadcast I
@@ -13,25 +13,28 @@ the number of ranks:
     residual = (1−β)·residual + β·(x − scatter(I, v))                                       (eq. 5)
 
 This works if the residuals of different ranks are similar. The paper observes that they are, and that β < 1 makes
-them more so at large batches and learning rates (β = 0.1 there; β = 1 is plain error feedback).
+them more similar at large batches and learning rates (β = 0.1 there; β = 1 is plain error feedback).
 
 What is sent: the indices, by a broadcast from the leader, then k values per rank, by an all-reduce. The indices of the
-leader's k largest are Elias-Fano coded. With ``select: chunk``, an index is the offset in a chunk of C = 1/density
-elements, ⌈log2 C⌉ bits.
+leader's k largest elements are Elias-Fano coded. With ``select: chunk``, an index is the offset in a chunk of
+C = 1/density elements, ⌈log2 C⌉ bits.
 
 Bytes: exact: the indices as in topk, without a header, + 4k, k = ⌊n·density⌋; chunk: 4·⌈k·⌈log2 C⌉/32⌉ + 4k, k = ⌈n/C⌉.
-fp16 values: 2k; bf16: 2k + 2k/p. A broadcast is charged to every rank, as it is sent as a sum.
+fp16 values: 2k; bf16: 2k + 2k/p. A broadcast is charged to every rank, because it is sent as a sum.
 
-Departures from the paper, which ``paper: true`` takes back:
-- The leader selects the k largest of the tensor (``select: exact``). The paper's "quasi-sort" takes the largest of each
-  chunk; it is implemented as one index per chunk, including the last, shorter chunk.
-- The residual is not filtered (β = 1). The paper's 0.1 is for batches and learning rates that were scaled up.
+When it loses: two collectives in sequence instead of one, which costs a round trip per bucket. Where ranks see
+different data, the leader's indices fit the other ranks less well than their own.
 
-Measured, over three seeds (docs/results.md, "ScaleCom's defaults"; claim S5 of ``hvdcompress reproduce scalecom``): the
-defaults lose up to 2 points more than top-k at the same density, and up to 3.3 at over 100x. At 48x ``values: fp16``
-with a density of 1/35 loses less than fp32 with 1/60: on text 0.01 bits against 0.05 with a transformer, 0.09 against
-0.14 with an LSTM. On Fashion-MNIST, at the learning rate that served dense training best, the paper's settings lose
-less than both; at a fifth of it, and on text, more.
+Departures from the paper, all removed by ``paper: true``:
+- The leader selects the k largest elements of the tensor (``select: exact``). The paper's "quasi-sort" takes the
+  largest element of each chunk; it is implemented as one index per chunk, including the last, shorter chunk.
+- The residual is not filtered (β = 1). The paper's 0.1 is for scaled-up batches and learning rates.
+
+Measured with three seeds (docs/results.md, "ScaleCom's defaults"; claim S5 of ``hvdcompress reproduce scalecom``): the
+defaults lose up to 2 points more than top-k at the same density, and up to 3.3 points at compression ratios over 100.
+At a ratio of 48, ``values: fp16`` with a density of 1/35 loses less than fp32 with 1/60: on text 0.01 bits instead of
+0.05 with a transformer, 0.09 instead of 0.14 with an LSTM. On Fashion-MNIST, the paper's settings lose less than both
+at the learning rate that is best for dense training. At a fifth of that rate, and on text, they lose more.
 
 Warm-up, dense first layers and per-layer densities are set by a plan's ``warmup`` and ``rules``.
 
@@ -39,9 +42,9 @@ Warm-up, dense first layers and per-layer densities are set by a plan's ``warmup
 >>> from hvdcompress.loopback import Loopback
 >>> net = Loopback("scalecom", world=2, density=0.5, min_elements=1)
 >>> grads = [np.float32([4, 1, 0, -2]), np.float32([1, -6, 3, 2])]
->>> net.allreduce(grads, name="w")[0]          # rank 0 is the leader: positions 0 and 3
+>>> net.allreduce(grads, name="w")[0]          # rank 0 is the leader: indices 0 and 3
 array([2.5, 0. , 0. , 0. ], dtype=float32)
->>> net.allreduce(grads, name="w")[0]          # rank 1 selects from gradient + residual: positions 1 and 2
+>>> net.allreduce(grads, name="w")[0]          # rank 1 selects from gradient + residual: indices 1 and 2
 array([ 0., -5.,  3.,  0.], dtype=float32)
 """
 
@@ -74,7 +77,7 @@ from hvdcompress.parts import candidates, codecs, pack, select
 
 @method
 class ScaleCom(Method):
-    """One rank selects the positions, in turns; all ranks send their values there."""
+    """In each step one rank selects the indices, and all ranks send their values at these indices."""
 
     paper = "Chen et al., NeurIPS 2020 (arXiv 2104.11125)"
     sends = "k values, summed + k indices of about 2 + log2(n/k) bits from one leader: constant in p"
@@ -94,10 +97,10 @@ class ScaleCom(Method):
     )
 
     density: Density = 0.01
-    """Fraction of the elements that is sent."""
+    """Fraction of the elements that each rank sends, k / n."""
     select: Literal["exact", "chunk"] = "exact"
-    """What the leader selects. "exact": the k largest |x| of the tensor. "chunk": the largest of each chunk of
-    C = 1/density elements, as in the paper."""
+    """Which elements the leader selects. "exact": the k largest |x| of the tensor. "chunk": the largest |x| of each
+    chunk of C = 1/density elements, as in the paper."""
     values: Values = "fp32"
     """Number format of the k values: fp32, fp16, bf16, qsgd2 … qsgd8, rangefloat4 … rangefloat16."""
     feedback: FeedbackName = "lowpass"
@@ -109,20 +112,21 @@ class ScaleCom(Method):
         return "part" if self.values in codecs.ALONE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
-        """Return k of each tensor that the vector consists of: one per chunk, or ⌊n·density⌋ with exact selection."""
+        """Return k for each tensor of the bucket: the number of chunks, or ⌊n·density⌋ with exact selection."""
         if self.select == "exact":
             return [select.num_kept(self.density, size) for size in spec.parts]
         return [-(-size // select.chunk_size(self.density)) for size in spec.parts]
 
     def num_index_bytes(self, spec: TensorSpec) -> int:
-        """Return the bytes of the leader's indices, a multiple of 4."""
-        k, n = sum(self.counts(spec)), spec.size
+        """Return the bytes of the leader's coded indices, a multiple of 4."""
+        k = sum(self.counts(spec))
+        n = spec.size
         if self.select == "exact":
             return pack.index_num_bytes(pack.best_coding(k, n), k, n)
         return 4 * -(-k * self.index_width() // 32)
 
     def index_width(self) -> int:
-        """Return the bits per index, ⌈log2 C⌉."""
+        """Return ⌈log2 C⌉, the bits per index with ``select: chunk``."""
         return (select.chunk_size(self.density) - 1).bit_length()
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -137,37 +141,41 @@ class ScaleCom(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         ops = work.ops
-        packed = yield Broadcast(lambda: self.pick(x, ctx, work), self.leader(ctx), self.num_index_bytes(ctx.spec))
-        index = self.unpack(packed, ctx.spec, ops)  # [k] int32, ascending
+        packed = yield Broadcast(
+            lambda: self.encode_index(x, ctx, work), self.leader(ctx), self.num_index_bytes(ctx.spec)
+        )
+        index = self.decode_index(packed, ctx.spec, ops)  # I [k] int32, ascending
         total, own = yield from codecs.all_reduce(ops.take(x, index), self.values, ctx, work)
         return Reduced(total=Sparse(index, total), own=Sparse(index, own) if ctx.needs_own else None)
 
     def leader(self, ctx: Context) -> int:
-        """Return the rank that selects: cyclic, so that every rank's large elements are selected at times."""
+        """Return L = t mod p, the rank that selects in this step."""
         return ctx.step % ctx.world
 
-    def pick(self, x: Array, ctx: Context, work: Workspace) -> Array:
-        """Select positions from x [n] and pack them, as the leader; returns uint8 [num_index_bytes(spec)]."""
+    def encode_index(self, x: Array, ctx: Context, work: Workspace) -> Array:
+        """Select elements of x [n] as the leader, and code their indices: uint8 [num_index_bytes(spec)]."""
         ops = work.ops
         if self.select == "exact":
-            counts, n = self.counts(ctx.spec), ctx.spec.size
+            counts = self.counts(ctx.spec)
+            n = ctx.spec.size
             index = select.largest(x, counts, ctx, work).index
             return pack.encode_index(index, pack.best_coding(sum(counts), n), n, ops)
-        found = [part.offsets for part in work.scanned or ()]
-        if not found or found[0] is None:
-            found = self.offsets(x, ctx.spec, ops)
-        offsets = ops.concat(found)  # [k] int32 < C
+        scanned = [part.offsets for part in work.scanned or ()]
+        if not scanned or scanned[0] is None:
+            scanned = self.offsets(x, ctx.spec, ops)
+        offsets = ops.concat(scanned)  # [k] int32, each below C
         return pack.padded(ops.pack_bits(offsets, self.index_width()), ops)
 
     def offsets(self, x: Array, spec: TensorSpec, ops: Ops) -> list[Array]:
-        """Find the largest |x| of each chunk, in each tensor that the vector consists of."""
+        """Return, for each tensor of the bucket, the offset of the largest |x| in each chunk."""
         stops = itertools.accumulate(spec.parts)
         parts = [x[stop - size : stop] for stop, size in zip(stops, spec.parts, strict=True)]
         return [ops.chunk_argmax(part, select.chunk_size(self.density)) for part in parts]
 
-    def unpack(self, packed: Array, spec: TensorSpec, ops: Ops) -> Array:
-        """Unpack the leader's selection into positions [k], ascending."""
-        k, n = sum(self.counts(spec)), spec.size
+    def decode_index(self, packed: Array, spec: TensorSpec, ops: Ops) -> Array:
+        """Decode the leader's indices [k], ascending."""
+        k = sum(self.counts(spec))
+        n = spec.size
         if self.select == "exact":
             return pack.decode_index(packed, pack.best_coding(k, n), k, n, ops)
         offsets = ops.unpack_bits(packed, self.index_width(), k)

@@ -3,22 +3,27 @@
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019
 (arXiv 1901.09847), Alg. 1. One bit per value with error feedback goes back to Seide et al., Interspeech 2014.
 
-    x = g + residual,    Δ = ‖x‖₁/n · sign(x),    residual = x − Δ
+    x = g + residual
+    Δ = ‖x‖₁/n · sign(x)
+    send Δ: the mean magnitude and n signs
+    residual = x − Δ
 
 Signs alone are biased, and signSGD may fail to converge. With the residual it converges at the rate of SGD.
 
 What is sent: the mean magnitude ‖x‖₁/n of the tensor (a float64 sum, rounded to float32) and one sign per value. With
-``route: gather`` all ranks receive the signs of all ranks, by an all-gather: the bytes received grow with p. With
-``route: scatter`` each rank sums one shard and sends the signs and the mean magnitude of the sum to all: the bytes do
-not grow. The error of this second rounding goes to the residual of the rank that summed the shard.
+``route: gather``, all ranks receive the signs of all ranks, by an all-gather. With ``route: scatter``, each rank sums
+one shard and sends the signs and the mean magnitude of the sum to all ranks. The rank that summed the shard adds the
+error of this second rounding to its residual.
 
 Bytes: m(c) = 4 + ⌈c/8⌉ for c values; gather: 24 (header) + m(n); scatter: (p + 1)·m(⌈n/p⌉).
 
+When it loses: with ``route: gather`` the received bytes grow with p, and from 64 ranks on they exceed those of a dense
+ring all-reduce. Elements whose gradient is always zero, such as the rows of an embedding's padding, are updated all the
+same, alternately up and down, because each element is sent as a sign. Exclude such a tensor by a rule
+(``{match: {name: …}, method: none}``).
+
 Departures from the paper: zeros are sent as +, and the residual corrects it. There is one scale per tensor, not one for
 the whole model; with ``route: scatter``, one per shard.
-
-Elements whose gradient is always zero, such as the rows of an embedding's padding, move all the same, to and fro: each
-element is sent as a sign. Leave such a tensor out by a rule (``{match: {name: …}, method: none}``).
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -44,7 +49,7 @@ from hvdcompress.parts.wire import WireError
 
 @dataclass(frozen=True)
 class SignCodec:
-    """Codec of signs, one bit each, and their mean magnitude, one float32."""
+    """Codec that writes a mean magnitude (one float32), then one sign bit per value."""
 
     code = 5
 
@@ -53,8 +58,8 @@ class SignCodec:
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
-        scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
-        return put([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
+        mean = ops.bucket_norms(x, len(x), "mean")  # ‖x‖₁/n [1]; [0] if x is empty
+        return put([ops.to_bytes(mean), ops.pack_signs(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
         self._check(buffer, count)
@@ -73,7 +78,7 @@ class SignCodec:
 
 @method
 class SignSGD(Quantizer):
-    """Sends the signs and one mean magnitude, with error feedback."""
+    """Sends the sign of each value and one mean magnitude, with error feedback."""
 
     paper = "Karimireddy et al., ICML 2019 (arXiv 1901.09847)"
     sends = "one bit per value + one magnitude; gathered, or scattered: constant in p"
@@ -90,11 +95,11 @@ class SignSGD(Quantizer):
         return Scan(signs=self.route == "gather" and len(ctx.spec.parts) == 1 and ctx.spec.size > 0)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
-        found = work.scanned[0].signs if work.scanned else None
-        if found is None:
+        scanned = work.scanned[0].signs if work.scanned else None
+        if scanned is None:
             return super().encode(x, state, ctx, work)
         ops = work.ops
-        signs, mean = found
+        signs, mean = scanned  # from the pass that added gradient and residual
         payload = self.payload(ctx, work, like=x)
         put([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
         return payload

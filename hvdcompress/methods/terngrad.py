@@ -1,27 +1,29 @@
-"""TernGrad: each value is rounded at random to −s, 0 or +s, with the right mean.
+"""TernGrad: each value is rounded at random to −s, 0 or +s, without bias.
 
 Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS 2017
 (arXiv 1705.07878), Alg. 1, with its layer-wise ternarizing, gradient clipping and scaler sharing.
 
     g clipped to ±2.5σ,    s = max|g|,    g ≈ s · sgn(g) · b,    P(b = 1) = |g|/s
 
-If all ranks use the largest s of any rank, their ternaries can be *summed*: Σ b·sgn(g) lies in −p … p and fits a
-field of ⌈log2(2p + 1)⌉ bits, and ⌊32/width⌋ such fields in an int32 add without carrying into each other. Each rank
-has its own random stream, so the errors of the p ranks average out.
+If all ranks use the largest s of any rank, their ternaries can be *summed*: Σ b·sgn(g) lies in −p … p and fits into a
+field of ⌈log2(2p + 1)⌉ bits. An int32 holds ⌊32/width⌋ such fields, and adding int32 words adds the fields without
+carries between them. Each rank has its own random stream, so the errors of the p ranks average out.
 
 What is sent: with ``route: reduce`` (default), the scaler by a max all-reduce, then the packed ternaries by a sum
 all-reduce. With ``route: gather`` or ``scatter``, 2 bits per value and the rank's own scaler, as in qsgd.
 
 Bytes: reduce: 4 + 4·⌈n/⌊32/⌈log2(2p + 1)⌉⌋⌉; gather: 24 (header) + m(n), m(c) = 4 + ⌈c/4⌉; scatter: (p + 1)·m(⌈n/p⌉).
 
-``clip_factor``: without clipping (0) the result is unbiased. Clipping adds some bias and makes s smaller, that is,
-reduces the variance.
+When it loses: the rounding error of a value is about as large as the value itself, so the steps are noisy. With
+``route: reduce`` a field needs one more bit each time the number of ranks doubles.
 
-Departures from the paper: the clipping limit is never below |mean|, so that tensors that are (nearly) constant, whose
-σ is (nearly) 0, and tensors of one element are not clipped to nothing. The paper's workers receive the sum from a
-parameter server, and it may take many values; the routes reduce and gather return that sum, the route scatter
-quantizes it again. Error feedback is available, but a ternary's error is about as large as its value, and the
-residual grows with the steps.
+``clip_factor``: without clipping (0) the result is unbiased. Clipping adds some bias and makes s smaller, which reduces
+the variance.
+
+Departures from the paper: the clipping limit is never below |mean|. Otherwise (nearly) constant tensors and tensors of
+one element, whose σ is (nearly) 0, would be clipped to zero. The paper's workers receive the sum from a parameter
+server, and the sum takes many values. The routes reduce and gather return that sum; the route scatter quantizes it
+again. Error feedback is available, but the residual grows from step to step, as the error is as large as the value.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -48,34 +50,33 @@ from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.sums import Codec, Quantizer
 from hvdcompress.parts.wire import WireError
 
-WHOLE = 1 << 62  # bucket size: one bucket for any tensor
-BITS = 2  # bits per ternary: its sign, and whether it is 0
+WHOLE = 1 << 62  #: bucket size that puts any tensor into one bucket, so that all values share one scaler
+BITS = 2  #: bits per ternary: its sign, and whether it is 0
+STATISTICS = Scan(moments=True, largest=True)  #: mean, σ and max|x|: all that the clipping limit and s depend on
 
-SPREAD = Scan(moments=True, largest=True)
 
-
-def limit_of(found: Found, factor: float) -> float:
-    """Return what values are clipped to: ``factor``·σ, or |mean| where that is larger. A factor of 0 does not clip."""
+def clipping_limit(found: Found, clip_factor: float) -> float:
+    """Return max(clip_factor·σ, |mean|), or the largest float32 if ``clip_factor`` is 0 (no clipping)."""
     assert found.moments is not None
     mean, std = found.moments
-    return max(factor * std, abs(mean)) if factor else FP32_MAX
+    return max(clip_factor * std, abs(mean)) if clip_factor else FP32_MAX
 
 
-def scaler_of(x: Array, found: Found, limit: float, ops: Ops) -> Array:
-    """Return the largest magnitude [1] of x [n], clipped to ±``limit``; [0] if x is empty."""
+def scaler(x: Array, found: Found, limit: float, ops: Ops) -> Array:
+    """Return s [1], the largest |x| after clipping to ±``limit``; [0] if x is empty."""
     assert found.largest is not None
-    most = min(found.largest, float(np.float32(limit)))
-    return ops.asarray(np.float32([most] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
+    s = min(found.largest, float(np.float32(limit)))
+    return ops.asarray(np.float32([s] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
 
 
 def field_width(world: int) -> int:
-    """Return the bits that hold a sum of ``world`` ternaries, ⌈log2(2p + 1)⌉."""
+    """Return ⌈log2(2p + 1)⌉, the bits that hold a sum of p ternaries."""
     return (2 * world).bit_length()
 
 
 @dataclass(frozen=True)
 class TernaryCodec(StochasticCodec):
-    """Codec of clipped values with 2 bits each and one scaler for all."""
+    """Codec that writes the scaler s, then 2 bits per value: the ternary of the clipped value."""
 
     bits: int = BITS
     bucket: int = WHOLE
@@ -85,25 +86,29 @@ class TernaryCodec(StochasticCodec):
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        found, edge = ops.look(x, SPREAD), self._edge(len(x))
-        if not found.finite:  # gradients are finite, so these are sums of shards that came
-            raise WireError("the sum of the shards received has an Inf or a NaN: one is damaged, or it is too large")
-        scaler = scaler_of(x, found, limit_of(found, self.clip_factor), ops)
-        out[:edge] = ops.to_bytes(scaler)
-        ops.quantize(x, scaler, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # |x| > scaler counts as it
+        found = ops.inspect(x, STATISTICS)
+        if not found.finite:  # gradients are finite, so x is a sum of shards that were received (route: scatter)
+            raise WireError(
+                f"tensor {ctx.spec.name!r}: the sum of the received shards contains NaN or Inf; a shard is damaged, "
+                "or the sum exceeds float32"
+            )
+        s = scaler(x, found, clipping_limit(found, self.clip_factor), ops)
+        edge = self._edge(len(x))
+        out[:edge] = ops.to_bytes(s)
+        ops.quantize(x, s, WHOLE, BITS, seed.private_key(ctx, stream), out[edge:])  # quantize clips |x| to s
         return out
 
 
 @method
 class TernGrad(Quantizer):
-    """Rounds values stochastically to −s, 0 or +s."""
+    """Rounds each value stochastically to −s, 0 or +s."""
 
     paper = "Wen et al., NeurIPS 2017 (arXiv 1705.07878)"
     sends = "ternaries in fields of log2(2p + 1) bits, summed; or 2 bits per value, gathered or scattered"
     examples = ({"clip_factor": 0.0}, {"clip_factor": 0.0, "route": "gather"}, {"clip_factor": 0.0, "route": "scatter"})
 
     clip_factor: Annotated[float, Number, Field(ge=0.0)] = 2.5
-    """Values are clipped to ± this many standard deviations; 0: no clipping."""
+    """Values are clipped to ± ``clip_factor`` standard deviations; 0: no clipping."""
     route: Literal["reduce", "gather", "scatter"] = "reduce"  # type: ignore[assignment]
     """How ternaries are summed. "reduce": all ranks share one scaler, and an all-reduce adds the ternaries. "gather":
     all ranks receive all ranks' codes. "scatter": shards are summed and quantized again, so that the bytes received
@@ -111,7 +116,7 @@ class TernGrad(Quantizer):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the result of each step is unbiased. With feedback it is only so on average over steps."""
+        """Whether the result of each step is unbiased. With feedback, only the average over steps is."""
         return self.clip_factor == 0 and self.feedback == "none"
 
     @property
@@ -124,18 +129,19 @@ class TernGrad(Quantizer):
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
-        return SPREAD if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
+        return STATISTICS if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.route != "reduce":
             return (yield from super().exchange(x, state, ctx, work))
         ops = work.ops
-        n, width = len(x), field_width(ctx.world)
-        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.look(x, SPREAD)
-        limit = limit_of(found, self.clip_factor)
-        scaler = yield AllReduce(scaler_of(x, found, limit, ops), op="max")  # [1]
+        n = len(x)
+        found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.inspect(x, STATISTICS)
+        limit = clipping_limit(found, self.clip_factor)
+        s = yield AllReduce(scaler(x, found, limit, ops), op="max")  # [1]: scaler sharing
+        width = field_width(ctx.world)
         words = work.buffer("words", -(-n // (32 // width)), "int32", x)
-        ternary = Fields(words, width, 1, scaler, 0, n)  # −1, 0 or 1
-        ops.quantize_fields(x, limit, scaler, width, seed.private_key(ctx), words)
-        total = Fields((yield AllReduce(words)), width, ctx.world, scaler, 0, n)  # −p … p
-        return Reduced(total=total, own=ternary)
+        ops.quantize_fields(x, limit, s, width, seed.private_key(ctx), words)
+        own = Fields(words, width, 1, s, 0, n)  # s · (−1, 0 or 1)
+        total = yield AllReduce(words)
+        return Reduced(total=Fields(total, width, ctx.world, s, 0, n), own=own)  # s · (−p … p)

@@ -4,20 +4,22 @@ Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", 2017 (a
 Stich et al., "Sparsified SGD with Memory", 2018 (arXiv 1809.07599), Mem-SGD.
 
     x = g + residual
-    I = the k largest |x|,      k = min(n, max(1, ⌊n·density⌋))
+    I = indices of the k largest |x|,      k = min(n, max(1, ⌊n·density⌋))
     send (I, x[I])
     residual = x, with x[I] set to 0
 
 Ranks choose different elements, so the result has between k and p·k non-zeros ("gradient build-up").
 
-What is sent: k (index, value) pairs per rank, by an all-gather. Pairs with equal indices add up. The bytes received
-grow with p.
+What is sent: k (index, value) pairs per rank, by an all-gather. Values with equal indices are added.
 
 Bytes: 24 (header) + indices + k·(4 | 2 | 2 for values fp32 | fp16 | bf16), sections rounded up to 4; indices
 by Elias-Fano at about 2 + log2(n/k) bits each, or as a bitmap of n bits where that is shorter.
 
-Departures from the papers: indices are Elias-Fano coded. Of equal magnitudes, the one with the lowest index is kept,
-so that all array backends send the same bytes. With ``values`` fp16 or bf16, the rounding error stays in the residual.
+When it loses: the received bytes grow with p. An all-gather moves fewer bytes than a dense ring all-reduce while p is
+below twice the compression ratio: up to about 157 ranks at density 0.01.
+
+Departures from the papers: indices are Elias-Fano coded. Among equal magnitudes, the lowest indices are sent, so that
+all array backends send the same bytes. With ``values`` fp16 or bf16, the rounding error stays in the residual.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
@@ -63,11 +65,11 @@ class TopK(Method):
     feedback: FeedbackName = "plain"
 
     def counts(self, spec: TensorSpec) -> list[int]:
-        """Return k of each tensor that the vector consists of."""
+        """Return k for each tensor of the bucket."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
-        """Return how payloads are written."""
+        """Return the payload format of the bucket."""
         return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:

@@ -1,9 +1,13 @@
-"""The array ops that methods are written in, once for each array library.
+"""Array ops: the array functions that methods are written in, implemented once per array library.
 
-``spec`` says what each op does. ``numpy`` is the reference; ``numba`` replaces the ops where a benchmark shows
-that compiling pays (it is ``fast``, which CPU drivers use); ``torch`` serves tensors anywhere, and ``triton`` replaces
-the ops of which a kernel makes one pass over a GPU's memory (it is ``cuda``, which GPU tensors get). All backends
-send the same payload bytes.
+``spec`` documents each op. There are four backends, and all of them produce the same payload bytes:
+
+- ``numpy`` is the reference.
+- ``numba`` compiles the ops for which a benchmark shows a gain, and uses ``numpy`` for the others. CPU drivers use it
+  under the name ``fast``.
+- ``torch`` works on tensors of any device.
+- ``triton`` has kernels for the ops that then need one pass over GPU memory instead of several, and uses ``torch`` for
+  the others. GPU tensors use it under the name ``cuda``.
 """
 
 import sys
@@ -21,20 +25,20 @@ if TYPE_CHECKING:  # every backend is an implementation of the spec
 
 __all__ = ["cuda", "fast"]
 
-#: What serves, and what serves where that cannot be imported: correct, and slower.
+#: name -> (backend, fallback if the backend cannot be imported). The fallback is correct but slower.
 _CHOICES = {"fast": ("numba", "numpy"), "cuda": ("triton", "torch")}
 
 
 def __getattr__(name: str) -> Ops:
-    """Import a choice when it is first asked for: importing numba takes about a second, too long for a help text."""
+    """Import ``fast`` or ``cuda`` on first use: importing numba takes about a second, too long for a help text."""
     if name not in _CHOICES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    best, other = _CHOICES[name]
+    best, fallback = _CHOICES[name]
     if best == "triton" and "tensorflow" in sys.modules and "triton" not in sys.modules:
-        best = other  # both bring LLVM, and Triton's ends the process if TensorFlow's is there
+        best = fallback  # both contain LLVM, and Triton's LLVM aborts the process if TensorFlow's is loaded
     try:
         backend: Ops = import_module(f"{__name__}.{best}")  # type: ignore[assignment]
-    except ImportError:  # not installed, or not for this Python or processor
-        backend = import_module(f"{__name__}.{other}")  # type: ignore[assignment]
+    except ImportError:  # not installed, or not available for this Python version or processor
+        backend = import_module(f"{__name__}.{fallback}")  # type: ignore[assignment]
     globals()[name] = backend
     return backend

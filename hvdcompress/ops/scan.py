@@ -1,4 +1,8 @@
-"""What one pass over a gradient is to find, and what it found: see :meth:`hvdcompress.ops.spec.Ops.accumulate`."""
+"""Requests and results of a pass over a gradient (:meth:`hvdcompress.ops.spec.Ops.accumulate`).
+
+A pass that adds gradient and residual can compute statistics of the sum at little extra cost, while the sum is in the
+processor's cache. A :class:`Scan` requests them, and a :class:`Found` has the results.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,13 @@ Norm = Literal["max", "l2", "mean"]  #: the largest |x|, the Euclidean norm, or 
 
 
 class Product(NamedTuple):
-    """A product that is asked for: of ``a`` with a vector, read as a matrix, as by :meth:`Ops.matmul_transposed`.
+    """Request for the product of ``a`` and a vector that is read as a matrix, as :meth:`Ops.matmul_transposed` does.
 
     Attributes:
         a: [rows × m].
-        rows: The number of rows.
-        remove: What aᵀ · product is multiplied by to get a's part of the vector, if that may be subtracted at once;
-            0: it may not. Rows that are orthogonal and have the length l need 1/l².
+        rows: Number of rows of ``a``.
+        remove: If not 0, the pass may subtract remove · aᵀ · product, the projection onto the rows of ``a``, from the
+            vector. For orthogonal rows of length l, this factor is 1/l².
     """
 
     a: Array
@@ -25,7 +29,7 @@ class Product(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """A conversion that is asked for, as by :meth:`Ops.to_fp16`.
+    """Request for a conversion to float16, as :meth:`Ops.to_fp16` does.
 
     Attributes:
         scale: Rounded to float32 first.
@@ -39,17 +43,17 @@ class Halves(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What a pass over a vector is to find besides whether all its elements are finite.
+    """What a pass over a vector computes in addition to the check that all elements are finite.
 
     Attributes:
-        moments: Whether to find :meth:`Ops.moments`.
-        chunk: Find :meth:`Ops.chunk_argmax` of chunks of so many elements; 0: do not.
-        above: Find the elements with |x| > above; None: do not.
-        capacity: Fewer elements above than this are of use.
-        signs: Whether to find :meth:`Ops.pack_signs` and the mean |x|, as of :meth:`Ops.bucket_norms` of one bucket.
-        largest: Whether to find :meth:`Ops.max_abs`.
-        product: What to multiply with the vector, read as a matrix of rows of m elements; None: do not.
-        halves: How to convert the vector to float16; None: do not.
+        moments: Whether to compute :meth:`Ops.moments`.
+        chunk: Chunk size for :meth:`Ops.chunk_argmax`; 0: not computed.
+        above: Threshold: collect the elements with |x| > above; None: not computed.
+        capacity: Collect the elements above the threshold only if there are fewer than ``capacity``.
+        signs: Whether to compute :meth:`Ops.pack_signs` and the mean |x| (:meth:`Ops.bucket_norms` with one bucket).
+        largest: Whether to compute :meth:`Ops.max_abs`.
+        product: The product to compute; None: not computed.
+        halves: The conversion to float16; None: not converted.
     """
 
     moments: bool = False
@@ -62,23 +66,23 @@ class Scan(NamedTuple):
     halves: Halves | None = None
 
 
-NOTHING = Scan()  #: nothing but whether all elements are finite
+NOTHING = Scan()  #: only the check that all elements are finite
 
 
 class Found(NamedTuple):
-    """What a pass over a vector found.
+    """Results of a pass over a vector. A result that was not requested is None.
 
     Attributes:
-        finite: Whether all elements are finite. If they are not, the rest means nothing.
-        moments: The mean and the standard deviation, or None if they were not asked for.
-        offsets: Of the largest |x| of each chunk, or None if they were not asked for.
-        above: The elements above the threshold, or None if they were not asked for or are ``capacity`` or more.
-        signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1], or None if they were not asked for.
-        largest: The largest magnitude, or None if it was not asked for.
-        product: The product [rows × n/m], to rounding, or None if it was not asked for.
-        removed: Whether a's part was subtracted from the vector, as ``Product.remove`` allowed. Not every backend does.
-        saturated: How many elements were clipped when they were converted to float16, as :meth:`Ops.to_fp16` returns
-            it; None if that was not asked for.
+        finite: Whether all elements are finite. If not, the other results are undefined.
+        moments: Mean and standard deviation.
+        offsets: Offset of the largest |x| in each chunk.
+        above: The elements above the threshold; None also if there are ``capacity`` elements or more.
+        signs: The signs [⌈n/8⌉] uint8 and the mean magnitude [1].
+        largest: The largest magnitude.
+        product: The product [rows × n/m], to rounding.
+        saturated: Number of elements that the conversion to float16 clipped, as :meth:`Ops.to_fp16` returns it.
+        removed: Whether the pass subtracted the projection onto the rows of ``a``, as ``Product.remove`` allows. Not
+            every backend does.
     """
 
     finite: Flag
@@ -92,16 +96,16 @@ class Found(NamedTuple):
     removed: bool = False
 
 
-Span = tuple[int, int]  #: where a part of a vector begins and ends
+Span = tuple[int, int]  #: (start, stop) of a part of a vector
 
 
 class Velocity(NamedTuple):
-    """The momentum of a gradient.
+    """Momentum of a gradient: new = momentum·old + gradient.
 
     Attributes:
-        old: [n].
-        new: [n]; it is written.
-        momentum: The factor of ``old``; rounded to float32 first.
+        old: [n], read only.
+        new: [n], written.
+        momentum: Factor of ``old``; rounded to float32 first.
     """
 
     old: Array

@@ -1,7 +1,7 @@
-"""What is the same in every array library, written once: constants, rules and formulas.
+"""Code that the numpy and torch backends share: constants, rules and formulas.
 
-Functions that take an argument ``xp`` are given the library's module (numpy or torch) and use only functions that
-both have under one name. Functions without it use operators and methods that the arrays of both libraries have.
+Functions with an argument ``xp`` take the library's module (numpy or torch), and use only functions that both modules
+have under the same name. Functions without it use operators and methods that the arrays of both libraries have.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from hvdcompress.ops.scan import Found, Norm, Scan, Span, Velocity
 from hvdcompress.ops.vectors import Array, Coded, Flag, NumpyArray, Outer, Scalar, Shares, Sparse, piece_of
 
-FP32_MAX_BITS = 0x7F7FFFFF  #: the bits of the largest finite float32; non-negative floats ascend with their bits
-PIECE = 512  #: how many summands are folded by halves before their sum meets those of other pieces
-MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  #: of MurmurHash3's finalizer
-NEGLIGIBLE = 1e-6  #: a remainder of a row below this share of the row is the rounding of float32, and no direction
-SPANNED = 1e-5  #: of the largest element: a rest of combinations up to it comes from the rounding of float32
+FP32_MAX_BITS = 0x7F7FFFFF  #: bits of the largest finite float32. The bits of non-negative floats are in their order.
+PIECE = 512  #: number of summands that are folded to one sum, before the sums of pieces are folded
+MIX_FACTORS = (0x85EBCA6B, 0xC2B2AE35)  #: the two factors of MurmurHash3's finalizer
+NEGLIGIBLE = 1e-6  #: if orthogonalising leaves less than this share of a row, the rest is float32 rounding error
+SPANNED = 1e-5  #: difference from a linear combination, relative to the largest element, that is float32 rounding error
 
 # -- indices and statistics ---------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def index_dtype(n: int) -> str:
 
 
 def end_to_end(shares: Shares, concat: Callable[[list[Array]], Array]) -> Sparse:
-    """Return one sparse vector with all entries of several, in their order; ``concat`` joins arrays."""
+    """Concatenate the entries of several sparse vectors, in their order; ``concat`` concatenates arrays."""
     return Sparse(concat([each.index for each in shares.each]), concat([each.values for each in shares.each]))
 
 
@@ -41,7 +41,7 @@ def write_pieces(
     factor: float,
     write: Callable[[Array, Any, float], None],
 ) -> None:
-    """Write each piece of a vector in host memory by itself; see ``write_parts`` of the spec."""
+    """Implement ``write_parts`` by one call of ``write`` per output, for vectors in host memory."""
     for out, piece in zip(outs, _pieces(total, [len(out) for out in outs]), strict=True):
         write(out, piece, factor)
 
@@ -56,13 +56,14 @@ def accumulate_pieces(
     scans: Sequence[Scan],
     velocity: Velocity | None = None,
 ) -> list[Found]:
-    """Accumulate each gradient by itself; see ``accumulate_parts`` of the spec."""
+    """Implement ``accumulate_parts`` by one call of ``accumulate`` per gradient."""
     found = []
     for gradient, scale, (start, stop), scan in zip(gradients, scales, spans, scans, strict=True):
-        part, moved = slice(start, stop), None
+        part = slice(start, stop)
+        velocity_part = None
         if velocity is not None:
-            moved = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
-        found.append(accumulate(gradient, residual[part], scale, out[part], scan, moved))
+            velocity_part = Velocity(velocity.old[part], velocity.new[part], velocity.momentum)
+        found.append(accumulate(gradient, residual[part], scale, out[part], scan, velocity_part))
     return found
 
 
@@ -70,8 +71,8 @@ def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Seq
     """Return the consecutive pieces of a vector in host memory.
 
     Args:
-        total: Dense, coded, or sparse: ascending runs of indices, one after another.
-        sizes: The pieces' numbers of elements.
+        total: Dense, coded, or sparse with indices in several ascending runs.
+        sizes: Number of elements of each piece.
     """
     if isinstance(total, Shares):
         return [Shares(list(each)) for each in zip(*(_pieces(share, sizes) for share in total.each), strict=True)]
@@ -79,7 +80,8 @@ def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Seq
     starts = stops - sizes
     if not isinstance(total, Sparse):
         return [piece_of(total, *span) for span in zip(starts.tolist(), stops.tolist(), strict=True)]
-    cuts, pieces = cuts_of(total.index, [*starts, stops[-1]]), []
+    cuts = cuts_of(total.index, [*starts, stops[-1]])
+    pieces = []
     for number, start in enumerate(starts):
         spans = [slice(cut[number], cut[number + 1]) for cut in cuts]
         index = _joined([total.index[span] for span in spans]) - start.astype(total.index.dtype)
@@ -88,7 +90,7 @@ def _pieces(total: Array | Sparse | Shares | Coded, sizes: Sequence[int]) -> Seq
 
 
 def cuts_of(index: NumpyArray, bounds: Sequence[int]) -> list[NumpyArray]:
-    """Return where in an array of ascending runs of indices, one after another, these bounds lie: for each run."""
+    """Return, for each ascending run of indices, the positions at which ``bounds`` would be inserted."""
     runs = np.concatenate([[0], np.flatnonzero(index[1:] < index[:-1]) + 1, [index.size]]).tolist()
     return [begin + np.searchsorted(index[begin:end], bounds) for begin, end in itertools.pairwise(runs)]
 
@@ -101,13 +103,13 @@ def moments_of(total: float, squares: float, n: int) -> tuple[float, float]:
     """Return the mean and the unbiased standard deviation of n numbers, given Σx and Σx²."""
     mean = float(total) / max(n, 1)
     variance = float(squares) - n * mean * mean
-    if variance < 1e-12 * squares:  # if all elements are equal, this is nothing but the rounding of the sums
+    if variance < 1e-12 * squares:  # all elements are equal: the difference is the rounding error of the sums
         variance = 0.0
     return mean, (variance / max(n - 1, 1)) ** 0.5
 
 
 class Finders(NamedTuple):
-    """A backend's ops that find one thing each."""
+    """The ops of a backend that compute the results of a Scan, one op per result."""
 
     all_finite: Callable[[Array], Flag]
     moments: Callable[[Array], tuple[float, float]]
@@ -121,12 +123,12 @@ class Finders(NamedTuple):
 
 
 def find(x: Array, scan: Scan, finders: Finders) -> Found:
-    """Return what a pass over ``x`` is to find, by one pass for each thing."""
+    """Compute what ``scan`` requests of ``x``, in one pass over ``x`` per result."""
     return find_rest(x, finders.all_finite(x), scan, finders)
 
 
 def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
-    """Return the same, given whether all elements are finite; on a device, that may be known later."""
+    """As :func:`find`, if ``finite`` is known. On a device it may be a tensor that the host does not wait for."""
     moments = finders.moments(x) if scan.moments and finite is not False else None
     if finite is False or (moments and not isfinite(moments[1])):
         return Found(False)
@@ -134,7 +136,8 @@ def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
     index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
     above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
     signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
-    largest, product = finders.max_abs(x) if scan.largest else None, None
+    largest = finders.max_abs(x) if scan.largest else None
+    product = None
     if scan.product is not None:
         a, rows, _ = scan.product
         product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
@@ -146,34 +149,35 @@ def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
 
 
 def mix(x: NumpyArray) -> NumpyArray:
-    """Return MurmurHash3's finalizer (Appleby) of uint32 numbers: a bijection in which each bit depends on all."""
+    """Return MurmurHash3's finalizer (Appleby) of uint32: a bijection in which each bit depends on all bits."""
     x = (x ^ x >> np.uint32(16)) * np.uint32(MIX_FACTORS[0])
     x = (x ^ x >> np.uint32(13)) * np.uint32(MIX_FACTORS[1])
     return x ^ x >> np.uint32(16)
 
 
 def level_values(bits: int) -> NumpyArray:
-    """Return what each code of ``quantize`` stands for, in units of its norm [2^bits]: ±level/s, with one zero."""
+    """Return the value of each code of ``quantize`` divided by its norm [2^bits]: ±level/s. Both zeros are +0."""
     level = np.arange(1 << (bits - 1), dtype=np.float32) / np.float32((1 << (bits - 1)) - 1)
     return np.concatenate([level, np.float32(0) - level])
 
 
-_ROUNDS = 4  # four Feistel rounds make a pseudorandom permutation (Luby & Rackoff 1988)
+_ROUNDS = 4  # four Feistel rounds give a pseudorandom permutation (Luby & Rackoff 1988)
 
 
 def half_bits(n: int) -> int:
-    """Return half the bits of the least power of four ≥ n, at least 1."""
+    """Return h such that 4^h is the smallest power of four ≥ n; at least 1."""
     return max((n - 1).bit_length() + 1, 2) // 2
 
 
 def round_keys(key: NumpyArray) -> NumpyArray:
-    """Return the keys [rounds] uint32 of the Feistel network that permutes indices."""
+    """Return one key per round [rounds] uint32 of the Feistel network that permutes indices."""
     return mix(key + np.arange(_ROUNDS, dtype=np.uint32))
 
 
 def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
-    """Return ``distinct_indices`` of the spec, on the host."""
-    half, keys = half_bits(n), round_keys(key)
+    """Implement ``distinct_indices`` in host memory."""
+    half = half_bits(n)
+    keys = round_keys(key)
     mask = np.uint32((1 << half) - 1)
 
     def permute(x: NumpyArray) -> NumpyArray:
@@ -190,71 +194,72 @@ def drawn_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
 
 # -- range floats ---------------------------------------------------------------------------------------------------
 
-OCTAVES = 19  #: below the largest magnitude, that count in the choice of a mantissa: sums of 4096 then fit int64
-RANGE_MANTISSAS = 8  #: numbers of mantissa bits that are tried: a bit less doubles the octaves, of which there are 256
-RangeSpace = tuple[Array, Array, Array]  #: the first bin, and the number of positive and of negative codes
+OCTAVES = 19  #: octaves below the largest magnitude that range_errors counts: sums of 4096 errors then fit int64
+RANGE_MANTISSAS = 8  #: number of mantissas tried: one bit less doubles the octaves, and float32 has 2^8 octaves
+RangeSpace = tuple[Array, Array, Array]  #: first bin, number of positive codes, number of negative codes
 
 
 def range_space(edges: Array, bits: int, shift: Any, xp: Any) -> RangeSpace:
-    """Share out the codes of a range float among its positive and negative bins.
+    """Divide the codes of a range float between positive and negative bins.
 
     Args:
-        edges: [2] int32: the bits of the bounds, both finite and not negative.
-        bits: The size of a code.
-        shift: How many bits of a float32 a bin leaves out: 23 less the mantissa's; a number, or [m, 1] or [1] int32.
+        edges: Bits of the bounds [2] int32, both finite and non-negative.
+        bits: Bits per code.
+        shift: 23 − mantissa bits: the low bits of a float32 that a bin ignores; a number, or [m, 1] or [1] int32.
         xp: The array library.
 
     Returns:
         The first bin, the number of positive codes and the number of negative codes, each [1] int32.
     """
-    top, low = edges[:1] >> shift, edges[1:] >> shift
+    top = edges[:1] >> shift
+    low = edges[1:] >> shift
     room = (1 << bits) - 1  # one code is zero
-    # the least bin from which both sides together, and each alone, fit the room; 0 holds zero itself
+    # the smallest first bin such that all bins from it on have codes: both signs together, or one sign alone
     first = xp.maximum((top + low + 3 - room) >> 1, xp.maximum(top, low) + 1 - room).clip(min=1)
     return first, (top - first + 1).clip(min=0), (low - first + 1).clip(min=0)
 
 
 def range_span(width: int) -> tuple[int, int]:
-    """Return the mantissa bits that are tried for codes of ``width`` bits: the least, and the most plus 1."""
+    """Return the range of mantissa bits to try for codes of ``width`` bits, as (start, stop)."""
     end = min(width, 23)
     return max(1, end - RANGE_MANTISSAS), end
 
 
 def range_errors(bits: Array, edges: Array, width: int, shift: Array, xp: Any) -> Array:
-    """Return the squared errors [m] int64 that range floats of each of m shifts are expected to have, in one unit.
+    """Return the expected squared error [m] int64 of range floats for each of m shifts, in a common unit.
 
-    Those of rounding are width²/12 of a bin. What is below the smallest bin errs by itself; if that is less than 2^−19
-    of the largest magnitude, it does not count.
+    The squared rounding error is width²/12 of a bin. A value below the smallest bin becomes zero, and its error is the
+    value itself; if the value is less than 2^−19 of the largest magnitude, it is ignored.
 
     Args:
-        bits: [n] int32, n ≤ 4096: the bits of a sample of the data.
-        edges: [2] int32: the bits of the bounds, both finite and not negative.
-        width: The size of a code.
-        shift: [m, 1] int32: 23 less the mantissa bits.
+        bits: Bits of a sample of the data [n] int32, n ≤ 4096.
+        edges: Bits of the bounds [2] int32, both finite and non-negative.
+        width: Bits per code.
+        shift: 23 − mantissa bits [m, 1] int32.
         xp: The array library.
     """
     first, _, _ = range_space(edges, width, shift, xp)  # [m, 1]
     magnitude = bits & 0x7FFFFFFF
     octave = (magnitude >> 23) - (edges.max() >> 23) + OCTAVES
     power = xp.where(octave < 0, 0, xp.ones_like(octave, dtype=xp.int64) << (2 * octave.clip(min=0)))  # 4^octave
-    leading = ((magnitude >> 20) & 7) * 2 + 17  # 16·1.f, f in the middle of an eighth
-    lost = magnitude < (first << shift)  # [m, n]: they become zero
-    dropped = xp.where(lost, leading * leading * power, 0).sum(1)  # 256·f²
-    rounded = xp.where(lost, 0, power).sum(1)  # width²·4^m
+    leading = ((magnitude >> 20) & 7) * 2 + 17  # 16·significand, by its first 3 bits: the middle of an eighth
+    lost = magnitude < (first << shift)  # [m, n]: below the smallest bin
+    dropped = xp.where(lost, leading * leading * power, 0).sum(1)  # 256·value²
+    rounded = xp.where(lost, 0, power).sum(1)  # width²·4^mantissa
     return 3 * dropped + ((64 * rounded) >> (2 * (23 - shift[:, 0])))  # 3·256/12 = 64
 
 
 def range_codes_of(bits: Array, space: RangeSpace, shift: Any, xp: Any) -> Array:
     """Return the range-float codes [n] int32 of float32 numbers, given their bits [n] int32."""
     first, positive, negative = space
-    number = ((bits & 0x7FFFFFFF) >> shift) - (first - 1)  # 1 or more from the first bin on
+    number = ((bits & 0x7FFFFFFF) >> shift) - (first - 1)  # 1 for the first bin
     below = xp.minimum(number, negative)
     codes = xp.where(bits < 0, xp.where(below > 0, positive + below, 0), xp.minimum(number, positive))
     return codes.clip(min=0)
 
 
 def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: Any, xp: Any) -> Array:
-    """Return the bits [n] int32 of the float32 numbers that range-float codes [n] int32 stand for."""
+    """Return the bits [n] int32 of the float32 numbers that range-float codes [n] int32 represent."""
     first, positive, negative = space
     codes = xp.minimum(codes, positive + negative)
     minus = codes > positive
@@ -268,18 +273,18 @@ def range_bits_of(codes: Array, edges: Array, space: RangeSpace, shift: Any, xp:
 
 
 def bins(n: int, block: int) -> int:
-    """Return the number of frequencies of n elements in blocks of ``block``."""
+    """Return the number of bins of the spectra of n elements in blocks of ``block``."""
     whole, rest = divmod(n, block)
     return whole * (block // 2 + 1) + (rest // 2 + 1 if rest else 0)
 
 
 def forward_scale(length: int, block: int) -> float:
-    """Return 1/√(length·block), a float32 number: the factor of the spectrum of ``length`` elements."""
+    """Return 1/√(length·block), rounded to float32: the factor of the spectrum of ``length`` elements."""
     return float(np.float32((length * block) ** -0.5))
 
 
 def inverse_scale(length: int, block: int) -> float:
-    """Return √(block/length), a float32 number: the factor of an undivided inverse transform of ``length`` elements."""
+    """Return √(block/length), rounded to float32: the factor of an inverse transform with norm="forward"."""
     return float(np.float32((block / length) ** 0.5))
 
 
@@ -297,26 +302,27 @@ def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
 
 
 def outer_sum(matrix: Outer) -> Array:
-    """Return what an :class:`~hvdcompress.ops.vectors.Outer` stands for, flat."""
+    """Return the matrix of an :class:`~hvdcompress.ops.vectors.Outer`, flat."""
     left, right = matrix.left.reshape(matrix.terms, -1, 1), matrix.right.reshape(matrix.terms, 1, -1)
     total = left[0] * right[0]
     for column, row in zip(left[1:], right[1:], strict=True):
-        total += column * row  # two steps: a fused one rounds once where this rounds twice
+        total += column * row  # two roundings: a fused multiply-add would round once
     if matrix.scale != 1.0:
         total *= float(np.float32(matrix.scale))
     return total.ravel()
 
 
 def centred(wide: Array) -> Array:
-    """Return a matrix (two-dimensional float64) less the mean of its rows, which are added in their order."""
+    """Return a matrix (two-dimensional float64) minus its mean row; rows are added in their order."""
     total = 0.0 + wide[0]
     for row in wide[1:]:
         total += row
-    return wide - total / (total.clip(0, 0) + len(wide))  # by an array: a GPU multiplies by a number's reciprocal
+    # the divisor is an array, because a GPU would multiply by the reciprocal of a number
+    return wide - total / (total.clip(0, 0) + len(wide))
 
 
 def combined(weights: Array, rows: Array) -> Array:
-    """Return weights [count, rows] · rows [rows, m], all float64, flat; the products are added in the rows' order."""
+    """Return weights [count, rows] · rows [rows, m], all float64, flat; products are added in the order of the rows."""
     total = 0.0 + weights[:, :1] * rows[0]
     for share, row in zip(weights.T[1:], rows[1:], strict=True):
         total += share[:, None] * row

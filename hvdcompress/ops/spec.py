@@ -1,13 +1,16 @@
-"""The specification of the array ops: what each op does, written once for all backends.
+"""Specification of the array ops: the documentation of each op, for all backends.
 
-Methods are written in the ops of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``,
-``ops/triton``) is a module that has exactly these functions. ``ops/numpy`` is the reference; the others return the same
-bytes, except where an op says "to rounding".
+Methods call the ops of :class:`Ops`. Every backend (``ops/numpy``, ``ops/numba``, ``ops/torch``, ``ops/triton``) is a
+module that has exactly these functions. ``ops/numpy`` is the reference. The other backends return the same bytes; an
+op marked "to rounding" may differ in the last bits.
 
-Conventions. Arrays are one-dimensional; [n] after an array is its length, and a matrix [rows × m] is its flat memory,
-row by row. Unless an op says otherwise, values are float32, indices are int32 (int64 if the tensor has 2^31 elements
-or more), payloads are uint8 in little-endian order, and results are new arrays. Inputs are never changed, except by
-the ops that say "in place" or have an argument ``out``. |x| is the elementwise absolute value.
+Conventions:
+
+- Arrays are one-dimensional. [n] after an array is its length. A matrix [rows × m] is stored flat, row by row.
+- Values are float32, indices are int32 (int64 if the tensor has 2^31 elements or more), and payloads are uint8 in
+  little-endian order, unless an op says otherwise.
+- Results are new arrays. Inputs are never changed, except by ops that say "in place" or have an argument ``out``.
+- |x| is the elementwise absolute value.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from hvdcompress.ops.vectors import (
 class Ops(Protocol):
     """The array ops. A backend is a module with these functions."""
 
-    # -- memory: make, view and rearrange arrays ------------------------------------------------------------------
+    # -- memory: create, view and rearrange arrays ------------------------------------------------------------------
 
     def zeros(self, size: int, dtype: str, like: Array) -> Array:
         """Return [size] zeros of ``dtype`` on the device of ``like``."""
@@ -41,56 +44,58 @@ class Ops(Protocol):
         """Move a numpy array to the device of ``like``. The result may share memory with ``values``."""
 
     def concat(self, arrays: list[Array], out: Array | None = None) -> Array:
-        """Join arrays end to end, in ``out`` if it is given. Without, a list of one returns that array, not a copy."""
+        """Concatenate arrays, into ``out`` if given. A list of one array without ``out`` returns it, not a copy."""
 
     def to_bytes(self, x: Array) -> Array:
-        """Return the memory of ``x`` as uint8, little-endian; may be a view."""
+        """Return the bytes of ``x`` as uint8, little-endian; may be a view."""
 
     def from_bytes(self, buffer: Array, dtype: str) -> Array:
-        """Interpret uint8 memory as ``dtype``; a view where the bytes are aligned.
+        """Interpret bytes as ``dtype``; a view if the bytes are aligned, otherwise a copy.
 
         Args:
-            buffer: uint8; its length is a multiple of the size of ``dtype``.
-            dtype: numpy's name of the dtype. "uint16" may be any 16-bit integer type, as in :meth:`to_bf16`.
+            buffer: uint8; its length is a multiple of the item size of ``dtype``.
+            dtype: numpy's name of the dtype. "uint16" may return any 16-bit integer type, as :meth:`to_bf16` does.
         """
 
     def head_bytes(self, buffer: Array, num_bytes: int) -> bytes:
-        """Copy the first ``num_bytes`` bytes of ``buffer`` (uint8) to the host. Meant for headers."""
+        """Copy the first ``num_bytes`` bytes of ``buffer`` (uint8) to the host. Meant for payload headers."""
 
     def fill(self, out: Array, value: float) -> None:
         """Set every element of ``out`` to ``value``, in place."""
 
     def take(self, x: Array, index: Array) -> Array:
-        """Return x[index] [k]. ``index`` [k] is int32 or int64, and each index is in [0, n)."""
+        """Return x[index] [k]. ``index`` [k] is int32 or int64, each index in [0, n)."""
 
     def take_by_age(self, table: Array, stamps: Array, now: int) -> Array:
-        """Return the entries of a table for the ages of elements: table[min(max(age, 1), m) − 1] [n].
+        """Look up each element's age in a table: table[min(max(age, 1), m) − 1] [n].
 
         Args:
-            table: [m] float32; m is less than 128.
-            stamps: [n] int8, when each element was last seen. Its age is now − stamp modulo 2^8, as an int8.
-            now: an int8.
+            table: [m] float32, m < 128.
+            stamps: [n] int8, the time of each element's last update. Its age is now − stamp modulo 2^8, as an int8.
+            now: The current time, an int8.
         """
 
     def stamp(self, table: Array, stamps: Array, now: int, index: Array, out: Array) -> Array:
-        """Do :meth:`take_by_age` for the elements at ``index`` [k], and set out = stamps, with ``now`` at ``index``.
+        """Look up the ages of the elements at ``index``, then mark these elements as updated now.
+
+        Sets out = stamps, with ``now`` at ``index``.
 
         Args:
-            table: as for :meth:`take_by_age`.
-            stamps: as for :meth:`take_by_age`.
-            now: an int8.
-            index: as in :meth:`take`; an index may occur several times. Few ascending runs are fast.
+            table: As for :meth:`take_by_age`.
+            stamps: As for :meth:`take_by_age`.
+            now: The current time, an int8.
+            index: [k], as for :meth:`take`; may contain duplicates. A few ascending runs are fast.
             out: [n] int8; not ``stamps`` itself.
 
         Returns:
-            [k] float32.
+            The table entries for the ages before the update [k] float32, as :meth:`take_by_age` returns them.
         """
 
     def sort(self, x: Array) -> Array:
         """Return the elements of ``x`` in ascending order."""
 
     def index_dtype(self, n: int) -> str:
-        """Return the dtype of indices below ``n``: "int32" if it can hold them all, otherwise "int64"."""
+        """Return the dtype of indices into n elements: "int32" for n < 2^31, otherwise "int64"."""
 
     def index_range(self, n: int, like: Array) -> Array:
         """Return 0, 1, …, n−1 in the dtype of :meth:`index_dtype`, on the device of ``like``."""
@@ -106,22 +111,22 @@ class Ops(Protocol):
         scan: Scan = NOTHING,
         velocity: Velocity | None = None,
     ) -> Found:
-        """Set out = scale·gradient + residual, in place, and report on ``out``, in one pass over memory where possible.
+        """Set out = scale·gradient + residual, in place, and compute what ``scan`` requests of ``out``.
 
-        All arrays have one length. Products are rounded to float32 before sums are, on every device (no fused
-        multiply-add).
+        Backends do both in one pass over memory where they can. Products are rounded to float32 before they are added,
+        on every device (no fused multiply-add).
 
         Args:
             gradient: [n].
             residual: [n].
-            scale: Rounded to float32 first.
-            out: [n]. It is neither of the two others.
-            scan: What is asked for besides whether ``out`` is finite.
-            velocity: If given, velocity.new = velocity.momentum·velocity.old + scale·gradient is set, too, and is
-                added to the residual instead of scale·gradient.
+            scale: Factor of the gradient; rounded to float32 first.
+            out: [n]; neither ``gradient`` nor ``residual``.
+            scan: The statistics to compute.
+            velocity: If given, set velocity.new = velocity.momentum·velocity.old + scale·gradient, and add
+                velocity.new to the residual instead of scale·gradient.
 
         Returns:
-            What was found. If ``out`` is not finite, the rest of it means nothing.
+            The statistics. If ``out`` contains NaN or Inf, only ``finite`` is defined.
         """
 
     def accumulate_parts(
@@ -134,29 +139,31 @@ class Ops(Protocol):
         scans: Sequence[Scan],
         velocity: Velocity | None = None,
     ) -> list[Found]:
-        """Do :meth:`accumulate` for several gradients, each with a part of the other vectors.
+        """Call :meth:`accumulate` for several gradients, each of which belongs to one part of the other vectors.
 
         Args:
-            gradients: Each as long as its span.
+            gradients: Arrays, each as long as its span.
             residual: [n].
-            scales: Of each gradient, what it is multiplied by.
+            scales: Factor of each gradient.
             out: [n].
-            spans: Of each gradient, where its part begins and ends; no two overlap.
-            scans: What is asked for of each part.
-            velocity: Of vectors [n].
+            spans: (start, stop) of each gradient's part; the parts do not overlap.
+            scans: The statistics to compute for each part.
+            velocity: Momentum of all parts, arrays [n].
 
         Returns:
-            What was found in each part, in the order of the gradients.
+            The statistics of each part, in the order of the gradients.
         """
 
-    def look(self, x: Array, scan: Scan) -> Found:
-        """Report on ``x`` as :meth:`accumulate` does on its result."""
+    def inspect(self, x: Array, scan: Scan) -> Found:
+        """Compute what ``scan`` requests of ``x``, as :meth:`accumulate` does of its output."""
 
     def keep_if(self, finite: Flag, x: Array, other: Array | None = None) -> None:
-        """Unless ``finite``, set x to ``other``, or to 0 without one, in place. The host waits for no flag.
+        """Keep x if ``finite``; otherwise set x = other in place, or x = 0 without ``other``.
+
+        The host does not wait for a flag that is on a device.
 
         Args:
-            finite: what :meth:`accumulate`, :meth:`look` or :meth:`all_finite` found.
+            finite: The flag from :meth:`accumulate`, :meth:`inspect` or :meth:`all_finite`.
             x: [n].
             other: [n].
         """
@@ -169,110 +176,112 @@ class Ops(Protocol):
 
         Args:
             x: [n].
-            own: Dense [n], coded or sparse. Sparse indices are in [0, n) and distinct, except that repeats with the
-                value 0 are allowed. Check indices that came over the network with :meth:`all_below` first.
+            own: Dense [n], coded or sparse. Sparse indices are in [0, n) and distinct; duplicates with the value 0
+                are allowed. Check indices from the network with :meth:`all_below` first.
             factor: Rounded to float32 first.
         """
 
     def zero_where(self, x: Array, own: Array | Sparse) -> None:
-        """Set x = 0 at the places where ``own`` (dense [n] or sparse) is not 0, in place."""
+        """Set x = 0, in place, wherever ``own`` (dense [n] or sparse) is not 0."""
 
     def write(self, out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> None:
         """Set out = factor·total, in place and in the dtype of ``out``.
 
         Args:
             out: [n] float32 or float64.
-            total: Dense [n], coded, or sparse vectors, with indices in [0, n). Values of equal indices are added in
-                the order in which they stand, so that all ranks, and all devices, get the same bits.
+            total: Dense [n], coded, or sparse vectors with indices in [0, n). Values with equal indices are added in
+                their order, so that all ranks and all devices get the same bits.
             factor: Rounded to float32 first, unless ``total`` is float64.
         """
 
     def dense(self, x: Array | Coded) -> Array:
-        """Return a coded vector as float32 [n]; an array is returned as it is."""
+        """Decode a coded vector to float32 [n]; return an array unchanged."""
 
     def write_parts(self, outs: Sequence[Array], total: Array | Sparse | Shares | Coded, factor: float) -> None:
-        """Set outs = factor·total, of which each of them has a part, as :meth:`write` does.
+        """Call :meth:`write` for an output that consists of several arrays.
 
         Args:
-            outs: The parts in their order, of one dtype.
-            total: Dense, coded (neither :class:`Outer` nor :class:`Waves`), or sparse: ascending runs of indices, one
-                after another. As long as the parts together.
+            outs: The parts of the output, in their order, of one dtype.
+            total: As long as all parts together. Dense, coded (neither :class:`Outer` nor :class:`Spectra`), or sparse
+                with indices in several ascending runs.
             factor: Rounded to float32 first, unless ``total`` is float64.
         """
 
     def add_all(self, arrays: list[Array], into_first: bool = False) -> Array:
-        """Return the sum of arrays of one shape and dtype, added in their order and rounded after each addition.
+        """Return the sum of arrays of one length and dtype, added in their order and rounded after each addition.
 
         Args:
-            arrays: The arrays, one at least.
-            into_first: Whether the sum is written over the first of them.
+            arrays: At least one array.
+            into_first: Whether to write the sum over the first array.
         """
 
     def merge(self, a: Sparse, b: Sparse, n: int) -> Sparse:
-        """Add two sparse vectors.
+        """Return the sum of two sparse vectors.
 
         Args:
             a: A sparse vector with distinct indices.
-            b: Another one.
-            n: The length of the dense vectors that they stand for; it determines the dtype of the indices.
+            b: A sparse vector with distinct indices.
+            n: The length of the dense vectors; it determines the dtype of the indices.
 
         Returns:
-            Distinct ascending indices, and their values [m] float32. No place receives more than two values, and
-            the sum of two does not depend on their order, so every device returns the same bits.
+            Distinct ascending indices and their values [m] float32. Each value is the sum of at most two numbers, which
+            does not depend on their order, so every device returns the same bits.
         """
 
     def scaled(self, x: Array, factor: float, limit: float = FP32_MAX) -> Array:
         """Return factor·x, clipped to ±limit."""
 
-    # -- statistics: numbers about an array ----------------------------------------------------------------------
+    # -- statistics: means, norms and other numbers about an array
+    # ----------------------------------------------------------------------
 
     def moments(self, x: Array) -> tuple[float, float]:
         """Return the mean and the unbiased standard deviation of ``x``, accumulated in float64.
 
-        Backends agree to about 1e-14 of the root mean square. The deviation of equal elements, of one element and
-        of none is exactly 0.
+        Backends agree to about 1e-14 of the root mean square. The standard deviation is exactly 0 if all elements are
+        equal, and for one element or none.
         """
 
     def max_abs(self, x: Array) -> float:
         """Return the largest |x|, or 0 for an empty array."""
 
     def l2_norm(self, x: Array) -> float:
-        """Return the Euclidean norm of ``x``, to rounding. The sum is float64: no square overflows or underflows."""
+        """Return the Euclidean norm of ``x``, to rounding. The float64 squares neither over- nor underflow."""
 
     def bucket_norms(self, x: Array, bucket: int, norm: Norm) -> Array:
         """Return the norm of each bucket of ``bucket`` consecutive elements; the last bucket may be shorter.
 
-        Sums are float64 and added in a fixed order: pieces of 512 elements are folded by halves, then the sums of
-        the pieces in the same way. All backends so return the same bits.
+        Sums are float64 and added in a fixed order, so that all backends return the same bits: a piece of 512 elements
+        is folded in half (the second half is added to the first) until one number is left; then the sums of the pieces
+        are folded in the same way.
 
         Args:
             x: [n].
-            bucket: 1 or more; may exceed n.
-            norm: "max", "l2" or "mean".
+            bucket: Bucket size, 1 or more; may exceed n.
+            norm: "max", "l2" or "mean" (the mean |x|).
 
         Returns:
-            [⌈n/bucket⌉]. No |x| exceeds the "max" or "l2" norm of its bucket. An "l2" norm that float32 cannot
-            hold becomes the largest finite float32.
+            The norms [⌈n/bucket⌉]. No |x| exceeds the "max" or "l2" norm of its bucket. An "l2" norm beyond float32
+            becomes the largest finite float32.
         """
 
     def all_finite(self, x: Array) -> Flag:
-        """Return whether ``x`` (float32 or float64) contains neither infinities nor NaNs."""
+        """Return whether ``x`` (float32 or float64) contains neither NaN nor Inf."""
 
     def all_below(self, index: Array, n: int) -> bool:
         """Return whether every index is in [0, n)."""
 
-    # -- selection: choose elements by magnitude -----------------------------------------------------------------
+    # -- selection: select elements by magnitude -----------------------------------------------------------------
 
     def top_k(self, x: Array, k: int) -> Array:
-        """Return the indices of the k largest |x|, ascending [min(k, n)]; among equals, the lowest indices."""
+        """Return the indices of the k largest |x|, ascending [min(k, n)]; among equal magnitudes, the lowest."""
 
     def top_k_parts(self, x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-        """Return the indices of :meth:`top_k` of each of the consecutive parts of a vector, ascending.
+        """Return the indices of the largest |x| in each part of a vector, ascending, as :meth:`top_k` does.
 
         Args:
-            x: [n].
-            counts: Of each part, how many; all of its elements where they are fewer.
-            sizes: The parts' numbers of elements.
+            x: [n], the concatenation of the parts.
+            counts: k of each part. A part with fewer elements returns all of them.
+            sizes: Number of elements of each part.
         """
 
     def kth_magnitude(self, x: Array, k: int) -> float:
@@ -290,37 +299,37 @@ class Ops(Protocol):
     def largest_of(
         self, candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]
     ) -> tuple[Sparse, Array]:
-        """Choose the entries of largest |value| in each of the parts of a vector; among equals, the first.
+        """Select the candidates of largest magnitude in each part of a vector; among equal magnitudes, the first.
 
         Args:
-            candidates: Of each part, ascending indices in it, at least as many as ``counts`` says.
-            counts: Of each part, how many.
-            starts: Where the parts begin.
+            candidates: Sparse vector of each part with at least ``counts`` entries; ascending indices in the part.
+            counts: Number of entries to select in each part.
+            starts: Index of each part's first element in the vector.
 
         Returns:
-            The entries, by their indices in the vector, one part's after another's [Σ counts]; and of each part the
-            least magnitude that was chosen, 0 where none was.
+            The selected entries of all parts, one part after another, by their indices in the vector [Σ counts]; and
+            for each part the smallest selected magnitude, 0 if none was selected.
         """
 
     def chunk_argmax(self, x: Array, chunk: int) -> Array:
-        """Return where the largest |x| of each chunk of ``chunk`` consecutive elements is.
+        """Return the offset of the largest |x| in each chunk of ``chunk`` consecutive elements.
 
         Returns:
-            [⌈n/chunk⌉] int32: the offset from the chunk's first element; among equals, the lowest. The last chunk
-            may be shorter.
+            Offsets from each chunk's first element [⌈n/chunk⌉] int32; among equal magnitudes, the lowest offset. The
+            last chunk may be shorter.
         """
 
     def chunk_positions(self, offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
-        """Convert offsets within chunks [k], as of :meth:`chunk_argmax` of consecutive pieces of a vector, to indices.
+        """Convert offsets within chunks, as :meth:`chunk_argmax` returns them, to indices.
 
         Args:
-            offset: The pieces' offsets, one after another [k], k = Σ ⌈sizes[i]/chunk⌉.
-            chunk: The number of elements of a chunk. Chunks begin again with each piece.
-            sizes: The pieces' numbers of elements.
+            offset: The offsets of consecutive parts of a vector, concatenated [k], k = Σ ⌈sizes[i]/chunk⌉.
+            chunk: Number of elements of a chunk. Each part begins with a new chunk.
+            sizes: Number of elements of each part.
 
         Returns:
-            Indices of the whole vector [k]. Those beyond the end of their piece, which only a damaged payload has,
-            become its last.
+            Indices in the whole vector [k]. An index beyond the end of its part, which only a damaged payload has,
+            becomes the part's last index.
         """
 
     # -- floats: 16-bit floats and range floats ------------------------------------------------------------------
@@ -335,12 +344,12 @@ class Ops(Protocol):
             out: [n] float16 that receives the result; by default a new array.
 
         Returns:
-            [n] float16, rounded to nearest even, and the number of elements that were clipped: a number or, on a
-            device, a tensor of one, for which the host need not wait.
+            [n] float16, rounded to nearest even; and the number of clipped elements, which is a tensor [1] if ``x`` is
+            on a device, so that the host need not wait.
         """
 
     def from_fp16(self, x: Array, scale: float) -> Array:
-        """Return scale·x as float32. ±Inf, which a sum that exceeded float16 becomes, reads as ±65504."""
+        """Return scale·x as float32. ±Inf, the result of a float16 sum that overflowed, reads as ±65504."""
 
     def to_bf16(self, x: Array, out: Array | None = None) -> Array:
         """Convert float32 to bfloat16, rounded to nearest even.
@@ -350,98 +359,98 @@ class Ops(Protocol):
             out: [2n] uint8 that receives the result; by default a new array.
 
         Returns:
-            [n] the 16 bits of each number, as uint16 (int16 in torch, which hardly supports uint16). Finite numbers
-            stay finite: one that would round to infinity becomes the largest bfloat16.
+            The 16 bits of each number [n] as uint16 (int16 in torch, which has little support for uint16). Finite
+            numbers stay finite: a number that would round to infinity becomes the largest bfloat16.
         """
 
     def from_bf16(self, bits: Array) -> Array:
         """Convert the bits of bfloat16 to float32, exactly."""
 
     def float_bounds(self, x: Array) -> Array:
-        """Return the largest x and the largest −x [2] float32, each at least 0."""
+        """Return max(x) and max(−x) [2] float32, each at least 0."""
 
     def range_mantissa(self, x: Array, bounds: Array, bits: int) -> Array:
-        """Choose the mantissa bits of range floats for data like ``x``: those of the least expected squared error.
+        """Choose the number of mantissa bits of range floats that minimises the expected squared error.
 
-        A value that has a code errs by width²/12 of its bin, and one below the smallest bin by itself. It is computed
-        in integers, so that all backends choose alike.
+        The expected squared error of a value is width²/12 of its bin; a value below the smallest bin becomes zero, and
+        its error is the value itself. The errors are integers, so that all backends choose the same number.
 
         Args:
-            x: [n], n ≤ 4096: a sample of the data.
-            bounds: [2], of all data, as returned by :meth:`float_bounds`.
-            bits: The size of a code, 2 to 24.
+            x: A sample of the data [n], n ≤ 4096.
+            bounds: Bounds of all data [2], as returned by :meth:`float_bounds`.
+            bits: Bits per code, 2 to 24.
 
         Returns:
-            [1] uint8, from max(1, bits − 8) to bits − 1, and 22 at most. Of equals, the least.
+            [1] uint8, from max(1, bits − 8) to bits − 1, at most 22. If errors are equal, the smallest number.
         """
 
     def range_codes(self, x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
-        """Encode ``x`` as range floats: codes that divide a range into bins of constant relative width.
+        """Encode ``x`` as range floats: codes of the bins of constant relative width that cover the data's range.
 
-        A bin is what float32 numbers with equal sign, exponent and first ``mantissa`` bits share. Code 0 is zero;
-        then come the positive bins, then the negative ones, each from the smallest magnitude up. Magnitudes below
-        the smallest bin that ``bits`` have room for become 0.
+        A bin contains the float32 numbers with equal sign, exponent and first ``mantissa`` bits. Code 0 is zero; then
+        come the positive bins, then the negative bins, each in the order of their magnitudes. Magnitudes below the
+        smallest bin that has a code become 0.
 
         Args:
             x: [n], within the bounds.
             bounds: [2], as returned by :meth:`float_bounds`.
-            bits: The size of a code, 4 to 16.
-            mantissa: The number of mantissa bits that a bin keeps, 1 to 22; or [1] uint8 with it.
+            bits: Bits per code, 4 to 16.
+            mantissa: Number of mantissa bits of a bin, 1 to 22; a number, or an array [1] uint8.
 
         Returns:
-            [n] int32, below 2^bits.
+            Codes [n] int32, below 2^bits.
         """
 
     def range_values(self, codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
         """Decode :meth:`range_codes`: return the middle of each code's bin, clipped to the bounds [n] float32.
 
-        Codes that do not exist are read as the last code, bounds that are not finite or negative as finite ones, and
-        an array's ``mantissa`` as one from 1 to 22, so that a damaged payload decodes to finite numbers.
+        A damaged payload decodes to finite numbers too: undefined codes are read as the last code, bounds that are
+        negative, NaN or Inf as finite bounds, and ``mantissa`` in an array is clipped to 1 … 22.
         """
 
-    # -- bits: numbers of a few bits, and bitmaps ----------------------------------------------------------------
+    # -- bits: integers of a few bits, and bitmaps ----------------------------------------------------------------
 
     def pack_bits(self, values: Array, width: int) -> Array:
         """Pack unsigned integers of ``width`` bits each without gaps, lowest bit first.
 
         Args:
             values: [n] int32 or int64, in [0, 2^width).
-            width: 0 or more.
+            width: Bits per integer, 0 or more.
 
         Returns:
             [⌈n·width/8⌉] uint8.
         """
 
     def unpack_bits(self, buffer: Array, width: int, count: int) -> Array:
-        """Undo :meth:`pack_bits` [count] int64. A buffer that is too short counts as if zeros followed it."""
+        """Undo :meth:`pack_bits` [count] int64. A buffer that is too short is read as if zeros followed."""
 
     def set_bits(self, positions: Array, num_bits: int) -> Array:
-        """Return a bitmap of ``num_bits`` bits in which the given positions are set.
+        """Return a bitmap in which the bits at the given positions are set.
 
         Args:
             positions: [k] int32 or int64, distinct and in [0, num_bits).
-            num_bits: The length of the bitmap in bits.
+            num_bits: Length of the bitmap in bits.
 
         Returns:
             [⌈num_bits/8⌉] uint8, lowest bit first.
         """
 
     def find_bits(self, buffer: Array, num_bits: int) -> Array:
-        """Return the positions below ``num_bits`` of the bits that are set, ascending int64.
+        """Return the positions of the set bits among the first ``num_bits`` bits, ascending int64.
 
-        A buffer that is too short counts as if zeros followed it.
+        A buffer that is too short is read as if zeros followed.
         """
 
     def elias_fano(self, index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
-        """Split ascending indices into their low bits and, in unary, the rest (Elias 1974; Fano 1971).
+        """Code ascending indices: their low bits in binary, their high bits in unary (Elias 1974; Fano 1971).
 
         Args:
             index: [k] int32 or int64, ascending.
-            low: The number of low bits, at most 56.
-            num_bits: The length of the bitmap: more than index[k − 1] >> low, plus k − 1.
+            low: Number of low bits, at most 56.
+            num_bits: Length of the bitmap, more than (index[k − 1] >> low) + k − 1.
 
         Returns:
-            The low bits, as of :meth:`pack_bits` [⌈k·low/8⌉] uint8; and a bitmap in which the bits
+            The low bits, packed by :meth:`pack_bits` [⌈k·low/8⌉] uint8; and a bitmap in which the bits
             (index[i] >> low) + i are set [⌈num_bits/8⌉] uint8.
         """
 
@@ -449,37 +458,38 @@ class Ops(Protocol):
         """Undo :meth:`elias_fano`.
 
         Returns:
-            As many indices as bits below ``num_bits`` are set, ascending int64. Buffers that are too short count as if
-            zeros followed them.
+            Ascending indices int64, one for each set bit among the first ``num_bits`` bits of ``highs``. Buffers that
+            are too short are read as if zeros followed.
         """
 
-    # -- codes: random rounding to levels, signs, and fields that add ----------------------------------------------
+    # -- codes: stochastic rounding to levels, signs, and packed fields that can be added
+    # ----------------------------------------------
 
     def uniform(self, key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
-        """Return numbers ``start``, ``start`` + 1, … of the random stream of a key.
+        """Return uniform random numbers: ``count`` numbers of the stream of ``key``, from index ``start`` on.
 
         Args:
             key: [1] uint32, on the host.
-            count: How many numbers to return.
-            like: The numbers are made on the device of this array.
-            start: The position in the stream of the first one; start + count ≤ 2^32.
+            count: Number of random numbers.
+            like: An array on the device of the result.
+            start: Index of the first number in the stream; start + count ≤ 2^32.
 
         Returns:
-            [count] float32: multiples of 2^-24 in [0, 1). The number at position i is the hash h(h(i + key) ^ key),
-            with h the finalizer of MurmurHash3 (:func:`hvdcompress.ops.shared.mix`).
+            [count] float32: multiples of 2^-24 in [0, 1). Number i has the upper 24 bits of h(h(i + key) ^ key), where
+            h is the finalizer of MurmurHash3 (:func:`hvdcompress.ops.shared.mix`).
         """
 
     def distinct_indices(self, key: NumpyArray, k: int, n: int) -> NumpyArray:
         """Draw k distinct indices below n: the first k of a random permutation of 0 … n − 1.
 
-        The permutation is a Feistel network of four rounds over the least power of four ≥ n. Images beyond n − 1 are
-        permuted again until they are in range ("cycle walking", Black & Rogaway 2002), so that the cost is
-        proportional to k, not n.
+        The permutation is a Feistel network of four rounds over the smallest power of four ≥ n. Results beyond n − 1
+        are permuted again until they are in range ("cycle walking", Black & Rogaway 2002). The cost is proportional to
+        k, not to n.
 
         Args:
             key: [1] uint32, on the host.
-            k: The number of indices, at most n.
-            n: The number of elements, 1 or more.
+            k: Number of indices, at most n.
+            n: Number of elements, 1 or more.
 
         Returns:
             Indices [k], ascending, on the host.
@@ -488,16 +498,17 @@ class Ops(Protocol):
     def quantize(
         self, x: Array, norms: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
     ) -> Array:
-        """Round each element at random to one of the two nearest levels, and pack sign and level.
+        """Round each element stochastically to one of the two nearest levels, and pack sign and level.
 
-        The levels are 0 … s with s = 2^(bits−1) − 1. |x|/norm·s lies between two levels, and the position of x in the
-        stream of ``key`` decides between them, so that the expectation is exact. |x| > norm counts as norm.
+        The levels are 0 … s with s = 2^(bits−1) − 1. |x|/norm·s lies between two levels. Element i is rounded up if its
+        distance from the lower level exceeds number i of the stream of ``key``, so the rounding is unbiased. |x| > norm
+        is clipped to the norm.
 
         Args:
             x: [n].
-            norms: The norm of each bucket [⌈n/bucket⌉] or more. A norm of 0 or less counts as 1.
-            bucket: The number of elements that share a norm.
-            bits: The size of a code, 2 to 8; its highest bit is the sign.
+            norms: The norm of each bucket [⌈n/bucket⌉] or more. A norm of 0 or less is read as 1.
+            bucket: Number of elements that share a norm.
+            bits: Bits per code, 2 to 8; the highest bit is the sign.
             key: [1] uint32, on the host, as for :meth:`uniform`.
             out: [⌈n·bits/8⌉] uint8 that receives the result; by default a new array.
 
@@ -511,7 +522,7 @@ class Ops(Protocol):
     def quantize_max(
         self, x: Array, bucket: int, bits: int, key: NumpyArray, out: Array | None = None
     ) -> tuple[Array, Array]:
-        """Do :meth:`quantize` with the "max" :meth:`bucket_norms` of ``x``, in one pass over memory where possible.
+        """Call :meth:`quantize` with the "max" :meth:`bucket_norms` of ``x``, in one pass over memory where possible.
 
         Returns:
             The norms [⌈n/bucket⌉], and the codes.
@@ -520,100 +531,100 @@ class Ops(Protocol):
     def quantize_fields(
         self, x: Array, limit: float, norm: Array, width: int, key: NumpyArray, out: Array | None = None
     ) -> Array:
-        """Round each element at random to −1, 0 or 1, as :meth:`quantize` with 2 bits does, and pack them as fields.
+        """Round x/norm stochastically to −1, 0 or 1, as :meth:`quantize` with 2 bits does, and pack the integers.
 
         Args:
-            x: [n], which counts as clipped to ±limit.
+            x: [n]; it is clipped to ±limit first.
             limit: Rounded to float32 first.
-            norm: [1]: what 1 stands for. A norm of 0 or less counts as 1.
-            width: The size of a field in bits, as for :meth:`pack_fields`.
+            norm: [1]; a norm of 0 or less is read as 1.
+            width: Bits per field, as for :meth:`pack_fields`.
             key: [1] uint32, on the host, as for :meth:`uniform`.
-            out: Int32 that receives the result; by default a new array.
+            out: int32 array that receives the result; by default a new array.
 
         Returns:
-            What :meth:`pack_fields` returns.
+            The words that :meth:`pack_fields` returns for the integers.
         """
 
     def dequantize(self, buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-        """Undo :meth:`quantize`: return ±norm·level/s [count]. Zero has no sign.
+        """Undo :meth:`quantize`: return ±norm·level/s [count]. Zeros are +0.
 
-        Norms that are negative, infinite or NaN are read as finite numbers, so that a damaged payload decodes to
-        finite numbers.
+        Norms that are negative, NaN or Inf are read as finite numbers, so that a damaged payload decodes to finite
+        numbers.
 
         Args:
-            buffer: What :meth:`quantize` returned.
+            buffer: Codes from :meth:`quantize`.
             norms: The norm of each bucket [⌈count/bucket⌉] or more.
-            bucket: The number of elements that share a norm.
-            bits: The size of a code.
-            count: How many numbers to return.
+            bucket: Number of elements that share a norm.
+            bits: Bits per code.
+            count: Number of elements.
 
         Raises:
             IndexError: There are fewer norms than buckets (RuntimeError in torch).
         """
 
     def pack_signs(self, x: Array) -> Array:
-        """Return one bit per element, lowest bit first: whether x < 0 [⌈n/8⌉] uint8."""
+        """Return one bit per element, set if x < 0 [⌈n/8⌉] uint8, lowest bit first."""
 
     def unpack_signs(self, buffer: Array, scale: Array, count: int) -> Array:
         """Undo :meth:`pack_signs`: return −scale where the bit is set and +scale elsewhere [count].
 
-        ``scale`` is [1] float32; one that is negative, infinite or NaN is read as a finite number.
+        ``scale`` is [1] float32; a scale that is negative, NaN or Inf is read as a finite number.
         """
 
     def pack_fields(self, values: Array, width: int) -> Array:
-        """Pack whole numbers into words whose sums are words of the sums.
+        """Pack integers into words such that adding words adds the integers.
 
         Args:
-            values: [n] float32, whole numbers. No sum may leave ±(2^width − 1)/2.
-            width: The size of a field in bits, 2 to 32.
+            values: [n] float32, integers. All sums must stay within ±(2^width − 1)/2.
+            width: Bits per field, 2 to 32.
 
         Returns:
-            [⌈n/p⌉] int32 with p = ⌊32/width⌋ numbers in each word: Σ v_j·2^(width·j). No word overflows.
+            [⌈n/p⌉] int32 with p = ⌊32/width⌋ integers v_j per word: Σ v_j·2^(width·j). No word overflows.
         """
 
     def unpack_fields(self, words: Array, width: int, count: int, bound: int) -> Array:
-        """Undo :meth:`pack_fields` for (sums of) numbers within ±bound [count] float32."""
+        """Undo :meth:`pack_fields` for integers, or sums of integers, within ±bound [count] float32."""
 
     # -- spectra: blockwise Fourier transforms --------------------------------------------------------------------
 
     def rfft(self, x: Array, block: int) -> Array:
-        """Return the spectra of consecutive blocks of ``x``, one after another, to rounding.
+        """Return the spectra of consecutive blocks of ``x``, concatenated, to rounding.
 
         Args:
             x: [n].
-            block: The length of a block; the last block may be shorter.
+            block: Block length; the last block may be shorter.
 
         Returns:
-            [2·bins] float32, real and imaginary parts in turns; a block of L elements has ⌊L/2⌋ + 1 bins. A spectrum
-            is divided by √(L·block). Bins of all blocks then compare as their energies do, and no number exceeds
-            max|x|, so that nothing overflows.
+            [2·bins] float32, real and imaginary parts alternating; a block of L elements has ⌊L/2⌋ + 1 bins. Each
+            spectrum is divided by √(L·block). With this scale, magnitudes of bins from blocks of different lengths
+            are comparable, and no number exceeds max|x|, so that nothing overflows.
         """
 
     def irfft(self, spectrum: Array, n: int, block: int) -> Array:
-        """Undo :meth:`rfft` [n] float32, to rounding. No |result| exceeds the sum of the block's |numbers|."""
+        """Undo :meth:`rfft` [n] float32, to rounding. No |result| exceeds the sum of its block's |spectrum|."""
 
     def magnitudes(self, pairs: Array) -> Array:
-        """Return the magnitudes [m] of complex numbers given as real and imaginary parts in turns [2m].
+        """Return the magnitudes [m] of complex numbers, given as alternating real and imaginary parts [2m].
 
-        Squares are float64, so that none overflows or underflows.
+        Squares are float64 and neither over- nor underflow.
         """
 
-    def largest_waves(self, x: Array, block: int, k: int) -> Sparse:
+    def largest_frequencies(self, x: Array, block: int, k: int) -> Sparse:
         """Return the k frequencies of :meth:`rfft` with the largest :meth:`magnitudes`, to rounding.
 
         Args:
             x: [n], finite.
-            block: The length of a block.
-            k: At most the number of bins.
+            block: Block length.
+            k: Number of frequencies, at most the number of bins.
 
         Returns:
-            The indices of bins [k], ascending, and their real and imaginary parts in turns [2k].
+            The indices of the bins [k], ascending, and their alternating real and imaginary parts [2k].
         """
 
     # -- matrices: layouts, products, orthonormal rows, principal components --------------------------------------
 
     def permute(self, x: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
-        """Read ``x`` [n] as an array of ``shape``, transpose its axes, and return it flat [n]; may be a view."""
+        """Reshape ``x`` [n] to ``shape``, transpose its axes, and return it flat [n]; may be a view."""
 
     def matmul(self, a: Array, b: Array, rows: int, columns: int) -> Array:
         """Return a · b [rows × columns], to rounding, for a [rows × m] and b [m × columns]."""
@@ -624,15 +635,16 @@ class Ops(Protocol):
     def orthonormalise(self, x: Array, rows: int, key: NumpyArray | None = None) -> Array:
         """Return orthonormal rows with the span of the rows of ``x``, by Gram-Schmidt in float64.
 
-        It uses no matrix library, whose sums depend on the processor and its threads: unlike machines agree to the
-        bit, and so do the reference and the compiled op, whose sums are added as those of :meth:`bucket_norms`.
+        The op uses no matrix library, because its sums would depend on the processor and the number of threads. The
+        numpy and numba backends add in the order of :meth:`bucket_norms`, so that different machines, and these two
+        backends, agree to the bit.
 
         Args:
             x: [rows × m] float32 or float64.
-            rows: The number of rows.
-            key: [1] uint32, on the host, as for :meth:`uniform`. A row of ``x`` that is zero, or depends on those
-                before it, is replaced by the row of :meth:`uniform` [rows × m] less 1/2; without ``key`` it becomes
-                zero.
+            rows: Number of rows.
+            key: [1] uint32, on the host, as for :meth:`uniform`. A row of ``x`` that is zero or linearly dependent on
+                the rows before it is replaced by the same row of ``uniform(key, rows·m) − 1/2``; without ``key`` it
+                becomes zero.
 
         Returns:
             [rows × m] float32, to rounding.
@@ -641,48 +653,48 @@ class Ops(Protocol):
     def principal(
         self, x: Array, rows: int, least: int, most: int, dropped: float, centre: bool = True
     ) -> tuple[Array, Array]:
-        """Return the principal components of the rows of ``x``, as combinations of these rows.
+        """Return the principal components of the rows of ``x``, as linear combinations of these rows.
 
         Args:
             x: [rows × m].
-            rows: The number of rows.
-            least: The least number of components.
-            most: The greatest number of components.
-            dropped: The share of the variance that may be left out: of the sum of squares where it is not centred.
-            centre: Whether the rows' mean is taken from them first.
+            rows: Number of rows.
+            least: Minimum number of components.
+            most: Maximum number of components.
+            dropped: Share of the variance (without ``centre``, of the sum of squares) that may be dropped.
+            centre: Whether to subtract the mean row first.
 
         Returns:
-            [1] int32: the least number d of components, within least … most, that leaves out a share of at most
-            ``dropped``; and [most × rows] float32: the combinations, to rounding and up to their signs, of which
-            those after the d-th are zero.
+            d [1] int32, the smallest number of components from ``least`` to ``most`` that drops at most the share
+            ``dropped``; and the weights of the rows in each component [most × rows] float32, to rounding and up to
+            their signs. The weights after the d-th component are zero.
         """
 
     def combine(self, weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
-        """Return combinations of the rows of ``x``, added in a fixed order in float64.
+        """Return linear combinations of the rows of ``x``, added in a fixed order in float64.
 
-        It uses no matrix library either.
+        The op uses no matrix library, for the reason given at :meth:`orthonormalise`.
 
         Args:
             weights: [count × rows].
             x: [rows × m].
-            rows: The number of rows.
-            centre: Whether the rows' mean is taken from them first.
+            rows: Number of rows.
+            centre: Whether to subtract the mean row first.
 
         Returns:
             [count × m] float64.
         """
 
     def coordinates(self, x: Array, basis: Array, rows: int) -> Array | None:
-        """Return the weights of the rows of ``basis`` in the rows of ``x``, which are combinations of them.
+        """Express the rows of ``x`` as linear combinations of the rows of ``basis``.
 
-        It uses no matrix library either.
+        The op uses no matrix library, for the reason given at :meth:`orthonormalise`.
 
         Args:
             x: [count × m] float32.
             basis: [rows × m] float32, orthonormal; rows may be zero.
-            rows: The number of rows.
+            rows: Number of rows of ``basis``.
 
         Returns:
-            [rows × count] float64, as :meth:`combine` takes them; None where the rows of ``x`` are no such
-            combinations, to the rounding of float32, or where the host would have to wait for a device to tell.
+            The weights, transposed: [rows × count] float64. None if a row of ``x`` is not in the span of ``basis``, to
+            the rounding of float32, or if the host would have to wait for a device to know that.
         """

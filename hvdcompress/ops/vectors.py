@@ -1,6 +1,7 @@
-"""What the array ops take and return besides plain arrays: sparse vectors, and vectors that are still coded.
+"""Vectors that array ops take and return besides plain arrays: sparse vectors and coded dense vectors.
 
-A coded vector is decoded where it is written (:meth:`hvdcompress.ops.spec.Ops.write`), which saves a pass over memory.
+A coded vector (:data:`Coded`) is a dense vector whose elements are not computed yet. :meth:`Ops.write` and
+:meth:`Ops.subtract` decode it into their output, which saves an array of the gradient's size and a pass over memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 Array = Any  #: an array of the backend's library, for example a torch.Tensor; one-dimensional inside a method
 NumpyArray = np.ndarray[Any, Any]  #: an array in host memory
 Scalar = float | np.floating[Any]  #: a number on the host
-Flag = bool | Any  #: yes or no; on a device a tensor of one, 0 or 1, so that the host need not wait for it
+Flag = bool | Any  #: a bool; on a device a tensor [1] of 0 or 1, so that the host need not wait for the device
 
 FP16_MAX = 65504.0  #: the largest finite float16
 FP32_MAX = float(np.finfo(np.float32).max)  #: the largest finite float32
 
 
 def dtype_name(array: Array) -> str:
-    """Return numpy's name of an array's dtype, of torch's dtypes, too."""
+    """Return numpy's name of an array's dtype, also for torch tensors."""
     return str(array.dtype).removeprefix("torch.")
 
 
@@ -37,11 +38,11 @@ class Sparse(NamedTuple):
 
 
 class Half(NamedTuple):
-    """A dense vector in 16 bits: scale·values in float32.
+    """A dense vector in a 16-bit format: scale·values in float32.
 
     Attributes:
-        values: [n] float16, or the bits of bfloat16 as uint16 (int16 in torch), as in :meth:`Ops.to_bf16`.
-        scale: rounded to float32 first.
+        values: [n] float16, or the bits of bfloat16 as uint16 (int16 in torch), as returned by :meth:`Ops.to_bf16`.
+        scale: Factor of the values; rounded to float32 first.
     """
 
     values: Array
@@ -49,7 +50,7 @@ class Half(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements, n."""
+        """Number of elements, n."""
         return len(self.values)
 
     def piece(self, start: int, stop: int) -> Half:
@@ -58,15 +59,15 @@ class Half(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A dense vector in signs and levels, as :meth:`Ops.quantize` and :meth:`Ops.pack_signs` write them.
+    """A dense vector of signs and levels, as returned by :meth:`Ops.quantize` and :meth:`Ops.pack_signs`.
 
     Attributes:
         codes: [⌈(start + size)·bits/8⌉] uint8 or more.
         norms: The norm of each bucket [⌈(start + size)/bucket⌉] or more.
-        bucket: The number of elements that share a norm.
-        bits: The size of a code, 1 to 8. With 1 bit an element is +norm or −norm, and all share one norm.
-        start: Which of the codes is the first element.
-        size: The number of elements, n.
+        bucket: Number of elements that share a norm.
+        bits: Bits per code, 1 to 8. With 1 bit an element is +norm or −norm, and all elements share one norm.
+        start: Index of the code of the first element.
+        size: Number of elements, n.
     """
 
     codes: Array
@@ -82,15 +83,15 @@ class Codes(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """A dense vector of whole numbers that were added in words, as :meth:`Ops.pack_fields` writes them, times a scale.
+    """A dense vector of integers, packed into words by :meth:`Ops.pack_fields`, times a scale.
 
     Attributes:
-        words: [⌈(start + size)/⌊32/width⌋⌉] int32 or more.
-        width: The size of a field in bits.
-        bound: No |number| exceeds it.
+        words: [⌈(start + size)/⌊32/width⌋⌉] int32 or more; may be a sum of such words.
+        width: Bits per field.
+        bound: Upper bound of the integers' magnitudes.
         scale: [1] float32, on the device.
-        start: Which of the numbers is the first element.
-        size: The number of elements, n.
+        start: Index of the field of the first element.
+        size: Number of elements, n.
     """
 
     words: Array
@@ -109,14 +110,14 @@ class Sum(NamedTuple):
     """A sum of dense vectors of one length, added in their order in float32.
 
     Attributes:
-        shares: arrays [n], or coded vectors of n elements; at least one.
+        shares: Arrays [n] or coded vectors of n elements; at least one.
     """
 
     shares: list[Any]
 
     @property
     def size(self) -> int:
-        """The number of elements, n."""
+        """Number of elements, n."""
         return size_of(self.shares[0])
 
     def piece(self, start: int, stop: int) -> Sum:
@@ -125,43 +126,45 @@ class Sum(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Dense vectors end to end.
+    """A concatenation of dense vectors.
 
     Attributes:
-        parts: arrays or coded vectors; at least one.
+        parts: Arrays or coded vectors; at least one.
     """
 
     parts: list[Any]
 
     @property
     def size(self) -> int:
-        """The number of elements, n."""
+        """Number of elements, n."""
         return sum(map(size_of, self.parts))
 
     def piece(self, start: int, stop: int) -> Joined:
         """Return elements ``start`` to ``stop``."""
-        found, begin = [], 0
+        pieces = []
+        begin = 0
         for part in self.parts:
             end = begin + size_of(part)
-            first, last = max(start, begin), min(stop, end)
+            first = max(start, begin)
+            last = min(stop, end)
             if first < last:
-                found.append(piece_of(part, first - begin, last - begin))
+                pieces.append(piece_of(part, first - begin, last - begin))
             begin = end
-        return Joined(found or [piece_of(self.parts[0], 0, 0)])
+        return Joined(pieces or [piece_of(self.parts[0], 0, 0)])
 
 
 class Outer(NamedTuple):
-    """A matrix of low rank [m × k], which is computed where it is written: scale · Σ left_i·right_iᵀ.
+    """A low-rank matrix [m × k], flat: scale · Σ left_i·right_iᵀ.
 
-    Products and sums are rounded one by one, in the order of i, and no matrix library makes them, whose sums depend on
-    the processor and its threads: unlike machines agree to the bit.
+    Each product and each sum is rounded, in the order of i. No matrix library computes them, because its sums depend on
+    the processor and the number of threads; so different machines agree to the bit.
 
     Attributes:
-        left: rows left_i [terms × m] float32.
-        right: rows right_i [terms × k] float32.
-        terms: their number, 1 or more.
-        scale: rounded to float32 first. It multiplies the sum.
-        basis: the factor with orthonormal rows, "left" or "right", if they span that of the step before.
+        left: Rows left_i [terms × m] float32.
+        right: Rows right_i [terms × k] float32.
+        terms: Number of terms, 1 or more.
+        scale: Factor of the sum; rounded to float32 first.
+        basis: "left" or "right" if the rows of this factor are orthonormal and span the previous step's factor.
     """
 
     left: Array
@@ -172,23 +175,21 @@ class Outer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements, m·k."""
+        """Number of elements, m·k."""
         return len(self.left) // self.terms * (len(self.right) // self.terms)
 
 
-class Waves(NamedTuple):
-    """A vector [n] made of some frequencies, which is computed where it is written: the inverse of their sum.
-
-    It is :meth:`Ops.irfft` of ``before`` times the sum of the shares, then multiplied by ``after`` and clipped.
+class Spectra(NamedTuple):
+    """A vector [n] given by sparse spectra: clip(after · irfft(before · Σ shares), ±limit).
 
     Attributes:
-        shares: sparse spectra whose sum is meant. Each has distinct indices [m] of bins, ascending, and values [2m]:
-            real and imaginary parts in turns.
-        n: number of elements.
-        block: the length of a block, as of :meth:`Ops.rfft`.
-        before: factor of the spectrum, rounded to float32 first.
-        after: factor of the inverse, rounded to float32 first.
-        limit: what no |element| exceeds.
+        shares: Sparse spectra. Each has distinct, ascending indices [m] of bins, and values [2m]: real and imaginary
+            parts alternating.
+        n: Number of elements.
+        block: Block length of :meth:`Ops.rfft`.
+        before: Factor of the spectrum; rounded to float32 first.
+        after: Factor of the inverse transform; rounded to float32 first.
+        limit: Magnitudes are clipped to it.
     """
 
     shares: Sequence[Sparse]
@@ -200,26 +201,26 @@ class Waves(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements, n."""
+        """Number of elements, n."""
         return self.n
 
 
-#: Dense vectors that are decoded where they are written, in float32: what is as large as a gradient is not made twice.
-Coded = Half | Codes | Fields | Sum | Joined | Outer | Waves
+#: Dense vectors that :meth:`Ops.write` and :meth:`Ops.subtract` decode, in float32, into their output
+Coded = Half | Codes | Fields | Sum | Joined | Outer | Spectra
 
 
 class Shares(NamedTuple):
     """A sum of sparse vectors of one length, added in their order in float32.
 
     Attributes:
-        each: The vectors; at least one.
+        each: Sparse vectors; at least one.
     """
 
     each: list[Sparse]
 
 
 def both(a: Flag, b: Flag) -> Flag:
-    """Return whether both are so. Nothing is asked of a device where one is known to be."""
+    """Return ``a and b``. If one of them is the constant True, no operation runs on the device."""
     return b if a is True else a if b is True else a & b
 
 
@@ -229,6 +230,6 @@ def size_of(x: Array | Coded) -> int:
 
 
 def piece_of(x: Array | Coded, start: int, stop: int) -> Any:
-    """Return elements ``start`` to ``stop`` of a dense vector, which is no :class:`Outer` and no :class:`Waves`."""
-    assert not isinstance(x, Outer | Waves)
+    """Return elements ``start`` to ``stop`` of a dense vector; :class:`Outer` and :class:`Spectra` have no pieces."""
+    assert not isinstance(x, Outer | Spectra)
     return x.piece(start, stop) if isinstance(x, Half | Codes | Fields | Sum | Joined) else x[start:stop]

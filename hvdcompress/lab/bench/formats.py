@@ -76,7 +76,7 @@ def formats() -> list[tuple[int, str, Callable[[Vector], Vector]]]:
 
 def kept_frequencies(x: Vector, method: FFT) -> Vector:
     """Return real and imaginary parts of the frequencies of x [n] that the method sends, alternating [2·k]."""
-    return fast.largest_waves(x, method.length(len(x)), method.num_kept(TensorSpec("x", (len(x),))))[1]
+    return fast.largest_frequencies(x, method.block_length(len(x)), method.num_kept(TensorSpec("x", (len(x),))))[1]
 
 
 def error(xs: Iterable[Vector], change: Callable[[Vector], Vector]) -> float:

@@ -33,7 +33,7 @@ from hvdcompress.method import Sparse
 from hvdcompress.ops import numba as compiled
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.scan import Halves, Product, Scan, Velocity
-from hvdcompress.ops.vectors import Codes, Fields, Half, Outer, Sum, Waves
+from hvdcompress.ops.vectors import Codes, Fields, Half, Outer, Spectra, Sum
 
 SIZES = [65_536, 1_000_000, 16_000_000]
 DENSITY = 0.01
@@ -87,7 +87,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
     side = max(int(n**0.5), 1)
     matrix, image = x[: side * side], out[: side * side]
     p, q = residual[: 4 * side], residual[-4 * side :]
-    waves = reference.largest_waves(x, 4096, k)
+    waves = reference.largest_frequencies(x, 4096, k)
     bounds = reference.float_bounds(x)
     ranged = reference.range_codes(x, bounds, 10, 6).astype(np.int64)
     x, residual, out, zeros, speed, index, values, near, found = map(
@@ -105,7 +105,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
     candidates, coded = Sparse(near, found), tuple(map(place, coded))
     by_bucket, signs = Codes(levels, norms, BUCKET, 4, 0, n), Codes(packed_signs, one, n, 1, 0, n)
     fields, short = Fields(words, 3, 2, one, 0, n), Half(bits, 1.0)
-    squares, low, sparse = (matrix, matrix, 1.0, image), Outer(p, q, 4), Waves([waves, waves], n, 4096)
+    squares, low, sparse = (matrix, matrix, 1.0, image), Outer(p, q, 4), Spectra([waves, waves], n, 4096)
     return [
         Case("accumulate", "scale 1/1024", 12 * n, lambda o: o.accumulate(x, residual, 2.0**-10, out)),
         Case("accumulate", "scale 1", 12 * n, lambda o: o.accumulate(x, residual, 1.0, out)),
@@ -176,7 +176,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("matmul_transposed", "4 rows", 4 * n, lambda o: o.matmul_transposed(p, matrix, 4, side)),
         Case("orthonormalise", "4 rows of √n", 32 * side, lambda o: o.orthonormalise(p, 4)),
         Case("magnitudes", "", 6 * n, lambda o: o.magnitudes(x[: n // 2 * 2])),
-        Case("largest_waves", "blocks of 4096", 4 * n + 12 * k, lambda o: o.largest_waves(x, 4096, k)),
+        Case("largest_frequencies", "blocks of 4096", 4 * n + 12 * k, lambda o: o.largest_frequencies(x, 4096, k)),
         Case("range_codes", "10 bits", 8 * n, lambda o: o.range_codes(x, bounds, 10, 6)),
         Case("range_mantissa", "10 bits", 4 * 1024, lambda o: o.range_mantissa(x[:1024], bounds, 10)),
         Case("range_values", "10 bits", 12 * n, lambda o: o.range_values(ranged, bounds, 10, 6)),
@@ -189,7 +189,7 @@ def cases(n: int, place: Callable[[Any], Any] = lambda array: array) -> list[Cas
         Case("first_above", "", 4 * n + 4 * k, lambda o: o.first_above(x, threshold, 2 * k)),
         Case("first_equal", "", 4 * n, lambda o: o.first_equal(x, threshold, k)),
         Case("chunk_positions", "", 8 * k, lambda o: o.chunk_positions(offset, chunk, (n,))),
-        Case("look", "float16", 6 * n, lambda o: o.look(x, Scan(halves=Halves(0.5, 65504.0, half)))),
+        Case("inspect", "float16", 6 * n, lambda o: o.inspect(x, Scan(halves=Halves(0.5, 65504.0, half)))),
         Case("to_fp16", "", 6 * n, lambda o: o.to_fp16(x, 0.5)),
         Case("add_all", "float16", 6 * n, lambda o: o.add_all([half, half])),
         Case("from_fp16", "", 6 * n, lambda o: o.from_fp16(half, 0.5)),

@@ -113,7 +113,7 @@ def _halves(name: str) -> Callable[[Any, TensorSpec, int, Device], list[Peer]]:
 
 
 def _fft(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
-    block = method.length(spec.size)
+    block = method.block_length(spec.size)
     whole, found = spec.size // block * block, []
     if isinstance(device, Cpu):
         import scipy.fft

@@ -23,7 +23,7 @@ from hvdcompress.lab.scale.run import FITTED
 from hvdcompress.method import Context, Sparse, TensorSpec, Workspace
 from hvdcompress.methods.fft import FFT
 from hvdcompress.ops import fast
-from hvdcompress.ops.vectors import Waves
+from hvdcompress.ops.vectors import Spectra
 from hvdcompress.parts import pack, select
 from hvdcompress.plan import load
 
@@ -95,7 +95,7 @@ def primitives(n: int, density: float, seed: int, rounds: int) -> dict[str, Any]
     """
     at, method, x = device("cpu"), FFT(density=density), np.random.default_rng(seed).laplace(size=n).astype(np.float32)
     spec = TensorSpec("x", (n,))
-    block, k, packing = method.length(n), method.num_kept(spec), method.packing(spec)
+    block, k, packing = method.block_length(n), method.num_kept(spec), method.packing(spec)
     whole, out = x[: n // block * block].reshape(-1, block), np.empty_like(x)
     spectrum = scipy.fft.rfft(whole)
     strengths = np.abs(spectrum).ravel()
@@ -103,15 +103,15 @@ def primitives(n: int, density: float, seed: int, rounds: int) -> dict[str, Any]
     def fresh() -> tuple[Context, Workspace]:
         return Context(0, 1, 0, spec), Workspace(fast)
 
-    kept = fast.largest_waves(x, block, k)
+    kept = fast.largest_frequencies(x, block, k)
     payload = pack.encode(Sparse(*kept), packing, *fresh())
-    waves = Waves([kept], n, block, 1.0, 1.0, float(np.finfo(np.float32).max))
+    waves = Spectra([kept], n, block, 1.0, 1.0, float(np.finfo(np.float32).max))
     calls: dict[str, Callable[[], Any]] = {
         "copy": lambda: np.copyto(out, x),
         "rfft": lambda: scipy.fft.rfft(whole),
         "irfft": lambda: scipy.fft.irfft(spectrum, block),
         "selection": lambda: select.largest(strengths, [min(k, strengths.size)], *fresh()),
-        "rfft and selection, in pieces": lambda: fast.largest_waves(x, block, k),
+        "rfft and selection, in pieces": lambda: fast.largest_frequencies(x, block, k),
         "packing": lambda: pack.encode(Sparse(*kept), packing, *fresh()),
         "unpacking": lambda: pack.decode(payload, k, packing, fast),
         "sum and irfft, in pieces": lambda: fast.write(out, waves, 1.0),

@@ -1,7 +1,7 @@
-"""The reference's ops, with those compiled for which a benchmark shows that it pays (``docs/ops-benchmark.md``).
+"""Array ops on numpy arrays, compiled with numba where a benchmark shows a gain (``docs/ops-benchmark.md``).
 
-Kernels take float32 in plain memory; everything else goes to the reference. Results are the reference's to the bit,
-except where the spec says otherwise. Verbs without a kernel are the reference's own functions.
+Kernels take contiguous, aligned float32 arrays. The ops pass all other inputs to the numpy backend, the reference, and
+return the reference's bits, except for ops "to rounding". Ops without a kernel are the reference's own functions.
 """
 
 from hvdcompress.ops.numba.arithmetic import (
@@ -9,7 +9,7 @@ from hvdcompress.ops.numba.arithmetic import (
     accumulate_parts,
     blend,
     dense,
-    look,
+    inspect,
     merge,
     scaled,
     subtract,
@@ -50,7 +50,7 @@ from hvdcompress.ops.numba.selection import (
     largest_of,
     top_k,
 )
-from hvdcompress.ops.numba.spectra import largest_waves, magnitudes
+from hvdcompress.ops.numba.spectra import largest_frequencies, magnitudes
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.numpy import (
     all_below,
@@ -79,12 +79,12 @@ from hvdcompress.ops.shared import index_dtype
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
-    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
-    "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
-    "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",
+    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "inspect", "irfft",
+    "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of", "magnitudes", "matmul",
     "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
     "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
     "range_values", "rfft", "scaled", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "write_parts", "zero_where", "zeros",
+    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from hvdcompress.ops.numba._kernels import matrices, statistics
 from hvdcompress.ops.numba.arrays import (
     FLOAT32,
     INF_BITS,
-    in_rows,
+    as_matrices,
     int64,
     is_plain_sparse,
     magnitude_bits,
@@ -31,9 +31,9 @@ from hvdcompress.ops.numba.floats import clipped_to_fp16, to_fp16
 from hvdcompress.ops.numba.matrices import matmul_transposed
 from hvdcompress.ops.numba.memory import joined
 from hvdcompress.ops.numba.selection import chunk_argmax, first_above
-from hvdcompress.ops.numba.spectra import write_waves
+from hvdcompress.ops.numba.spectra import write_spectra
 from hvdcompress.ops.numba.statistics import all_finite, bucket_norms, max_abs, moments, sums_of
-from hvdcompress.ops.numba.threads import RANGE, count, in_ranges
+from hvdcompress.ops.numba.threads import MIN_RANGE, count, in_ranges
 from hvdcompress.ops.numpy.statistics import norms_of
 from hvdcompress.ops.scan import NOTHING, Found, Product, Scan, Span, Velocity
 from hvdcompress.ops.shared import (
@@ -46,12 +46,13 @@ from hvdcompress.ops.shared import (
     moments_of,
     write_pieces,
 )
-from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Waves, size_of
+from hvdcompress.ops.vectors import FP16_MAX, FP32_MAX, Coded, Joined, Shares, Sparse, Spectra, size_of
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-FINITE, NO_OTHER = Found(True), NOTHING[:2] + NOTHING[4:]  # all of a scan but what is above
-FEW, LARGE = range(1, 9), 1 << 22  #: rows and elements for which one pass is faster than two: others stay in the cache
-MIDDLE = 1 << 18  #: the same, where a pass saves another one that would remove the product's part
+NO_OTHER = NOTHING[:2] + NOTHING[4:]  #: a Scan without its fields ``above`` and ``capacity``
+FEW_ROWS = range(1, 9)  #: row counts for which the product is computed in the pass that accumulates
+LARGE = 1 << 22  #: number of elements from which one pass is faster than two; smaller vectors stay in the cache
+MIDDLE = 1 << 18  #: the same if the pass also removes the projection, which saves another pass
 FINDERS = Finders(
     all_finite, moments, chunk_argmax, first_above, pack_signs, bucket_norms, max_abs, matmul_transposed, to_fp16
 )
@@ -67,39 +68,44 @@ def accumulate(
 ) -> Found:
     if not plain(gradient, residual, out, *(velocity or ())[:2]):
         return reference.accumulate(gradient, residual, scale, out, scan, velocity)
-    noted = scan.moments or scan.largest or (scan.above is not None and velocity is None)
+    collects = scan.moments or scan.largest or (scan.above is not None and velocity is None)
     if (
-        noted + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
+        collects + (scan.chunk > 0) + scan.signs + (scan.product is not None) + (velocity is not None) > 1
         or (velocity is not None and scan.moments)
         or (scan.above is not None and scan.above < 0)
         or (scan.signs and out.size <= PIECE)
         or scan.halves is not None
-        or (scan.product is not None and not _in_the_pass(scan.product, out.size))
-    ):  # rare, or little: one pass for each thing
+        or (scan.product is not None and not _multiplies_in_pass(scan.product, out.size))
+    ):
+        # rare combinations and small vectors: one pass for each result
         if not accumulate(gradient, residual, scale, out, NOTHING, velocity).finite:
             return Found(False)
         return find_rest(out, True, scan, FINDERS)
     if scan.product is not None:
-        return _with_product(gradient, residual, np.float32(scale), out, scan.product)
+        return _accumulate_with_product(gradient, residual, np.float32(scale), out, scan.product)
     return _in_one_pass(gradient, residual, np.float32(scale), out, scan, velocity)
 
 
-def _in_the_pass(wanted: Product, n: int) -> bool:
-    """Return whether a product with a vector of n elements is best found in the pass that makes the vector."""
-    return plain(wanted.a) and wanted.rows in FEW and n >= (MIDDLE if wanted.remove else LARGE)
+def _multiplies_in_pass(request: Product, n: int) -> bool:
+    """Return whether to compute a product with n elements in the pass that accumulates them."""
+    return plain(request.a) and request.rows in FEW_ROWS and n >= (MIDDLE if request.remove else LARGE)
 
 
-def _with_product(gradient: Array, residual: Array, scale: np.float32, out: Array, wanted: Product) -> Found:
-    """Accumulate and multiply in one pass; of few rows, remove the product's part, too."""
-    rows, width = wanted.rows, wanted.a.size // wanted.rows
+def _accumulate_with_product(
+    gradient: Array, residual: Array, scale: np.float32, out: Array, request: Product
+) -> Found:
+    """Accumulate, multiply, and remove the projection if requested, in one pass."""
+    rows = request.rows
+    width = request.a.size // rows
     room = 4 if rows <= 4 else 8
     kernel = matrices.accumulate_few_products if rows <= 4 else matrices.accumulate_eight_products
-    a, product = np.zeros((room, width), np.float32), np.empty((room, out.size // width), np.float32)
-    a[:rows] = wanted.a.reshape(rows, width)
-    most = kernel(gradient, residual, scale, out, a, product, np.float32(wanted.remove))
+    a = np.zeros((room, width), np.float32)
+    product = np.empty((room, out.size // width), np.float32)
+    a[:rows] = request.a.reshape(rows, width)
+    most = kernel(gradient, residual, scale, out, a, product, np.float32(request.remove))
     if most >= INF_BITS:
         return Found(False)
-    return Found(True, product=product[:rows].ravel(), removed=wanted.remove != 0)
+    return Found(True, product=product[:rows].ravel(), removed=request.remove != 0)
 
 
 def accumulate_parts(
@@ -114,14 +120,16 @@ def accumulate_parts(
     given = gradients, residual, scales, out, spans, scans, velocity
     if len(gradients) == 1 or velocity is not None or not _are_small(gradients, residual, out, spans, scans):
         return accumulate_pieces(accumulate, *given)
-    rooms = [
+    room = [
         0 if scan.above is None else min(scan.capacity, gradient.size)
         for gradient, scan in zip(gradients, scans, strict=True)
     ]
-    starts = np.cumsum([0, *rooms])
-    index, values = pool.empty(int(starts[-1]), np.int32), pool.empty(int(starts[-1]), np.float32)
+    starts = np.cumsum([0, *room])
+    index = pool.empty(int(starts[-1]), np.int32)
+    values = pool.empty(int(starts[-1]), np.float32)
     lows = [kernels.MAGNITUDE if scan.above is None else magnitude_bits(scan.above) for scan in scans]
-    most, counts = np.empty(len(gradients), np.int32), np.empty(len(gradients), np.int64)
+    most = np.empty(len(gradients), np.int32)
+    counts = np.empty(len(gradients), np.int64)
     kernels.accumulate_parts(
         _addresses(gradients),
         residual,
@@ -136,26 +144,27 @@ def accumulate_parts(
         counts,
     )
     found = []
-    for scan, start, noted, largest in zip(scans, starts.tolist(), counts.tolist(), most.tolist(), strict=False):
+    for scan, start, collected, largest in zip(scans, starts.tolist(), counts.tolist(), most.tolist(), strict=False):
+        stop = start + collected
         if largest >= INF_BITS:
             found.append(Found(False))
-        elif scan.above is None or noted >= scan.capacity:
-            found.append(FINITE)
+        elif scan.above is None or collected >= scan.capacity:
+            found.append(Found(True))
         else:
-            found.append(Found(True, above=Sparse(index[start : start + noted], values[start : start + noted])))
+            found.append(Found(True, above=Sparse(index[start:stop], values[start:stop])))
     return found
 
 
 def _addresses(arrays: Sequence[Array]) -> Array:
-    """Return where in memory arrays begin, for a kernel that takes several; they must outlive its call."""
+    """Return the memory addresses of arrays, for a kernel that takes several; the arrays must outlive its call."""
     return np.array([array.ctypes.data for array in arrays])
 
 
 def _are_small(
     gradients: Sequence[Array], residual: Array, out: Array, spans: Sequence[Span], scans: Sequence[Scan]
 ) -> bool:
-    """Return whether one kernel can accumulate all: nothing but elements above is asked for, and no one has threads."""
-    most = 2 * RANGE if count() > 1 else 1 << 31
+    """Return whether one kernel call can accumulate all: only ``above`` is requested, and no gradient needs threads."""
+    most = 2 * MIN_RANGE if count() > 1 else 1 << 31
     for gradient, (start, stop), scan in zip(gradients, spans, scans, strict=True):
         if gradient.dtype != FLOAT32 or not gradient.flags.carray or not gradient.size == stop - start < most:
             return False
@@ -172,45 +181,49 @@ def _in_one_pass(
     scan: Scan,
     velocity: Velocity | None,
 ) -> Found:
-    """Accumulate and look for one kind of thing, on this rank's cores."""
-    n, whole = out.size, (gradient, residual, scale, out)
+    """Accumulate and compute what ``scan`` requests in one pass, on this rank's cores."""
+    n = out.size
 
-    def passed(start: int, stop: int) -> tuple[Any, ...]:
+    def range_of(start: int, stop: int) -> tuple[Any, ...]:
         if stop - start == n:
-            return whole
+            return gradient, residual, scale, out
         return gradient[start:stop], residual[start:stop], scale, out[start:stop]
 
     if scan.chunk:
-        chunk, offsets = scan.chunk, pool.empty(-(-n // scan.chunk), np.int32)
+        chunk = scan.chunk
+        offsets = pool.empty(-(-n // scan.chunk), np.int32)
 
         def argmax(start: int, stop: int) -> int:
-            return kernels.accumulate_argmax(*passed(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
+            return kernels.accumulate_argmax(*range_of(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
 
         return Found(True, offsets=offsets) if max(in_ranges(argmax, n, chunk)) < INF_BITS else Found(False)
     if scan.signs:
-        sums, signs = pool.empty(-(-n // PIECE), np.float64)[None], pool.empty(-(-n // 8), np.uint8)
+        sums = pool.empty(-(-n // PIECE), np.float64)[None]
+        signs = pool.empty(-(-n // 8), np.uint8)
 
         def with_signs(start: int, stop: int) -> None:
             some = sums[0, start // PIECE : -(-stop // PIECE)]
-            kernels.accumulate_signs(*passed(start, stop), some, signs[start // 8 : -(-stop // 8)])
+            kernels.accumulate_signs(*range_of(start, stop), some, signs[start // 8 : -(-stop // 8)])
 
         in_ranges(with_signs, n, PIECE)
         total = sums_of(sums)
         finite = isfinite(total[0])
         return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if finite else Found(False)
     if not scan.moments and scan.above is None and velocity is None:
-        most = max(in_ranges(lambda start, stop: kernels.accumulate(*passed(start, stop)), n, kernels.BLOCK))
+        most = max(in_ranges(lambda start, stop: kernels.accumulate(*range_of(start, stop)), n, kernels.BLOCK))
         return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
-    low, room = kernels.MAGNITUDE, 0
+    low = kernels.MAGNITUDE
+    room = 0
     if scan.above is not None:
-        low, room = magnitude_bits(scan.above), min(scan.capacity, n)
+        low = magnitude_bits(scan.above)
+        room = min(scan.capacity, n)
     if scan.moments:
         totals, squared = np.zeros((2, -(-n // kernels.SPAN), statistics.LANES))
 
-    def noting(start: int, stop: int) -> tuple[int, Sparse]:
+    def collect(start: int, stop: int) -> tuple[int, Sparse]:
         index = pool.empty(min(room, stop - start), index_dtype(n))
         values = pool.empty(index.size, np.float32)
-        given = *passed(start, stop), low, index, values
+        given = *range_of(start, stop), low, index, values
         if velocity is not None:
             old, new, momentum = velocity
             most, count = kernels.accumulate_velocity(*given, old[start:stop], new[start:stop], np.float32(momentum))
@@ -223,7 +236,7 @@ def _in_one_pass(
             index[:count] += start
         return most, Sparse(index[:count], values[:count])
 
-    (most, above), *others = in_ranges(noting, n, kernels.SPAN)
+    (most, above), *others = in_ranges(collect, n, kernels.SPAN)
     if others:
         most = max(most, *(each for each, _ in others))
         above = Sparse(*map(joined, zip(above, *(each for _, each in others), strict=True)))
@@ -237,7 +250,7 @@ def _in_one_pass(
     )
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     if scan.halves is not None and scan == Scan(halves=scan.halves) and plain(x):
         scale, limit, out = scan.halves
         if 0 < limit <= FP16_MAX and plain(out, dtype=np.float16) and out.size == x.size:
@@ -245,8 +258,9 @@ def look(x: Array, scan: Scan) -> Found:
             return Found(True, saturated=clipped) if most < INF_BITS else Found(False)
     if scan != Scan(moments=True, largest=True) or not plain(x):
         return find(x, scan, FINDERS)
-    total, squares = np.zeros(statistics.LANES), np.zeros(statistics.LANES)
-    most = statistics.spread(x, total, squares)
+    total = np.zeros(statistics.LANES)
+    squares = np.zeros(statistics.LANES)
+    most = statistics.moments_and_largest(x, total, squares)
     if most >= INF_BITS:
         return Found(False)
     return Found(True, moments_of(total.sum(), squares.sum(), x.size), largest=magnitude_of(most))
@@ -263,9 +277,9 @@ def subtract(x: Array, own: Array | Sparse | Coded, factor: float) -> None:
         for part, piece in _pieces(x, own):
             subtract(part, piece, factor)
     elif plain_outer(own, x, factor):
-        matrices.outer(*in_rows(own, x), np.float32(own.scale * factor), True)
-    elif isinstance(own, Waves) and plain(x):
-        write_waves(own, factor, x, subtract=True)
+        matrices.outer(*as_matrices(own, x), np.float32(own.scale * factor), True)
+    elif isinstance(own, Spectra) and plain(x):
+        write_spectra(own, factor, x, subtract=True)
     elif isinstance(own, Coded):
         if factor != 1.0 or not coded.subtract(x, own):
             reference.subtract(x, own, factor)
@@ -314,9 +328,9 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
         for part, piece in _pieces(out, total):
             write(part, piece, factor)
     elif plain_outer(total, out, factor):
-        matrices.outer(*in_rows(total, out), np.float32(total.scale * factor), False)
-    elif isinstance(total, Waves) and plain(out):
-        write_waves(total, factor, out, subtract=False)
+        matrices.outer(*as_matrices(total, out), np.float32(total.scale * factor), False)
+    elif isinstance(total, Spectra) and plain(out):
+        write_spectra(total, factor, out, subtract=False)
     elif isinstance(total, Coded):
         if not coded.write(out, total, factor):
             reference.write(out, total, factor)
@@ -328,7 +342,8 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
 
 
 def _clear(out: Array) -> None:
-    ctypes.memset(out.ctypes.data, 0, out.nbytes)  # 2/3 of fill's time: it need not read what it overwrites
+    # takes 2/3 of the time of out.fill(0), because it does not read the memory that it overwrites
+    ctypes.memset(out.ctypes.data, 0, out.nbytes)
 
 
 def dense(x: Array | Coded) -> Array:
@@ -340,10 +355,10 @@ def dense(x: Array | Coded) -> Array:
 
 
 def _pieces(x: Array, joined: Joined) -> list[tuple[Array, Any]]:
-    """Pair the parts of a joined vector with the parts of ``x`` where they belong."""
+    """Return (part of ``x``, part of ``joined``) for each part of a joined vector."""
     stops = np.cumsum([size_of(part) for part in joined.parts]).tolist()
     if stops[-1] != x.size:
-        raise ValueError(f"parts of {stops[-1]} elements do not fill {x.size}")
+        raise ValueError(f"a vector of {stops[-1]} elements cannot be written to an array of {x.size}")
     return [(x[stop - size_of(part) : stop], part) for part, stop in zip(joined.parts, stops, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Bits, compiled: numbers of a few bits, and bitmaps (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Bits, compiled: integers of a few bits, and bitmaps (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hvdcompress.ops.numba._kernels import bits as kernels
 from hvdcompress.ops.numba.arrays import INDICES, int64, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-_WIDEST = 56  # the kernels hold a number and a part of the next in 64 bits
+_MAX_WIDTH = 56  # the kernels hold an integer and up to 7 bits of another one in 64 bits
 
 
 def pack_bits(values: Array, width: int) -> Array:
-    if not 0 < width <= _WIDEST:
+    if not 0 < width <= _MAX_WIDTH:
         return reference.pack_bits(values, width)
     out = np.empty(-(-values.size * width // 8), np.uint8)
     kernels.pack_bits(int64(values), width, out)
@@ -30,13 +30,15 @@ def unpack_bits(buffer: Array, width: int, count: int) -> Array:
 
 
 def _words(buffer: Array, num_bits: int) -> Array:
-    """The first bits of a buffer as uint32, with zeros after them: one word more than needed, and two at least.
+    """Copy the first bits of a buffer to uint32 words, with one more word than needed, and at least two.
 
-    A number is read with the word that follows it, also one of no bits from a buffer of none.
+    The kernel reads each integer together with the following word, even integers of 0 bits from an empty buffer.
     """
     words = pool.empty(max(-(-num_bits // 32), 1) + 1, np.uint32)
-    part, room = buffer[: 4 * words.size - 4], words.view(np.uint8)
-    room[: part.size], room[part.size :] = part, 0
+    part = buffer[: 4 * words.size - 4]
+    room = words.view(np.uint8)
+    room[: part.size] = part
+    room[part.size :] = 0
     return words
 
 
@@ -55,9 +57,10 @@ def find_bits(buffer: Array, num_bits: int) -> Array:
 
 
 def elias_fano(index: Array, low: int, num_bits: int) -> tuple[Array, Array]:
-    if not low <= _WIDEST or not plain(index, dtype=index.dtype) or index.dtype not in INDICES:
+    if not low <= _MAX_WIDTH or not plain(index, dtype=index.dtype) or index.dtype not in INDICES:
         return reference.elias_fano(index, low, num_bits)
-    lows, highs = pool.empty(-(-index.size * low // 8), np.uint8), pool.empty(-(-num_bits // 8), np.uint8)
+    lows = pool.empty(-(-index.size * low // 8), np.uint8)
+    highs = pool.empty(-(-num_bits // 8), np.uint8)
     highs[:] = 0
     kernels.elias_fano(index, low, num_bits, lows, highs)
     return lows, highs

@@ -1,7 +1,7 @@
-"""Coded vectors, compiled: each kind has a kernel that decodes elements and adds them to what is there.
+"""Coded vectors, compiled: each format has a kernel that decodes elements and adds them to its output.
 
-An *adder* is that kernel with a vector bound to it: what it needs of the vector is looked up, and checked, once. It
-sets out = (out ± values)·factor or, without ``add``, out = ±values·factor, for any consecutive elements of the vector.
+An *adder* is a function that binds such a kernel to a vector, whose arrays are checked once. For any range of the
+vector's elements it sets out = (out ± values)·factor or, without ``add``, out = ±values·factor.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from hvdcompress.ops.numba.threads import in_ranges
 from hvdcompress.ops.vectors import Coded, Codes, Fields, Half, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-_CACHED = 1 << 19  # elements that stay in a cache while all shares of them are added
-_ALIGN = 1 << 12  # elements: what threads begin at is the first code of a byte, of a word and of a kernel's block
-_EXACT = np.uint32(0xFFFFFF00)  # float32 numbers of 16 bits: their products with levels are exact
-_WIDEST = 16  # bits of a field that the kernel reads
+_CACHED = 1 << 19  # number of elements that stay in the cache while the shares of all ranks are added to them
+_ALIGN = 1 << 12  # threads start at multiples, which are the first codes of a byte, a word and a kernel's block
+_EXACT = np.uint32(0xFFFFFF00)  # keeps 16 significant bits of a float32: its products with levels are exact
+_MAX_WIDTH = 16  # maximum bits per field that the kernel can read
 
-Adder = Callable[[Array, int, bool, np.float32, np.float32], None]  # out, first (out[0]'s element), add, ±1, factor
+#: (out, index of the element out[0], add, sign ±1, factor) -> None
+Adder = Callable[[Array, int, bool, np.float32, np.float32], None]
 
 
 def write(out: Array, total: Coded, factor: float) -> bool:
-    """Set out = factor·total. Returns False, with ``out`` undefined, for what the kernels cannot take."""
+    """Set out = factor·total. Return False, with ``out`` undefined, if no kernel accepts the vector."""
     adders = [adder(share) for share in (total.shares if isinstance(total, Sum) else [total])]
     if total.size != out.size or not plain(out) or None in adders:
         return False
     step = _CACHED if len(adders) > 1 else max(out.size, 1)
 
     def decode(begin: int, stop: int) -> None:
-        for start in range(begin, stop, step):  # all shares of some elements, then the next: memory is written once
+        # add all shares of some elements, which stay in the cache, before the next elements
+        for start in range(begin, stop, step):
             part = out[start : min(start + step, stop)]
             for number, add in enumerate(adders):
                 assert add is not None
@@ -45,7 +47,7 @@ def write(out: Array, total: Coded, factor: float) -> bool:
 
 
 def subtract(x: Array, own: Coded) -> bool:
-    """Set x = x − own. Returns False, with ``x`` unchanged, for what the kernel cannot take."""
+    """Set x = x − own. Return False, with ``x`` unchanged, if no kernel accepts the vector."""
     add = adder(own)
     if own.size != x.size or not plain(x) or add is None:
         return False
@@ -54,7 +56,7 @@ def subtract(x: Array, own: Coded) -> bool:
 
 
 def adder(share: Any) -> Adder | None:
-    """Return the adder of a coded vector or an array; None: there is none."""
+    """Return the adder of a coded vector or an array, or None if no kernel accepts it."""
     if isinstance(share, Codes):
         return _of_codes(share)
     if isinstance(share, Fields):
@@ -72,7 +74,8 @@ def _of_codes(share: Codes) -> Adder | None:
         return None
     if norms.size * bucket < stop or buffer.size * 8 < stop * bits:
         return None
-    (high, low), norm_bits = _parts(bits), norms.view(np.int32)
+    high, low = _inverse_levels(bits)
+    norm_bits = norms.view(np.int32)
 
     def add_to(out: Array, first: int, add: bool, sign: np.float32, factor: np.float32) -> None:
         codes.add_codes(buffer, norm_bits, bucket, bits, high, low, begin + first, out, add, sign, factor)
@@ -81,8 +84,8 @@ def _of_codes(share: Codes) -> Adder | None:
 
 
 @cache
-def _parts(bits: int) -> tuple[np.float32, np.float32]:
-    """Return two float32 numbers whose sum is 1/s."""
+def _inverse_levels(bits: int) -> tuple[np.float32, np.float32]:
+    """Return 1/s, s = 2^(bits − 1) − 1, as a sum of two float32 numbers; level times the first one is exact."""
     whole = 1.0 / max((1 << (bits - 1)) - 1, 1)
     [high] = (np.array([whole], np.float32).view(np.uint32) & _EXACT).view(np.float32)
     return high, np.float32(whole - float(high))
@@ -90,7 +93,7 @@ def _parts(bits: int) -> tuple[np.float32, np.float32]:
 
 def _of_fields(share: Fields) -> Adder | None:
     words, width, bound, scale, begin, size = share
-    if not plain(words, dtype=np.int32) or width > _WIDEST or words.size * (32 // width) < begin + size:
+    if not plain(words, dtype=np.int32) or width > _MAX_WIDTH or words.size * (32 // width) < begin + size:
         return None
     unit = scale[0] if size else ONE
 
@@ -101,7 +104,8 @@ def _of_fields(share: Fields) -> Adder | None:
 
 
 def _of_half(share: Half) -> Adder | None:
-    values, scale = share.values, np.float32(share.scale)
+    values = share.values
+    scale = np.float32(share.scale)
     if not plain(values, dtype=values.dtype):
         return None
     kernel = floats.add_fp16 if values.dtype == np.float16 else floats.add_bf16

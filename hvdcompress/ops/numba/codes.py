@@ -1,4 +1,4 @@
-"""Codes, compiled: random rounding to levels, signs, and fields that add (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Codes, compiled: stochastic rounding, signs, and packed fields (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from hvdcompress.ops.vectors import NumpyArray as Array
 
 def distinct_indices(key: Array, k: int, n: int) -> Array:
     half = half_bits(n)
-    dtype = np.int32 if half < 16 else np.int64  # indices that are beyond n and drawn again must fit, too
-    out, other = pool.empty(k, dtype), pool.empty(k, dtype)
+    dtype = np.int32 if half < 16 else np.int64  # must also hold the indices beyond n that are drawn again
+    out = pool.empty(k, dtype)
+    other = pool.empty(k, dtype)
     swapped = kernels.distinct_indices(half, round_keys(key), n, out, other)
     return (other if swapped else out).astype(index_dtype(n), copy=False)
 
@@ -45,7 +46,7 @@ def quantize_max(x: Array, bucket: int, bits: int, key: Array, out: Array | None
 
 def _quantize(x: Array, norms: Array, find: bool, bucket: int, bits: int, key: Array, codes: Array) -> None:
     given = x, x.view(np.int32), norms, norms.view(np.int32), find, bucket, bits, key[0], codes
-    align = math.lcm(bucket, kernels.BLOCK)  # a bucket's norm is found by one thread
+    align = math.lcm(bucket, kernels.BLOCK)  # one thread computes the norm of a bucket
     in_ranges(lambda start, stop: kernels.quantize(*given, start, stop), x.size, align)
 
 
@@ -58,7 +59,8 @@ def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array,
     words = np.empty(-(-x.size // (32 // width)), np.int32) if out is None else out
     if not x.size or not plain(x) or not plain(words, dtype=np.int32) or words.size != -(-x.size // (32 // width)):
         return reference.quantize_fields(x, limit, norm, width, key, out)
-    unit, per = np.float32(norm[0]), 32 // width
+    unit = np.float32(norm[0])
+    per = 32 // width
     given = x, np.float32(limit), unit if unit > 0 else ONE, width, key[0], words
     align = kernels.BLOCK // per * per
     in_ranges(lambda start, stop: kernels.quantize_fields(*given, start, stop), x.size, align)

@@ -1,4 +1,4 @@
-"""Floats, compiled: 16-bit floats (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Floats, compiled: 16-bit floats and range floats (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def to_fp16(x: Array, scale: float, limit: float = FP16_MAX, out: Array | None =
 
 
 def clipped_to_fp16(x: Array, scale: float, limit: float, out: Array) -> tuple[int, int]:
-    """Set out [n] = x·scale as float16; returns how many were beyond ±limit, and the bits of the greatest |x|."""
-    bits, number, most = out.view(np.uint16), np.float32(scale), np.float32(limit)
+    """Convert scale·x to float16. Return the number of clipped elements, and the bits of the largest |x|."""
+    bits = out.view(np.uint16)
 
-    def some(start: int, stop: int) -> tuple[int, int]:
-        return kernels.to_fp16(x[start:stop], number, most, bits[start:stop])  # type: ignore[no-any-return]
+    def convert(start: int, stop: int) -> tuple[int, int]:
+        return kernels.to_fp16(  # type: ignore[no-any-return]
+            x[start:stop], np.float32(scale), np.float32(limit), bits[start:stop]
+        )
 
-    clipped, greatest = zip(*in_ranges(some, x.size, kernels.BLOCK), strict=True)
-    return int(sum(clipped)), max(greatest)
+    clipped, largest = zip(*in_ranges(convert, x.size, kernels.BLOCK), strict=True)
+    return int(sum(clipped)), max(largest)
 
 
 def from_fp16(x: Array, scale: float) -> Array:
@@ -86,10 +88,10 @@ def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) 
 
 
 def _edges(bounds: Array) -> list[int]:
-    """Return the bits of both bounds; damaged ones become finite."""
+    """Return the bits of both bounds; damaged bounds become finite."""
     return [min(max(edge, 0), FP32_MAX_BITS) for edge in bounds.view(np.int32).tolist()]
 
 
 def _shift(mantissa: int | Array) -> np.int32:
-    """Return 23 − mantissa, of an array, too, which may be damaged."""
+    """Return 23 − mantissa, for a number or an array; an array may be damaged and is clipped."""
     return np.int32(23 - (mantissa if isinstance(mantissa, int) else min(max(int(mantissa[0]), 1), 22)))

@@ -11,11 +11,12 @@ from hvdcompress.ops.numpy.matrices import drawn
 from hvdcompress.ops.shared import NEGLIGIBLE, SPANNED
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-FEW, MANY = range(2, 9), 1 << 18  #: rows and elements for which the matrix library needs longer than to read them
+FEW_ROWS = range(2, 9)  #: row counts for which the kernels beat the matrix library, on large tensors
+LARGE = 1 << 18  #: number of elements of a large tensor
 
 
 def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
-    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
+    if rows not in FEW_ROWS or b.size < LARGE or not (plain(a) and plain(b)):
         return reference.matmul(a, b, rows, columns)
     out = np.empty((rows, columns), np.float32)
     kernels.combinations(a.reshape(rows, -1), b.reshape(-1, columns), out)
@@ -23,7 +24,7 @@ def matmul(a: Array, b: Array, rows: int, columns: int) -> Array:
 
 
 def matmul_transposed(a: Array, b: Array, rows: int, columns: int) -> Array:
-    if rows not in FEW or b.size < MANY or not (plain(a) and plain(b)):
+    if rows not in FEW_ROWS or b.size < LARGE or not (plain(a) and plain(b)):
         return reference.matmul_transposed(a, b, rows, columns)
     out = np.empty((rows, columns), np.float32)
     kernels.products(a.reshape(rows, -1), b.reshape(columns, -1), out)

@@ -1,4 +1,4 @@
-"""Memory, compiled: take and set elements by their indices (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Memory, compiled: read and write elements by index (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hvdcompress.ops.numba.arrays import FLOAT32, INDICES, plain
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 INT8 = np.dtype(np.int8)
-#: dtypes whose elements are moved, and those that the kernel moves them as
+#: dtype of the elements -> dtype of the same size with which the kernel copies them
 WORDS: dict[Any, np.dtype[Any]] = {FLOAT32: FLOAT32, np.dtype(np.int32): FLOAT32, INT8: INT8}
 
 
 def joined(arrays: Sequence[Array]) -> Array:
-    """Return arrays of one dtype as one, in memory that was in use before."""
+    """Concatenate arrays of one dtype, in memory of the pool."""
     out = pool.empty(sum(map(len, arrays)), arrays[0].dtype)
     return np.concatenate(arrays, out=out)
 

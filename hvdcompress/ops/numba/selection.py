@@ -1,4 +1,4 @@
-"""Selection, compiled: choose elements by magnitude (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Selection, compiled: select elements by magnitude (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from hvdcompress.ops.vectors import Scalar, Sparse
 
 
 def _indices(x: Array, low: int, high: int, capacity: int) -> Array:
-    """Return the first ``capacity`` indices of magnitudes with bits in [low, high], ascending."""
+    """Return the first ``capacity`` indices, ascending, of magnitudes whose bits are in [low, high]."""
     out = pool.empty(min(capacity, x.size), index_dtype(x.size))
     return out[: kernels.find(x.view(np.int32), np.int32(low), np.uint32(high - low), out)]
 
 
 def top_k(x: Array, k: int) -> Array:
-    # A histogram of a sample gives a magnitude that somewhat more than k elements reach; the reference then chooses
-    # among those. If the sample misled, the histogram of all elements gives it for certain.
+    # The histogram of a sample gives a magnitude that somewhat more than k elements reach; the k largest of these
+    # candidates are then selected. If there are too few or too many candidates because the sample was not
+    # representative, the histogram of all elements gives the magnitude with certainty.
     n = x.size
     if not plain(x) or not 0 < k < n:
         return reference.top_k(x, k)
-    for stride in (n >> 16 | 1, 1):  # odd: not in step with the rows of a matrix
+    for stride in (n >> 16 | 1, 1):  # odd, so that the sample is not always from the same columns of a matrix
         count = kernels.histogram(x.view(np.int32), stride)[::-1].cumsum()
         bucket = int(np.searchsorted(count, k if stride == 1 else min(1.2 * k / stride + 30, count[-1])))
-        if bucket == 2047:  # nearly all are 0, as in an embedding of which few rows were used
-            others = _indices(x, 1, 0x7FFFFFFF, k)
-            if others.size < k:
-                return np.sort(np.concatenate([others, _indices(x, 0, 0, k - others.size)]))
-        capacity = int(count[bucket]) * (1 if stride == 1 else 2 * stride) + 1  # one more: full is too many
+        if bucket == 2047:  # nearly all elements are 0, as in an embedding of which few rows were used
+            nonzero = _indices(x, 1, 0x7FFFFFFF, k)
+            if nonzero.size < k:
+                return np.sort(np.concatenate([nonzero, _indices(x, 0, 0, k - nonzero.size)]))
+        # at most twice the estimated number of candidates; if all of this capacity is used, there are too many
+        capacity = int(count[bucket]) * (1 if stride == 1 else 2 * stride) + 1
         candidates = _indices(x, (2047 - bucket) << 20, 0x7FFFFFFF, capacity)
         if k <= candidates.size < capacity:
             break
@@ -50,25 +52,28 @@ def _magnitudes(bits: Array) -> Array:
 def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
     index, values = candidates[0] if len(candidates) == 1 else map(joined, zip(*candidates, strict=True))
     sizes = [each.values.size for each in candidates]
-    few = any(k > size for k, size in zip(counts, sizes, strict=True))
-    if few or not plain(values) or index.dtype not in INDICES or not plain(index, dtype=index.dtype):
+    too_few = any(k > size for k, size in zip(counts, sizes, strict=True))
+    if too_few or not plain(values) or index.dtype not in INDICES or not plain(index, dtype=index.dtype):
         return reference.largest_of(candidates, counts, starts)
-    total, parts = sum(counts), np.array([sizes, counts, starts], np.int64)
-    # the last place is for what is written and not kept
-    chosen, kept = pool.empty(total + 1, index.dtype), pool.empty(total + 1, np.float32)
-    least, scratch = np.empty(len(sizes), np.float32), pool.empty(max(sizes), np.int32)
+    total = sum(counts)
+    parts = np.array([sizes, counts, starts], np.int64)
+    # one more than needed, because the kernel writes an entry before it decides whether to keep it
+    chosen = pool.empty(total + 1, index.dtype)
+    kept = pool.empty(total + 1, np.float32)
+    least = np.empty(len(sizes), np.float32)
+    scratch = pool.empty(max(sizes), np.int32)
     kernels.largest_of(index, values.view(np.int32), values, parts, scratch, chosen, kept, least.view(np.int32))
     return Sparse(chosen[:total], kept[:total]), least
 
 
-def places_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
-    """Return where the k largest of them are, ascending [k], among equals the first; and the k-th largest."""
+def indices_of_largest(magnitudes: Array, k: int) -> tuple[Array, Any]:
+    """Return the indices of the k largest magnitudes, ascending [k], among equals the first; and the k-th largest."""
     if plain(magnitudes) and k:
         threshold = np.int32(kernels.kth(magnitudes.view(np.int32).copy(), k)).view(np.float32)
     else:
         threshold = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    chosen = np.empty(k + 1, np.int64)  # the last place is for what is written and not kept
-    kernels.places(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
+    chosen = np.empty(k + 1, np.int64)  # one more than needed, as above
+    kernels.indices_of_largest(magnitudes, threshold, k - np.count_nonzero(magnitudes > threshold), chosen)
     return chosen[:k], threshold
 
 

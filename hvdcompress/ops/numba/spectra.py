@@ -1,6 +1,6 @@
-"""Spectra, compiled: transforms in pieces that stay in the processor's cache (see :class:`hvdcompress.ops.spec.Ops`).
+"""Spectra, compiled: transforms of pieces that stay in the processor's cache (see :class:`hvdcompress.ops.spec.Ops`).
 
-Neither the spectrum of a tensor nor its sum over ranks is ever in memory as a whole.
+For large tensors, neither the spectrum nor the sum of the ranks' spectra is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hvdcompress.ops import pool
 from hvdcompress.ops.numba._kernels import spectra as kernels
 from hvdcompress.ops.numba.arrays import int64, plain
 from hvdcompress.ops.numba.memory import joined
-from hvdcompress.ops.numba.selection import kth_magnitude, places_of_largest
+from hvdcompress.ops.numba.selection import indices_of_largest, kth_magnitude
 from hvdcompress.ops.shared import bins, forward_scale, index_dtype, inverse_scale
 from hvdcompress.ops.vectors import NumpyArray as Array
-from hvdcompress.ops.vectors import Sparse, Waves
+from hvdcompress.ops.vectors import Sparse, Spectra
 
-_PIECE = 1 << 18  # elements, about: a piece and its spectrum stay in the processor's cache
-_FEW = 128  # blocks whose spectra are kept, as they stay in the cache
-_SAMPLE = 16  # of more blocks, those whose spectra tell where the k-th magnitude is, about
-_SURPLUS = 1.3  # how many times k frequencies are looked at by that
+_PIECE = 1 << 18  # elements per piece, approximately: a piece and its spectrum stay in the processor's cache
+_FEW = 128  # up to this number of blocks, the spectrum stays in the cache and is computed once
+_SAMPLE = 16  # number of blocks that are sampled to estimate the k-th magnitude
+_SURPLUS = 1.3  # the estimate aims at this multiple of k frequencies
 
 
 def magnitudes(pairs: Array) -> Array:
@@ -34,19 +34,19 @@ def magnitudes(pairs: Array) -> Array:
     return out
 
 
-def largest_waves(x: Array, block: int, k: int) -> Sparse:
+def largest_frequencies(x: Array, block: int, k: int) -> Sparse:
     if not plain(x) or not x.size:
-        return reference.largest_waves(x, block, k)
+        return reference.largest_frequencies(x, block, k)
     few = x.size // block < _FEW
     whole = list(_spectra(x, block)) if few else []
     low = _sampled(joined(whole) if few else _spectrum_of_some(x, block), k / bins(x.size, block))
-    for least in (low, low / 4, 0.0):  # the sample may mislead
+    for least in (low, low / 4, 0.0):  # try again if the estimate was too high
         index, pairs = _strong(whole or _spectra(x, block), least)
         found = magnitudes(pairs)
-        if np.count_nonzero(found >= least) >= k:  # no other is as large as the k-th of these
+        if np.count_nonzero(found >= least) >= k:  # then the k largest are among these
             break
-    place, _ = places_of_largest(found, k)
-    return Sparse(index[place], pairs.view(np.complex64)[place].view(np.float32))
+    chosen, _ = indices_of_largest(found, k)
+    return Sparse(index[chosen], pairs.view(np.complex64)[chosen].view(np.float32))
 
 
 def _spectrum_of_some(x: Array, block: int) -> Array:
@@ -55,25 +55,29 @@ def _spectrum_of_some(x: Array, block: int) -> Array:
 
 
 def _sampled(pairs: Array, share: float) -> float:
-    """Return a magnitude that somewhat more than a share of the frequencies reach, if these are like all others."""
-    some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not in step with blocks
+    """Estimate from a sample of pairs a magnitude that somewhat more than ``share`` of all frequencies reach."""
+    some = pairs.view(np.complex64)[:: (pairs.size >> 15) | 1]  # odd: not always the same bins
     found = magnitudes(np.ascontiguousarray(some).view(np.float32))
     count = min(round(_SURPLUS * share * found.size) + 30, found.size)
     return kth_magnitude(found, count)
 
 
 def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
-    """Return the indices and pairs of the frequencies with magnitudes of at least ``least``, and maybe some below.
+    """Return the indices and pairs of all frequencies with magnitudes ≥ ``least``, and possibly of some below.
 
     Args:
-        spectra: a tensor's pairs, piece by piece.
-        least: the magnitude.
+        spectra: The pairs of a tensor, piece by piece.
+        least: The magnitude.
     """
-    unit = 2.0 ** -max(math.frexp(least)[1], -126)  # so that no square of one as large underflows
-    low = np.float32((least * unit) ** 2 * (1 - 2.0**-20))  # less than the rounding of squares and their sum
-    indices, pairs, first = [], [], 0
+    unit = 2.0 ** -max(math.frexp(least)[1], -126)  # so that the square of ``least`` does not underflow
+    # the factor below 1 covers the rounding of the squares and their sum
+    low = np.float32((least * unit) ** 2 * (1 - 2.0**-20))
+    indices = []
+    pairs = []
+    first = 0
     for spectrum in spectra:
-        index, found = pool.empty(spectrum.size // 2, np.int64), pool.empty(spectrum.size, np.float32)
+        index = pool.empty(spectrum.size // 2, np.int64)
+        found = pool.empty(spectrum.size, np.float32)
         count = kernels.strong(spectrum, np.float32(unit), low, first, index, found)
         indices.append(index[:count].copy())
         pairs.append(found[: 2 * count].copy())
@@ -82,41 +86,42 @@ def _strong(spectra: Iterable[Array], least: float) -> tuple[Array, Array]:
 
 
 def _spectra(x: Array, block: int) -> Iterator[Array]:
-    import scipy.fft  # here, because only the method fft needs it, and it takes longer than the rest of the package
+    import scipy.fft  # imported here because only fft needs it, and the import takes longer than that of the package
 
     for part, length in _pieces(x, block):
         wave = np.multiply(part, np.float32(forward_scale(length, block)), out=pool.empty(part.size, np.float32))
         yield scipy.fft.rfft(wave.reshape(-1, length), overwrite_x=True).ravel().view(np.float32)
 
 
-def write_waves(waves: Waves, factor: float, out: Array, subtract: bool) -> None:
-    """Write factor times the waves to ``out``, or subtract it from what is there."""
+def write_spectra(spectra: Spectra, factor: float, out: Array, subtract: bool) -> None:
+    """Set out = factor times the decoded vector, or subtract that from ``out``."""
     import scipy.fft  # as above
 
-    shares = [Sparse(int64(share.index), share.values) for share in waves.shares]
+    shares = [Sparse(int64(share.index), share.values) for share in spectra.shares]
     begins = [0] * len(shares)
     first = 0
-    for part, length in _pieces(out, waves.block):
+    for part, length in _pieces(out, spectra.block):
         rows = part.size // length
         spectrum = np.zeros(rows * (length // 2 + 1), np.complex64)
         last = first + spectrum.size
         for number, (index, pairs) in enumerate(shares):
             begin, end = begins[number], max(begins[number], int(np.searchsorted(index, last)))
             piece = index[begin:end], pairs[2 * begin : 2 * end]
-            kernels.add_pairs(spectrum.view(np.float32), first, *piece, np.float32(waves.before))
+            kernels.add_pairs(spectrum.view(np.float32), first, *piece, np.float32(spectra.before))
             begins[number] = end
         wave = scipy.fft.irfft(spectrum.reshape(rows, -1), length, norm="forward").ravel()
-        if length != waves.block:
-            wave *= np.float32(inverse_scale(length, waves.block))
-        kernels.clipped(wave, np.float32(waves.after), np.float32(waves.limit), np.float32(factor), part, subtract)
+        if length != spectra.block:
+            wave *= np.float32(inverse_scale(length, spectra.block))
+        kernels.clipped(wave, np.float32(spectra.after), np.float32(spectra.limit), np.float32(factor), part, subtract)
         first = last
     if any(begin != share.index.size for begin, share in zip(begins, shares, strict=True)):
-        raise IndexError("a frequency is outside of the tensor")
+        raise IndexError("the index of a frequency is outside of the spectrum")
 
 
 def _pieces(x: Array, block: int) -> Iterator[tuple[Array, int]]:
-    """Yield the whole blocks of ``x``, several at a time, then the rest; and the length of a block."""
-    whole, step = x.size // block * block, max(_PIECE // block, 1) * block
+    """Yield (elements, block length): the whole blocks of ``x``, several at a time, then the shorter last block."""
+    whole = x.size // block * block
+    step = max(_PIECE // block, 1) * block
     for start in range(0, whole, step):
         yield x[start : min(start + step, whole)], block
     if whole < x.size:

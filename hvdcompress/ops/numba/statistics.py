@@ -1,4 +1,4 @@
-"""Statistics, compiled: numbers about an array (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Statistics, compiled: means, norms and other numbers about an array (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def l2_norm(x: Array) -> float:
 
 
 def _sums(x: Array) -> tuple[float, float]:
-    """Return the sums of elements and of squares, in float64."""
-    total, squares = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
+    """Return Σx and Σx², in float64."""
+    total = np.zeros(kernels.LANES)
+    squares = np.zeros(kernels.LANES)
     kernels.moments(x, total, squares)
     return float(total.sum()), float(squares.sum())
 
@@ -50,7 +51,7 @@ def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
 
 
 def sums_of(rows: Array) -> Array:
-    """Return the sums [m] of rows [m, width] float64, added in the order of the spec; overwrites ``rows``."""
+    """Return the sum of each row [m] of ``rows`` [m, width] float64, added in the spec's order; overwrites ``rows``."""
     out = np.empty(len(rows))
     kernels.add_rows(rows, out)
     return out

@@ -1,4 +1,4 @@
-"""This rank's cores: long kernels work on ranges of a vector side by side. Results do not depend on their number."""
+"""Threads for long kernels: each thread works on a range of the vector. Results do not depend on their number."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-THREADS = "HVDCOMPRESS_THREADS"  #: the environment variable with the number of threads
-RANGE = 1 << 20  #: elements of a range, at least; fewer are done sooner than a thread is woken
-#: variables in which launchers tell how many ranks run on this host
+THREADS = "HVDCOMPRESS_THREADS"  #: environment variable: number of threads per rank
+MIN_RANGE = 1 << 20  #: minimum number of elements per thread: shorter ranges take less time than waking a thread
+#: environment variables in which launchers pass the number of ranks on this host
 LOCAL_RANKS = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 @cache
 def count() -> int:
-    """Return how many threads kernels may use: ``HVDCOMPRESS_THREADS``, or this rank's share of the host's cores.
+    """Return the number of threads for kernels: ``HVDCOMPRESS_THREADS``, or this rank's share of the host's cores.
 
     Raises:
         ValueError: the variable is not a positive number.
@@ -27,7 +27,7 @@ def count() -> int:
     given = os.environ.get(THREADS, "")
     if given:
         if not given.isdecimal() or int(given) < 1:
-            raise ValueError(f"{THREADS}={given!r}: give a number of threads, 1 or more")
+            raise ValueError(f"{THREADS} must be a number of threads, 1 or more, not {given!r}")
         return int(given)
     ranks = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdecimal()), 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -40,18 +40,18 @@ def _pool(process: int) -> ThreadPoolExecutor:
 
 
 def in_ranges(work: Callable[[int, int], T], n: int, align: int = 1) -> list[T]:
-    """Do a kernel's work on ranges of a vector, on as many threads as :func:`count` allows.
+    """Run a kernel on ranges of a vector, on as many threads as :func:`count` allows.
 
     Args:
-        work: (start, stop) -> the result of these elements. Ranges do not overlap and may run at the same time, so
-            it calls kernels only, which release the interpreter's lock.
-        n: the vector's number of elements.
-        align: every range but the last has a multiple of so many elements.
+        work: (start, stop) -> the result for these elements. Ranges do not overlap. Calls of ``work`` may run at the
+            same time, so it should only call kernels, which release the GIL.
+        n: Number of elements of the vector.
+        align: The length of every range except the last is a multiple of this number.
 
     Returns:
-        The results, in the order of the ranges; one of (0, n) for few elements, or one thread.
+        The results in the order of the ranges; a single result for (0, n) if one thread is enough.
     """
-    threads = min(count(), max(1, n // RANGE))
+    threads = min(count(), max(1, n // MIN_RANGE))
     if threads == 1:
         return [work(0, n)]
     step = align * ceil(n / threads / align)
@@ -59,9 +59,9 @@ def in_ranges(work: Callable[[int, int], T], n: int, align: int = 1) -> list[T]:
     others = [_pool(os.getpid()).submit(work, *each) for each in ranges[1:]]
     try:
         first = work(*ranges[0])
-    finally:  # a kernel that still writes must not meet whatever follows an error
-        done = [other.exception() for other in others]
-    for error in done:
+    finally:  # wait for all threads, also after an error: their kernels still write to the vector
+        errors = [other.exception() for other in others]
+    for error in errors:
         if error:
             raise error
     return [first, *(other.result() for other in others)]

@@ -1,6 +1,6 @@
-"""The array ops in numpy: the reference that every other backend is compared with.
+"""Array ops in numpy: the reference that tests compare every other backend with.
 
-It is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` says what each op does.
+The code is written to be simple and obviously right. :mod:`hvdcompress.ops.spec` documents each op.
 """
 
 from hvdcompress.ops.numpy.arithmetic import (
@@ -9,8 +9,8 @@ from hvdcompress.ops.numpy.arithmetic import (
     add_all,
     blend,
     dense,
+    inspect,
     keep_if,
-    look,
     merge,
     scaled,
     subtract,
@@ -75,19 +75,19 @@ from hvdcompress.ops.numpy.selection import (
     top_k,
     top_k_parts,
 )
-from hvdcompress.ops.numpy.spectra import irfft, largest_waves, magnitudes, rfft
+from hvdcompress.ops.numpy.spectra import irfft, largest_frequencies, magnitudes, rfft
 from hvdcompress.ops.numpy.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 from hvdcompress.ops.shared import index_dtype
 
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
-    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
-    "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
-    "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",
+    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "inspect", "irfft",
+    "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of", "magnitudes", "matmul",
     "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
     "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
     "range_values", "rfft", "scaled", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "write_parts", "zero_where", "zeros",
+    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Arithmetic: add, subtract and write dense and sparse vectors (:class:`hvdcompress.ops.spec.Ops` says how)."""
+"""Arithmetic: add, subtract and write dense and sparse vectors (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdcompress.ops.shared import (
     outer_sum,
     write_pieces,
 )
-from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Sum, Waves
+from hvdcompress.ops.vectors import FP32_MAX, Coded, Codes, Fields, Half, Joined, Outer, Shares, Sparse, Spectra, Sum
 from hvdcompress.ops.vectors import NumpyArray as Array
 
 FINDERS = Finders(
@@ -45,13 +45,13 @@ def accumulate(
             np.multiply(velocity.old, np.float32(velocity.momentum), out=velocity.new)
             velocity.new[...] += scaled
         return accumulate(velocity.new, residual, 1.0, out, scan)
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller is told
+    with np.errstate(over="ignore", invalid="ignore"):  # Found.finite reports NaN and Inf
         if scale == 1.0:
             np.add(gradient, residual, out=out)
         else:
             np.multiply(gradient, np.float32(scale), out=out)
             out += residual
-    return look(out, scan)
+    return inspect(out, scan)
 
 
 def accumulate_parts(
@@ -66,7 +66,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
@@ -126,7 +126,7 @@ def dense(x: Array | Coded) -> Array:
         return add_all([dense(share) for share in x.shares])
     if isinstance(x, Outer):
         return outer_sum(x)
-    if isinstance(x, Waves):
+    if isinstance(x, Spectra):
         return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return np.concatenate([dense(part) for part in x.parts])
@@ -145,13 +145,13 @@ def add_all(arrays: list[Array], into_first: bool = False) -> Array:
 
 
 def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
-    index, place = np.unique(np.concatenate([a.index, b.index]), return_inverse=True)
+    index, inverse = np.unique(np.concatenate([a.index, b.index]), return_inverse=True)
     values = np.zeros(index.size, np.float32)
-    np.add.at(values, place, np.concatenate([a.values, b.values]))
+    np.add.at(values, inverse, np.concatenate([a.values, b.values]))
     return Sparse(index.astype(index_dtype(n)), values)
 
 
 def scaled(x: Array, factor: float, limit: float = FP32_MAX) -> Array:
-    with np.errstate(over="ignore"):  # Inf is then clipped
+    with np.errstate(over="ignore"):  # Inf is clipped below
         out = x * np.float32(factor)
     return np.clip(out, -np.float32(limit), np.float32(limit), out=out)

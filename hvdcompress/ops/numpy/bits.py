@@ -1,4 +1,4 @@
-"""Bits: numbers of a few bits, and bitmaps (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Bits: integers of a few bits, and bitmaps (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def from_elias_fano(lows: Array, highs: Array, low: int, num_bits: int) -> Array
 
 def bits_of(buffer: Array, count: int) -> Array:
     """Return the first ``count`` bits of a buffer, lowest bit first [count] uint8; zeros follow the buffer's end."""
-    if not buffer.size:  # of an empty buffer, numpy's unpackbits returns memory that nobody has written
+    if not buffer.size:  # np.unpackbits returns uninitialized memory for an empty buffer
         return np.zeros(count, np.uint8)
     return np.unpackbits(buffer, count=count, bitorder="little")

@@ -1,4 +1,4 @@
-"""Codes: random rounding to levels, signs, and fields that add (:class:`hvdcompress.ops.spec.Ops` says how)."""
+"""Codes: stochastic rounding, signs, and packed fields (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdcompress.ops.numpy.statistics import bucket_norms
 from hvdcompress.ops.shared import FP32_MAX_BITS, drawn_indices, level_values, mix
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-_SLICE = 1 << 15  # elements at a time, a multiple of 8: what is made on the way stays in the processor's cache
+_SLICE = 1 << 15  # elements per slice, a multiple of 8: intermediate results stay in the processor's cache
 
 
 def uniform(key: Array, count: int, like: Array, start: int = 0) -> Array:
@@ -22,15 +22,16 @@ def distinct_indices(key: Array, k: int, n: int) -> Array:
 
 
 def quantize(x: Array, norms: Array, bucket: int, bits: int, key: Array, out: Array | None = None) -> Array:
-    levels, out = np.float32((1 << (bits - 1)) - 1), np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
+    s = np.float32((1 << (bits - 1)) - 1)
+    out = np.empty(-(-x.size * bits // 8), np.uint8) if out is None else out
     safe = np.where(norms > 0, norms, np.float32(1))
     for start in range(0, x.size, _SLICE):
         part = np.ascontiguousarray(x[start : start + _SLICE])
-        with np.errstate(invalid="ignore", over="ignore"):  # of Inf and NaN, whose step will be abandoned
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and Inf: the step will be discarded
             share = np.abs(part) / safe[np.arange(start, start + part.size) // bucket]
-        share = np.fmin(share, np.float32(1)) * levels
+        share = np.fmin(share, np.float32(1)) * s
         level = np.floor(share)
-        # share − level is exact, so what lies on a level stays there
+        # share − level is exact, so a number that is equal to a level is not rounded
         level += uniform(key, part.size, x, start) < share - level
         codes = level.astype(np.uint8) | (part.view(np.uint32) >> 31 << (bits - 1)).astype(np.uint8)
         split = np.unpackbits(codes, bitorder="little").reshape(-1, 8)[:, :bits]
@@ -55,7 +56,9 @@ def quantize_fields(x: Array, limit: float, norm: Array, width: int, key: Array,
 
 
 def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) -> Array:
-    values, norms, out = level_values(bits), finite_norms(norms), np.zeros(count, np.float32)
+    values = level_values(bits)
+    norms = finite_norms(norms)
+    out = np.zeros(count, np.float32)
     for start in range(0, count, _SLICE):
         part = out[start : start + _SLICE]
         split = np.zeros((part.size, 8), np.uint8)
@@ -83,18 +86,20 @@ def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
 def pack_fields(values: Array, width: int) -> Array:
     per = 32 // width
     words = np.zeros(-(-values.size // per), np.int32)
-    for place in range(per):
-        fields = values[place::per].astype(np.int32)
-        words[: fields.size] += fields << np.int32(place * width)
+    for j in range(per):
+        fields = values[j::per].astype(np.int32)
+        words[: fields.size] += fields << np.int32(j * width)
     return words
 
 
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
-    per, mask, out = 32 // width, np.uint32((1 << width) - 1), np.empty(count, np.float32)
-    # with bound added to each field, none is below 0, and none borrows from the next
-    raised = words.view(np.uint32) + np.uint32(sum(bound << place * width for place in range(per)) & 0xFFFFFFFF)
-    for place in range(per):
-        part = out[place::per]
-        fields = (raised >> np.uint32(place * width) & mask)[: part.size]
+    per = 32 // width
+    mask = np.uint32((1 << width) - 1)
+    out = np.empty(count, np.float32)
+    # after bound has been added to each field, no field is negative, and none borrows from the next field
+    raised = words.view(np.uint32) + np.uint32(sum(bound << j * width for j in range(per)) & 0xFFFFFFFF)
+    for j in range(per):
+        part = out[j::per]
+        fields = (raised >> np.uint32(j * width) & mask)[: part.size]
         np.subtract(fields, np.float64(bound), out=part, casting="same_kind")
     return out

@@ -1,4 +1,4 @@
-"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Floats: 16-bit floats and range floats (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) 
 
 
 def range_shift(mantissa: int | Array) -> Any:
-    """Return 23 − mantissa: a number, or [1] int32 for an array, which may be damaged."""
+    """Return 23 − mantissa: a number, or [1] int32 for an array; an array may be damaged and is clipped."""
     return 23 - (mantissa if isinstance(mantissa, int) else np.clip(mantissa.astype(np.int32), 1, 22))
 
 
 def range_space(bounds: Array, bits: int, shift: Any) -> tuple[Array, Array, Array, Array]:
     """Return the bits [2] int32 of finite bounds, and :func:`hvdcompress.ops.shared.range_space`."""
-    edges = np.clip(bounds.view(np.int32), 0, shared.FP32_MAX_BITS)  # damaged bounds become some finite range
+    edges = np.clip(bounds.view(np.int32), 0, shared.FP32_MAX_BITS)  # damaged bounds become finite
     return edges, *shared.range_space(edges, bits, shift, np)

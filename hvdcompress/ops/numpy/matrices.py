@@ -22,50 +22,53 @@ def orthonormalise(x: Array, rows: int, key: Array | None = None) -> Array:
     given = x.reshape(rows, -1).astype(np.float64)
     done = np.zeros_like(given)
     for number in range(rows):
-        left = _remainder(given[number], done[:number])
-        if key is not None and not left.any():
-            left = _remainder(drawn(key, number, given.shape[1]), done[:number])
-        done[number] = left
+        row = _orthogonalised(given[number], done[:number])
+        if key is not None and not row.any():
+            row = _orthogonalised(drawn(key, number, given.shape[1]), done[:number])
+        done[number] = row
     return done.astype(np.float32).ravel()
 
 
 def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
-    given, wide = x.reshape(-1, basis.size // rows).astype(np.float64), _wide(basis, rows, centre=False)
+    given = x.reshape(-1, basis.size // rows).astype(np.float64)
+    wide = _wide(basis, rows, centre=False)
     weights = fold((given[:, None] * wide).reshape(-1, wide.shape[1])).reshape(-1, rows)
     rest = given.ravel() - combined(weights, wide)
     return weights.T.ravel() if np.abs(rest).max() <= SPANNED * np.abs(given).max() else None
 
 
 def drawn(key: Array, number: int, size: int) -> Array:
-    """Return a row [size] float64 of the random numbers that replace what vanishes."""
+    """Return row ``number`` [size] float64 of the random matrix whose rows replace zero rows."""
     return (uniform(key, size, key, number * size) - np.float32(0.5)).astype(np.float64)
 
 
-def _remainder(row: Array, done: Array) -> Array:
-    """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
-    row = _at_length_1(row, 0.0)
-    for _ in range(2):  # twice is enough (Giraud et al. 2005): once leaves the rounding of a large part removed
-        for before in done:
-            row = row - _dot(before, row) * before
-    return _at_length_1(row, NEGLIGIBLE)
+def _orthogonalised(row: Array, done: Array) -> Array:
+    """Orthogonalise ``row`` against ``done`` and normalise it. Return zeros if nothing remains but rounding errors."""
+    row = _normalised(row, 0.0)
+    # Twice is enough (Giraud et al. 2005). After one pass, the rounding error of a large projection remains.
+    for _ in range(2):
+        for other in done:
+            row = row - _dot(other, row) * other
+    return _normalised(row, NEGLIGIBLE)
 
 
-def _at_length_1(row: Array, least: float) -> Array:
-    """Return a row divided by its length, or zeros if that is not above ``least``."""
+def _normalised(row: Array, least: float) -> Array:
+    """Return a row divided by its length, or zeros if the length is not above ``least``."""
     length = np.sqrt(_dot(row, row))
     return row / length if length > least else np.zeros_like(row)
 
 
 def _dot(x: Array, y: Array) -> Any:
-    """Return a scalar product, added in the order of :func:`fold`."""
+    """Return the scalar product, added in the order of :func:`fold`."""
     return fold((x * y)[None])[0]
 
 
 def principal(x: Array, rows: int, least: int, most: int, dropped: float, centre: bool = True) -> tuple[Array, Array]:
-    triangle: Any = np.linalg.qr(_wide(x, rows, centre).T, mode="r")  # has the same left vectors, in few columns
+    # Rᵀ has the same left singular vectors and values as x, but only as many columns as rows
+    triangle: Any = np.linalg.qr(_wide(x, rows, centre).T, mode="r")
     left, sizes, _ = np.linalg.svd(triangle.T, full_matrices=False)
     energy = np.square(sizes)
-    beyond = np.cumsum(energy[::-1])[::-1]  # what is left out if only the components before this one are kept
+    beyond = np.cumsum(energy[::-1])[::-1]  # beyond[i]: energy that is dropped with i components
     count = int(np.clip(np.count_nonzero(beyond > dropped * beyond[:1]), least, most))
     combinations = np.zeros((most, rows), np.float32)
     combinations[:count] = left.T[:count]
@@ -77,6 +80,6 @@ def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
 
 
 def _wide(x: Array, rows: int, centre: bool) -> Array:
-    """Return x [rows × m] in float64, less the mean of its rows if it is to be centred."""
+    """Return x [rows × m] in float64, with ``centre`` minus the mean row."""
     wide = x.reshape(rows, -1).astype(np.float64)
     return centred(wide) if centre else wide

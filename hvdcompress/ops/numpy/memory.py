@@ -1,4 +1,4 @@
-"""Memory: make, view and rearrange arrays (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Memory: create, view and rearrange arrays (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from hvdcompress.ops.shared import index_dtype
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-ALIGNMENT = 64  #: bytes: a cache line, and what other libraries ask of memory that they do not copy
+ALIGNMENT = 64  #: bytes: a cache line; other libraries use arrays with this alignment without a copy
 
 
 def zeros(size: int, dtype: str, like: Array) -> Array:
@@ -16,8 +16,8 @@ def zeros(size: int, dtype: str, like: Array) -> Array:
 
 
 def aligned(memory: Array, num_bytes: int) -> Array:
-    """Return the part [num_bytes] of ``memory``, bytes, that begins at a multiple of ``ALIGNMENT``."""
-    address: int = memory.__array_interface__["data"][0]  # ctypes.data is ten times as slow
+    """Return a view [num_bytes] of ``memory`` (uint8) that starts at a multiple of ``ALIGNMENT``."""
+    address: int = memory.__array_interface__["data"][0]  # ten times as fast as ctypes.data
     start = -address % ALIGNMENT
     return memory[start : start + num_bytes]
 

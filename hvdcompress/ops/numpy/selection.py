@@ -1,4 +1,4 @@
-"""Selection: choose elements by magnitude (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Selection: select elements by magnitude (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
 
 def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
     chosen = [top_k(each.values, k) for each, k in zip(candidates, counts, strict=True)]
-    values = [each.values[places] for each, places in zip(candidates, chosen, strict=True)]
-    index = [each.index[places] + start for each, places, start in zip(candidates, chosen, starts, strict=True)]
+    values = [each.values[kept] for each, kept in zip(candidates, chosen, strict=True)]
+    index = [each.index[kept] + start for each, kept, start in zip(candidates, chosen, starts, strict=True)]
     least = [np.abs(each).min() if each.size else 0 for each in values]
     return Sparse(np.concatenate(index), np.concatenate(values)), np.array(least, np.float32)
 
@@ -65,7 +65,8 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
 
 
 def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
-    start, last = [], []
+    start = []
+    last = []
     for end, size in zip(np.cumsum(sizes, dtype=np.int64).tolist(), sizes, strict=True):
         start.append(np.arange(end - size, end, chunk, dtype=np.int64))
         last.append(np.full(start[-1].size, end - 1))

@@ -1,4 +1,4 @@
-"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Spectra: blockwise Fourier transforms (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import numpy as np
 from hvdcompress.ops.numpy.selection import top_k
 from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
 from hvdcompress.ops.vectors import NumpyArray as Array
-from hvdcompress.ops.vectors import Sparse, Waves
+from hvdcompress.ops.vectors import Sparse, Spectra
 
-_SLICE = 1 << 14  # pairs at a time: what is made on the way stays in the processor's cache
+_SLICE = 1 << 14  # pairs per slice: intermediate results stay in the processor's cache
 
 
 def rfft(x: Array, block: int) -> Array:
-    import scipy.fft  # here, because only the method fft needs it, and it takes longer than the rest of the package
+    import scipy.fft  # imported here because only fft needs it, and the import takes longer than that of the package
 
     whole = x.size // block * block
     spectra = [np.zeros(0, np.complex64)]
@@ -46,15 +46,15 @@ def magnitudes(pairs: Array) -> Array:
     return out
 
 
-def largest_waves(x: Array, block: int, k: int) -> Sparse:
+def largest_frequencies(x: Array, block: int, k: int) -> Sparse:
     pairs = rfft(x, block)
     index = top_k(magnitudes(pairs), k)
     return Sparse(index, pairs.reshape(-1, 2)[index].ravel())
 
 
-def inverse(waves: Waves) -> Array:
-    """Return what :class:`~hvdcompress.ops.vectors.Waves` stand for, before it is scaled and clipped [n]."""
-    spectrum = np.zeros((bins(waves.n, waves.block), 2), np.float32)
-    for share in waves.shares:
-        np.add.at(spectrum, share.index, share.values.reshape(-1, 2) * np.float32(waves.before))
-    return irfft(spectrum.ravel(), waves.n, waves.block)
+def inverse(spectra: Spectra) -> Array:
+    """Return irfft(before · Σ shares) [n] of :class:`~hvdcompress.ops.vectors.Spectra`."""
+    spectrum = np.zeros((bins(spectra.n, spectra.block), 2), np.float32)
+    for share in spectra.shares:
+        np.add.at(spectrum, share.index, share.values.reshape(-1, 2) * np.float32(spectra.before))
+    return irfft(spectrum.ravel(), spectra.n, spectra.block)

@@ -1,4 +1,4 @@
-"""Statistics: numbers about an array (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Statistics: means, norms and other numbers about an array (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdcompress.ops.shared import PIECE, moments_of
 from hvdcompress.ops.vectors import FP32_MAX
 from hvdcompress.ops.vectors import NumpyArray as Array
 
-_SLICE = 1 << 15  # elements at a time: what is made on the way stays in the processor's cache
+_SLICE = 1 << 15  # elements per slice: intermediate results stay in the processor's cache
 
 
 def moments(x: Array) -> tuple[float, float]:
@@ -40,7 +40,7 @@ def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
 
 
 def fold(rows: Array) -> Array:
-    """Return the sums [m] of rows [m, width] float64, added in the order of the spec; overwrites ``rows``."""
+    """Return the sum of each row [m] of ``rows`` [m, width] float64, added in the spec's order; overwrites ``rows``."""
     count, width = rows.shape
     if width > PIECE:
         pieces = -(-width // PIECE)
@@ -54,17 +54,17 @@ def fold(rows: Array) -> Array:
 
 
 def norms_of(sums: Array, n: int, bucket: int, norm: Norm) -> Array:
-    """Return the norms [m] float32 of buckets, given their sums [m] float64: of squares ("l2") or of |x| ("mean")."""
+    """Return the norms of buckets [m] float32, given Σx² ("l2") or Σ|x| ("mean") of each bucket [m] float64."""
     if norm == "mean":
         return (sums / np.minimum(bucket, n - bucket * np.arange(sums.size))).astype(np.float32)
-    # a sum is at least its largest term, and every step rounds to the nearest: no |x| exceeds the norm
+    # a sum is at least its largest term, and every step rounds to nearest, so no |x| exceeds the norm
     return np.minimum(np.sqrt(sums), FP32_MAX).astype(np.float32)
 
 
 def all_finite(x: Array) -> bool:
     if x.dtype == np.float64:
         return bool(np.isfinite(x).all())
-    with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is the answer
+    with np.errstate(invalid="ignore"):  # Inf − Inf is NaN, which is not finite either
         return bool(np.isfinite(x.sum(dtype=np.float64)))  # a float64 sum of finite float32 numbers cannot overflow
 
 

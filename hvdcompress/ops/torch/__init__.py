@@ -1,6 +1,7 @@
-"""The array ops on torch tensors, for gradients that live on a GPU: payload bytes equal the reference's.
+"""Array ops on torch tensors, for gradients on a GPU. Payload bytes are equal to the reference's.
 
-No tensor passes through host memory. :mod:`hvdcompress.ops.torch.tensors` lists where the host waits for the device.
+No tensor is copied to host memory. :mod:`hvdcompress.ops.torch.tensors` lists the ops in which the host waits for the
+device.
 """
 
 from hvdcompress.ops.shared import index_dtype
@@ -10,8 +11,8 @@ from hvdcompress.ops.torch.arithmetic import (
     add_all,
     blend,
     dense,
+    inspect,
     keep_if,
-    look,
     merge,
     scaled,
     subtract,
@@ -76,18 +77,18 @@ from hvdcompress.ops.torch.selection import (
     top_k,
     top_k_parts,
 )
-from hvdcompress.ops.torch.spectra import irfft, largest_waves, magnitudes, rfft
+from hvdcompress.ops.torch.spectra import irfft, largest_frequencies, magnitudes, rfft
 from hvdcompress.ops.torch.statistics import all_below, all_finite, bucket_norms, l2_norm, max_abs, moments
 
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
-    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
-    "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
-    "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",
+    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "inspect", "irfft",
+    "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of", "magnitudes", "matmul",
     "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
     "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
     "range_values", "rfft", "scaled", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "write_parts", "zero_where", "zeros",
+    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Arithmetic: add, subtract and write dense and sparse tensors (:class:`hvdcompress.ops.spec.Ops` says how)."""
+"""Arithmetic: add, subtract and write dense and sparse tensors (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from hvdcompress.ops.vectors import (
     Outer,
     Shares,
     Sparse,
+    Spectra,
     Sum,
-    Waves,
 )
 
 FINDERS = Finders(
@@ -58,9 +58,9 @@ def accumulate(
         return accumulate(velocity.new, residual, 1.0, out, scan)
     if scale == 1.0:
         torch.add(gradient, residual, out=out)
-    else:  # two steps: add(alpha=) may fuse them, and round once where the reference rounds twice
+    else:  # two steps, because add(alpha=) may fuse them and round once where the reference rounds twice
         torch.mul(gradient, f32(scale), out=out).add_(residual)
-    return look(out, scan)
+    return inspect(out, scan)
 
 
 def accumulate_parts(
@@ -75,7 +75,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
@@ -120,11 +120,11 @@ def write(out: Array, total: Array | Sparse | Shares | Coded, factor: float) -> 
 
 
 def _add_in_order(out: Array, index: Array, values: Array) -> None:
-    """Add values to ``out``, those of equal indices in the order in which they stand.
+    """Add values to ``out``; values with equal indices are added in their order.
 
-    A device adds duplicates in an order of its own, in which float sums differ. So they are added in rounds, in each
-    of which an index occurs once: the first occurrences, then the second ones, …, as many rounds as there are ranks.
-    Zeros add nothing, and are left out.
+    A GPU adds duplicates in an undefined order, and float sums depend on the order. So the values are added in rounds
+    in which each index occurs once: first the first occurrences, then the second ones, and so on; at most as many
+    rounds as ranks. Zeros are left out.
     """
     if host((index[1:] > index[:-1]).all()):
         _add_at(out, index, values)
@@ -132,19 +132,19 @@ def _add_in_order(out: Array, index: Array, values: Array) -> None:
     index, order = torch.sort(index, stable=True)
     values = values[order]
     counts = (values != 0).long()
-    before = counts.cumsum(0) - counts  # non-zero values before this one, of any index
+    before = counts.cumsum(0) - counts  # number of non-zero values before this one, of all indices
     begins = torch.cat([zeros(1, "bool", like=index), index[1:] != index[:-1]])
-    turn = before - torch.where(begins, before, 0).cummax(0).values  # the same, of this index only
-    turn, order = torch.sort((turn + 1) * counts, stable=True)  # 0: of zeros
+    turn = before - torch.where(begins, before, 0).cummax(0).values  # the same, of this index only: the round
+    turn, order = torch.sort((turn + 1) * counts, stable=True)  # zeros get round 0
     zeros_first, *sizes = host(torch.bincount(turn))
     for now in order[zeros_first:].split(sizes):
         _add_at(out, index[now], values[now])
 
 
 def _add_at(out: Array, index: Array, values: Array) -> None:
-    """Add values at places that are all different.
+    """Add values at distinct indices.
 
-    Not by ``index_add_``: on a GPU that adds atomically, which takes denormals for zeros
+    ``index_add_`` is not used: on a GPU it adds atomically, and atomic additions treat denormals as zeros
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red).
     """
     index = index.long()
@@ -152,13 +152,13 @@ def _add_at(out: Array, index: Array, values: Array) -> None:
 
 
 def _add_with_zeros(out: Array, index: Array, values: Array) -> None:
-    """The same where an index may come again with the value ±0. All are written, so the host waits for no number."""
+    """As :func:`_add_at`, if the indices may have duplicates with the value ±0. The host does not wait."""
     if not len(index):
         return
     index = index.long()
     total = out[index] + values
-    for chosen in (values == 0, values != 0):  # the latter last: a zero leaves nothing of theirs out
-        first = chosen.to(torch.uint8).argmax().view(1)  # is written in the place of those that are not chosen
+    for chosen in (values == 0, values != 0):  # non-zero values last, so that no zero overwrites them
+        first = chosen.to(torch.uint8).argmax().view(1)  # entries that are not chosen write the first chosen one again
         out[torch.where(chosen, index, index[first])] = torch.where(chosen, total, total[first])
 
 
@@ -175,7 +175,7 @@ def dense(x: Array | Coded) -> Array:
         return add_all([dense(share) for share in x.shares])
     if isinstance(x, Outer):
         return outer_sum(x)
-    if isinstance(x, Waves):
+    if isinstance(x, Spectra):
         return scaled(inverse(x), x.after, x.limit)
     if isinstance(x, Joined):
         return torch.cat([dense(part) for part in x.parts])
@@ -192,7 +192,7 @@ def write_then_copy(
     factor: float,
     write: Callable[[Array, Array | Sparse | Shares | Coded, float], None],
 ) -> None:
-    """Write all parts as one vector, and copy it to them: on a device two calls are faster than two for each part."""
+    """Write one vector and copy it to its parts: on a GPU, two calls are faster than two calls per part."""
     whole = outs[0].new_empty(sum(map(len, outs)))
     write(whole, total, factor)
     torch._foreach_copy_(list(outs), list(whole.split([len(out) for out in outs])))
@@ -206,10 +206,10 @@ def add_all(arrays: list[Array], into_first: bool = False) -> Array:
 
 
 def merge(a: Sparse, b: Sparse, n: int) -> Sparse:
-    index, place = torch.unique(torch.cat([a.index, b.index]), return_inverse=True)
+    index, inverse = torch.unique(torch.cat([a.index, b.index]), return_inverse=True)
     values = torch.zeros(len(index), dtype=torch.float32, device=index.device)
-    for places, each in zip(place.split([len(a.index), len(b.index)]), (a.values, b.values), strict=True):
-        _add_at(values, places, each)
+    for at, each in zip(inverse.split([len(a.index), len(b.index)]), (a.values, b.values), strict=True):
+        _add_at(values, at, each)
     return Sparse(index.to(dtype_of(index_dtype(n))), values)
 
 

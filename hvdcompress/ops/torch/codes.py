@@ -1,6 +1,6 @@
-"""Codes: random rounding to levels, signs, and fields that add (:class:`hvdcompress.ops.spec.Ops` says how).
+"""Codes: stochastic rounding, signs, and packed fields (documented in :class:`hvdcompress.ops.spec.Ops`).
 
-torch supports unsigned 32-bit integers by little more than their name: what computes with bits uses int32 or int64.
+torch supports few operations on uint32, so computations with bits use int32 or int64.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """Return the hash of :func:`hvdcompress.ops.shared.mix`, on the bits of int32: products wrap as in uint32."""
+    """Compute :func:`hvdcompress.ops.shared.mix` on int32, whose products wrap to the same bits as those of uint32."""
     x = (x ^ _shift(x, 16)).mul_(_signed(MIX_FACTORS[0]))
     x = (x ^ _shift(x, 13)).mul_(_signed(MIX_FACTORS[1]))
     return x ^ _shift(x, 16)
 
 
 def _signed(word: int) -> int:
-    """Return the int32 that has the bits of a 32-bit word."""
+    """Return the int32 with the bits of a uint32."""
     return word - (word >> 31 << 32)
 
 
-def _shift(x: Array, places: int) -> Array:
-    """Shift int32 to the right as if it were unsigned."""
-    return (x >> places) & ((1 << (32 - places)) - 1)
+def _shift(x: Array, distance: int) -> Array:
+    """Shift int32 to the right like an unsigned integer."""
+    return (x >> distance) & ((1 << (32 - distance)) - 1)
 
 
 def distinct_indices(key: NumpyArray, k: int, n: int) -> NumpyArray:
@@ -73,7 +73,7 @@ def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) 
 
 
 def _each(norms: Array, bucket: int, n: int) -> Array:
-    """Return every element's norm [n], or [1] where all have the same."""
+    """Return the norm of each element [n], or [1] if all elements share one norm."""
     return norms[:1] if bucket >= n else norms.repeat_interleave(bucket)[:n]
 
 
@@ -92,12 +92,14 @@ def unpack_signs(buffer: Array, scale: Array, count: int) -> Array:
 
 
 def pack_fields(values: Array, width: int) -> Array:
-    place = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=values.device)
-    return (in_rows(values.to(torch.int32), 32 // width) << place).sum(1, dtype=torch.int32)
+    shift = torch.arange(0, 32 // width * width, width, dtype=torch.int32, device=values.device)
+    return (in_rows(values.to(torch.int32), 32 // width) << shift).sum(1, dtype=torch.int32)
 
 
 def unpack_fields(words: Array, width: int, count: int, bound: int) -> Array:
-    places = 0, 32 // width * width, width
-    raised = words.to(torch.int64) + sum(bound << place for place in range(*places))
-    fields = (raised[:, None] >> torch.arange(*places, device=words.device)) & ((1 << width) - 1)
+    shifts = range(0, 32 // width * width, width)
+    # after bound has been added to each field, no field is negative, and none borrows from the next field
+    raised = words.to(torch.int64) + sum(bound << distance for distance in shifts)
+    shift = torch.arange(shifts.start, shifts.stop, shifts.step, device=words.device)
+    fields = (raised[:, None] >> shift) & ((1 << width) - 1)
     return (fields.view(-1)[:count] - bound).to(torch.float32)

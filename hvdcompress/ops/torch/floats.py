@@ -1,4 +1,4 @@
-"""Floats: 16-bit floats and range floats (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Floats: 16-bit floats and range floats (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def from_fp16(x: Array, scale: float) -> Array:
 
 def to_bf16(x: Array, out: Array | None = None) -> Array:
     bits = x.contiguous().view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # the sign is shifted in, so that int16 holds it
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # a signed shift: fits int16
     largest = ((bits >> 31) & -0x8000) | 0x7F7F
     half = torch.where((rounded & 0x7FFF) >= 0x7F80, largest, rounded).to(torch.int16)
     return half if out is None else out.copy_(view_as(half, torch.uint8))
@@ -54,16 +54,17 @@ def range_codes(x: Array, bounds: Array, bits: int, mantissa: int | Array) -> Ar
 
 
 def range_values(codes: Array, bounds: Array, bits: int, mantissa: int | Array) -> Array:
-    shift, edges = _shift(mantissa), _edges(bounds)
+    shift = _shift(mantissa)
+    edges = _edges(bounds)
     space = shared.range_space(edges, bits, shift, torch)
     return shared.range_bits_of(codes.to(torch.int32), edges, space, shift, torch).view(torch.float32)
 
 
 def _shift(mantissa: int | Array) -> Any:
-    """Return 23 − mantissa: a number, or [1] int32 for an array, which may be damaged."""
+    """Return 23 − mantissa: a number, or [1] int32 for an array; an array may be damaged and is clipped."""
     return 23 - (mantissa if isinstance(mantissa, int) else mantissa.to(torch.int32).clamp(1, 22))
 
 
 def _edges(bounds: Array) -> Array:
-    """Return the bits [2] int32 of finite bounds; damaged ones become some finite range."""
+    """Return the bits of the bounds [2] int32; damaged bounds become finite."""
     return bounds.view(torch.int32).clamp(0, shared.FP32_MAX_BITS)

@@ -1,6 +1,6 @@
 """Matrices: layouts, products, orthonormal rows and principal components (see :class:`hvdcompress.ops.spec.Ops`).
 
-Nothing here makes the host wait for the device, except for what ``torch.linalg.svd`` does inside.
+The host waits for the device only inside ``torch.linalg.svd``.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ def orthonormalise(x: Array, rows: int, key: NumpyArray | None = None) -> Array:
     spare = None if key is None else (uniform(key, len(x), x) - 0.5).view(rows, -1).double()
     done = torch.zeros_like(given)
     for number in range(rows):
-        left = _remainder(given[number], done[:number])
+        row = _orthogonalised(given[number], done[:number])
         if spare is not None:
-            left = torch.where(left.any(), left, _remainder(spare[number], done[:number]))
-        done[number] = left
+            row = torch.where(row.any(), row, _orthogonalised(spare[number], done[:number]))
+        done[number] = row
     return done.float().view(-1)
 
 
-def _remainder(row: Array, done: Array) -> Array:
-    """Return what the orthonormal rows ``done`` leave of a row, at length 1; zeros where that is negligible."""
-    row = _at_length_1(row, 0.0)
-    for _ in range(2):  # the reference says why twice
+def _orthogonalised(row: Array, done: Array) -> Array:
+    """Orthogonalise ``row`` against ``done`` and normalise it. Return zeros if nothing remains but rounding errors."""
+    row = _normalised(row, 0.0)
+    for _ in range(2):  # twice, for the reason given in ops/numpy/matrices.py
         row = row - ((done * row).sum(1)[:, None] * done).sum(0)
-    return _at_length_1(row, NEGLIGIBLE)
+    return _normalised(row, NEGLIGIBLE)
 
 
-def _at_length_1(row: Array, least: float) -> Array:
-    """Divide a row by its length; zeros where that is not above ``least``. The host need not know which."""
+def _normalised(row: Array, least: float) -> Array:
+    """Return a row divided by its length, or zeros if the length is not above ``least``. The host does not wait."""
     length = (row * row).sum().sqrt()
     return torch.where(length > least, row / length, torch.zeros_like(row))
 
@@ -60,10 +60,10 @@ def combine(weights: Array, x: Array, rows: int, centre: bool = True) -> Array:
 
 
 def coordinates(x: Array, basis: Array, rows: int) -> Array | None:
-    return None  # to look for a rest would make the host wait
+    return None  # checking the difference from x would make the host wait
 
 
 def _wide(x: Array, rows: int, centre: bool) -> Array:
-    """Return x [rows × m] in float64, less the mean of its rows if it is to be centred."""
+    """Return x [rows × m] in float64, with ``centre`` minus the mean row."""
     wide = x.view(rows, -1).double()
     return centred(wide) if centre else wide

@@ -1,4 +1,4 @@
-"""Memory: make, view and rearrange tensors (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Memory: create, view and rearrange tensors (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 

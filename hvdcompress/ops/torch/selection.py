@@ -1,4 +1,4 @@
-"""Selection: choose elements by magnitude (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Selection: select elements by magnitude (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ def top_k(x: Array, k: int) -> Array:
     if not 0 < k < len(x):
         return index_range(min(k, len(x)), x)
     magnitude = x.abs()
-    threshold = torch.topk(magnitude, k, sorted=False).values.min()  # which of equal elements it takes is undefined
+    # only the values of topk are used: which indices it returns for equal elements is undefined
+    threshold = torch.topk(magnitude, k, sorted=False).values.min()
     above = where(magnitude > threshold)
     ties = where(magnitude == threshold)[: k - len(above)]
     return sort(torch.cat([above, ties]))
 
 
 def top_k_parts(x: Array, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-    # One stable sort: by part, then by magnitude, the largest first. So a part's elements stay in its span, and the
-    # host asks the device nothing.
+    # One stable sort by part, then by descending magnitude. The elements of a part stay in its span, so the host does
+    # not wait for the device.
     part, _ = runs(sizes, x)
     order = torch.sort(part << 31 | 0x7FFFFFFF - (x.view(torch.int32) & 0x7FFFFFFF), stable=True).indices
     size = uploaded(torch.tensor(sizes), x)
-    part, place = runs([min(each) for each in zip(counts, sizes, strict=True)], x)
-    return sort(order[(size.cumsum(0) - size)[part] + place]).to(dtype_of(index_dtype(len(x))))
+    part, offset = runs([min(each) for each in zip(counts, sizes, strict=True)], x)
+    return sort(order[(size.cumsum(0) - size)[part] + offset]).to(dtype_of(index_dtype(len(x))))
 
 
 def largest_of(candidates: Sequence[Sparse], counts: Sequence[int], starts: Sequence[int]) -> tuple[Sparse, Array]:
     chosen = [top_k(each.values, k).to(torch.int64) for each, k in zip(candidates, counts, strict=True)]
-    values = [each.values[places] for each, places in zip(candidates, chosen, strict=True)]
-    index = [each.index[places] + start for each, places, start in zip(candidates, chosen, starts, strict=True)]
+    values = [each.values[kept] for each, kept in zip(candidates, chosen, strict=True)]
+    index = [each.index[kept] + start for each, kept, start in zip(candidates, chosen, starts, strict=True)]
     least = [each.abs().min() if len(each) else each.new_zeros(()) for each in values]
     return Sparse(torch.cat(index), torch.cat(values)), torch.stack(least)
 
@@ -67,6 +68,6 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
 def chunk_positions(offset: Array, chunk: int, sizes: Sequence[int]) -> Array:
     size = uploaded(torch.tensor(sizes), offset)
     stop = size.cumsum(0)
-    part, place = runs([-(-each // chunk) for each in sizes], offset)
-    index = torch.minimum((stop - size)[part] + chunk * place + offset, stop[part] - 1)
+    part, number = runs([-(-each // chunk) for each in sizes], offset)  # number of the chunk in its part
+    index = torch.minimum((stop - size)[part] + chunk * number + offset, stop[part] - 1)
     return index.to(dtype_of(index_dtype(sum(sizes))))

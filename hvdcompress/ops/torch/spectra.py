@@ -1,4 +1,4 @@
-"""Spectra: blockwise Fourier transforms (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Spectra: blockwise Fourier transforms (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hvdcompress.ops.shared import bins, forward_scale, inverse_scale
 from hvdcompress.ops.torch.selection import top_k
 from hvdcompress.ops.torch.tensors import f32
-from hvdcompress.ops.vectors import Array, Sparse, Waves
+from hvdcompress.ops.vectors import Array, Sparse, Spectra
 
 
 def rfft(x: Array, block: int) -> Array:
@@ -36,15 +36,15 @@ def magnitudes(pairs: Array) -> Array:
     return pairs.view(-1, 2).double().square().sum(1).sqrt().to(torch.float32)
 
 
-def largest_waves(x: Array, block: int, k: int) -> Sparse:
+def largest_frequencies(x: Array, block: int, k: int) -> Sparse:
     pairs = rfft(x, block)
     index = top_k(magnitudes(pairs), k)
     return Sparse(index, pairs.view(-1, 2)[index].view(-1))
 
 
-def inverse(waves: Waves) -> Array:
-    """Return what :class:`~hvdcompress.ops.vectors.Waves` stand for, before it is scaled and clipped [n]."""
-    spectrum = waves.shares[0].values.new_zeros(bins(waves.n, waves.block), 2)
-    for share in waves.shares:
-        spectrum.index_add_(0, share.index, share.values.view(-1, 2) * f32(waves.before))
-    return irfft(spectrum.view(-1), waves.n, waves.block)
+def inverse(spectra: Spectra) -> Array:
+    """Return irfft(before · Σ shares) [n] of :class:`~hvdcompress.ops.vectors.Spectra`."""
+    spectrum = spectra.shares[0].values.new_zeros(bins(spectra.n, spectra.block), 2)
+    for share in spectra.shares:
+        spectrum.index_add_(0, share.index, share.values.view(-1, 2) * f32(spectra.before))
+    return irfft(spectrum.view(-1), spectra.n, spectra.block)

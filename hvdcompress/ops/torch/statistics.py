@@ -1,4 +1,4 @@
-"""Statistics: numbers about a tensor (:class:`hvdcompress.ops.spec.Ops` says what each op does)."""
+"""Statistics: means, norms and other numbers about a tensor (documented in :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bucket_norms(x: Array, bucket: int, norm: Norm) -> Array:
 
 
 def _fold(rows: Array) -> Array:
-    """Return the sums [m] of rows [m, width] float64, added in the order of the spec; overwrites ``rows``."""
+    """Return the sum of each row [m] of ``rows`` [m, width] float64, added in the spec's order; overwrites ``rows``."""
     count, width = rows.shape
     if width > PIECE:
         return _fold(_fold(torch.nn.functional.pad(rows, (0, -width % PIECE)).view(-1, PIECE)).view(count, -1))

@@ -1,11 +1,11 @@
-"""The ops on CUDA tensors, with those in Triton that it makes one pass of; the others are ops/torch's own.
+"""Array ops on CUDA tensors: Triton kernels where they save passes over memory; the other ops are those of ops/torch.
 
-Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element; everything else goes to
-ops/torch. Results are the reference's to the bit, except where the spec says otherwise.
+Kernels take contiguous tensors of the dtypes that the drivers use, with at least one element. The ops pass all other
+inputs to ops/torch. Results are the reference's bits, except for ops "to rounding".
 
 With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run in Triton's interpreter, on CPU
-tensors: so they are tested. Where the host waits for the device is said in :mod:`hvdcompress.ops.torch.tensors`, and of
-what is different here in :mod:`hvdcompress.ops.triton.tensors`.
+tensors; the tests use it. :mod:`hvdcompress.ops.torch.tensors` lists the ops in which the host waits for the device,
+and :mod:`hvdcompress.ops.triton.tensors` the differences in this backend.
 """
 
 from hvdcompress.ops.shared import index_dtype
@@ -31,8 +31,8 @@ from hvdcompress.ops.torch import (
     irfft,
     kth_magnitude,
     l2_norm,
+    largest_frequencies,
     largest_of,
-    largest_waves,
     magnitudes,
     matmul,
     matmul_transposed,
@@ -61,8 +61,8 @@ from hvdcompress.ops.triton.arithmetic import (
     accumulate,
     accumulate_parts,
     blend,
+    inspect,
     keep_if,
-    look,
     subtract,
     write,
     write_parts,
@@ -78,12 +78,12 @@ from hvdcompress.ops.triton.statistics import all_finite, moments
 __all__ = [
     "accumulate", "accumulate_parts", "add_all", "all_below", "all_finite", "asarray", "blend", "bucket_norms",
     "chunk_argmax", "chunk_positions", "combine", "concat", "coordinates", "count_above", "dense", "dequantize",
-    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds",
-    "from_bf16", "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "irfft",
-    "keep_if", "kth_magnitude", "l2_norm", "largest_of", "largest_waves", "look", "magnitudes", "matmul",
+    "distinct_indices", "elias_fano", "fill", "find_bits", "first_above", "first_equal", "float_bounds", "from_bf16",
+    "from_bytes", "from_elias_fano", "from_fp16", "head_bytes", "index_dtype", "index_range", "inspect", "irfft",
+    "keep_if", "kth_magnitude", "l2_norm", "largest_frequencies", "largest_of", "magnitudes", "matmul",
     "matmul_transposed", "max_abs", "merge", "moments", "orthonormalise", "pack_bits", "pack_fields", "pack_signs",
     "permute", "principal", "quantize", "quantize_fields", "quantize_max", "range_codes", "range_mantissa",
     "range_values", "rfft", "scaled", "set_bits", "sort", "stamp", "subtract", "take", "take_by_age", "to_bf16",
-    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs",
-    "write", "write_parts", "zero_where", "zeros",
+    "to_bytes", "to_fp16", "top_k", "top_k_parts", "uniform", "unpack_bits", "unpack_fields", "unpack_signs", "write",
+    "write_parts", "zero_where", "zeros",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.codes import pack_signs
 from hvdcompress.ops.triton.floats import to_fp16
 from hvdcompress.ops.triton.selection import chunk_argmax, compacted, first_above, tile
-from hvdcompress.ops.triton.statistics import all_finite, finite_so_far, moments
+from hvdcompress.ops.triton.statistics import all_finite, finite_flag, moments
 from hvdcompress.ops.triton.tensors import empty, plain, plain_sparse
 from hvdcompress.ops.vectors import Array, Coded, Flag, Half, Scalar, Shares, Sparse
 
@@ -52,7 +52,8 @@ def accumulate(
         return _argmax(*given, scan.chunk, shape)
     if scan.above is not None and scan == Scan(above=scan.above, capacity=scan.capacity):
         return _above(*given, scan.above, scan.capacity)
-    n, finite = len(out), finite_so_far(out)
+    n = len(out)
+    finite = finite_flag(out)
     launch(
         kernels.accumulate, blocks(n), out,
         gradient, residual, f32(scale), out, finite, n, BLOCK=BLOCK,
@@ -72,7 +73,7 @@ def accumulate_parts(
     return accumulate_pieces(accumulate, gradients, residual, scales, out, spans, scans, velocity)
 
 
-def look(x: Array, scan: Scan) -> Found:
+def inspect(x: Array, scan: Scan) -> Found:
     return find(x, scan, FINDERS)
 
 
@@ -88,7 +89,8 @@ def _moments(gradient: Array, residual: Array, scale: float, out: Array) -> Foun
 
 
 def _argmax(gradient: Array, residual: Array, scale: float, out: Array, chunk: int, shape: dict[str, int]) -> Found:
-    n, finite = len(out), finite_so_far(out)
+    n = len(out)
+    finite = finite_flag(out)
     offset = empty(-(-n // chunk), torch.int32, out)
     launch(
         kernels.accumulate_argmax, blocks(len(offset), shape["ROWS"]), out,
@@ -99,7 +101,8 @@ def _argmax(gradient: Array, residual: Array, scale: float, out: Array, chunk: i
 
 
 def _above(gradient: Array, residual: Array, scale: float, out: Array, threshold: Scalar, capacity: int) -> Found:
-    n, finite = len(out), finite_so_far(out)
+    n = len(out)
+    finite = finite_flag(out)
     counts = empty(blocks(n), torch.int32, out)
     launch(
         kernels.accumulate_count, blocks(n), out,

@@ -1,4 +1,4 @@
-"""Bits in Triton: numbers of a few bits (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Bits in Triton: integers of a few bits (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import INDICES, empty, plain, plain_bytes
 from hvdcompress.ops.vectors import Array
 
-WIDEST = 56  # the kernels hold a number and what is before it in its first byte in 64 bits
+MAX_WIDTH = 56  # the kernels hold an integer and up to 7 bits before it in 64 bits
 
 
 def pack_bits(values: Array, width: int) -> Array:
-    if not 0 < width <= WIDEST or not any(plain(values, dtype=dtype) for dtype in INDICES):
+    if not 0 < width <= MAX_WIDTH or not any(plain(values, dtype=dtype) for dtype in INDICES):
         return general.pack_bits(values, width)
     out = empty(-(-len(values) * width // 8), torch.uint8, values)
     given = values, out, len(values), len(out)
@@ -23,7 +23,7 @@ def pack_bits(values: Array, width: int) -> Array:
 
 
 def unpack_bits(buffer: Array, width: int, count: int) -> Array:
-    if not 0 < width <= WIDEST or not count or not plain_bytes(buffer):
+    if not 0 < width <= MAX_WIDTH or not count or not plain_bytes(buffer):
         return general.unpack_bits(buffer, width, count)
     out = empty(count, torch.int64, buffer)
     given = buffer, out, count, len(buffer)

@@ -1,4 +1,4 @@
-"""Codes in Triton: random numbers, random rounding to levels, signs (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Codes in Triton: random numbers, stochastic rounding, signs (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, plain, plain_bytes
 from hvdcompress.ops.vectors import Array, NumpyArray
 
-ROWS = BLOCK // 8  # a row is eight elements, which fill whole bytes
+ROWS = BLOCK // 8  # rows per program; a row is eight elements, whose codes fill whole bytes
 
 
 def uniform(key: NumpyArray, count: int, like: Array, start: int = 0) -> Array:
@@ -44,19 +44,19 @@ def dequantize(buffer: Array, norms: Array, bucket: int, bits: int, count: int) 
 
 
 def word(key: NumpyArray) -> int:
-    """Return the int32 that has the bits of a key: one type for all keys."""
+    """Return the int32 with the bits of a key, so that all keys have one type."""
     word = int(key[0])
     return word - (word >> 31 << 32)
 
 
 def _bucket(bucket: int, norms: Array, n: int) -> int:
-    """Return the size of a bucket as kernels take it, who divide by it: 0 if there is only one.
+    """Return the bucket size for a kernel, or 0 if there is only one bucket, so that the kernel need not divide.
 
     Raises:
         IndexError: there are fewer norms than buckets.
     """
     if len(norms) * bucket < n:
-        raise IndexError(f"{len(norms)} norms of buckets of {bucket} are too few for {n} elements")
+        raise IndexError(f"{len(norms)} norms are too few for {n} elements in buckets of {bucket}")
     return 0 if bucket >= n else bucket
 
 

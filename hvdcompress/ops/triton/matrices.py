@@ -11,14 +11,16 @@ from hvdcompress.ops.triton.codes import word
 from hvdcompress.ops.triton.tensors import empty, plain
 from hvdcompress.ops.vectors import Array, NumpyArray
 
-WIDEST = 16384  #: elements of a row that one program can hold
+MAX_ROW = 16384  #: maximum number of elements of a row, which one program holds
 
 
 def orthonormalise(x: Array, rows: int, key: NumpyArray | None = None) -> Array:
     m = len(x) // rows
-    if m > WIDEST or not plain(x):
+    if m > MAX_ROW or not plain(x):
         return general.orthonormalise(x, rows, key)
-    done, out, width = empty(len(x), torch.float64, x), torch.empty_like(x), 1 << (m - 1).bit_length()
+    done = empty(len(x), torch.float64, x)
+    out = torch.empty_like(x)
+    width = 1 << (m - 1).bit_length()
     given = x, done, out, 0 if key is None else word(key), rows, m
     launch(kernels.orthonormalise, 1, x, *given, SPARE=key is not None, WIDTH=width)
     return out

@@ -1,4 +1,4 @@
-"""Selection in Triton: choose elements by magnitude (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Selection in Triton: select elements by magnitude (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hvdcompress.ops.triton._kernels.launching import BLOCK, blocks, launch
 from hvdcompress.ops.triton.tensors import empty, indices, plain
 from hvdcompress.ops.vectors import Array, Scalar
 
-TILE = 2048  #: elements of a program that finds the largest of chunks
-WIDEST = 4096  #: elements of the largest chunk that one program can hold
+TILE = 2048  #: number of elements per program of chunk_argmax
+MAX_CHUNK = 4096  #: maximum chunk size, which one program holds
 
 
 def top_k(x: Array, k: int) -> Array:
-    # The k-th magnitude stays on the device, and that k indices come out is known: the host need not wait.
+    # The k-th magnitude stays on the device, and the number of indices is known to be k, so the host need not wait.
     n = len(x)
     if not 0 < k < n or not plain(x):
         return general.top_k(x, k)
@@ -26,7 +26,7 @@ def top_k(x: Array, k: int) -> Array:
     counts = empty(2 * blocks(n), torch.int32, x)
     launch(kernels.count_two, blocks(n), x, x, threshold, counts, n, blocks(n), BLOCK=BLOCK)
     ends = counts.view(2, -1).cumsum(1)
-    index = indices(k, n, x).zero_()  # valid even if x had a NaN, to which nothing is equal
+    index = indices(k, n, x).zero_()  # zeros, so that all indices are valid even if x contains NaN
     launch(kernels.compact_two, blocks(n), x, x, threshold, ends, index, n, k, blocks(n), BLOCK=BLOCK)
     return index
 
@@ -54,23 +54,24 @@ def chunk_argmax(x: Array, chunk: int) -> Array:
 
 
 def tile(chunk: int) -> dict[str, int] | None:
-    """Return how many chunks a program takes, and as how many elements each counts; None if a chunk is too large."""
+    """Return the tile of a program, chunks × padded chunk size; None if a chunk is too large."""
     width = 1 << (chunk - 1).bit_length()
-    return {"ROWS": max(1, TILE // width), "WIDTH": width} if width <= WIDEST else None
+    return {"ROWS": max(1, TILE // width), "WIDTH": width} if width <= MAX_CHUNK else None
 
 
 def compacted(x: Array, threshold: Scalar, ends: Array, room: int, equal: bool = False, values: Any = None) -> Array:
-    """Return the first ``room`` indices of what was counted, ascending.
+    """Return the first ``room`` indices with |x| > threshold, ascending.
 
     Args:
         x: [n].
-        threshold: what |x| exceeds, or is equal to.
-        ends: the counts of the programs, added up.
-        room: how many; not more than were counted.
-        equal: whether |x| is equal to the threshold.
-        values: [room] that receives the elements; None: nobody wants them.
+        threshold: The threshold.
+        ends: Cumulative counts of the programs, from :func:`_ends`.
+        room: Number of indices, at most the number counted.
+        equal: Select |x| = threshold instead.
+        values: [room] that receives the elements, or None.
     """
-    n, index = len(x), indices(room, len(x), x)
+    n = len(x)
+    index = indices(room, len(x), x)
     if room:
         given = x, f32(threshold), ends, index, x if values is None else values, n, room
         launch(kernels.compact, blocks(n), x, *given, EQUAL=equal, VALUES=values is not None, BLOCK=BLOCK)
@@ -78,7 +79,7 @@ def compacted(x: Array, threshold: Scalar, ends: Array, room: int, equal: bool =
 
 
 def _ends(x: Array, threshold: Scalar, equal: bool) -> Array:
-    """Return how many are chosen up to the end of each program's elements."""
+    """Return the cumulative number of selected elements at the end of each program."""
     counts = empty(blocks(len(x)), torch.int32, x)
     launch(kernels.count, len(counts), x, x, f32(threshold), counts, len(x), EQUAL=equal, BLOCK=BLOCK)
     return counts.cumsum(0)

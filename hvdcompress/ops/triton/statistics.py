@@ -1,4 +1,4 @@
-"""Statistics in Triton: numbers about a tensor (see :class:`hvdcompress.ops.spec.Ops`)."""
+"""Statistics in Triton: moments, and the check for NaN and Inf (see :class:`hvdcompress.ops.spec.Ops`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hvdcompress.ops.triton.tensors import empty, plain
 from hvdcompress.ops.vectors import Array, Flag
 
 
-def finite_so_far(like: Array) -> Array:
-    """Return [1] int32, 1: a kernel sets it to 0 where it finds what is not finite."""
+def finite_flag(like: Array) -> Array:
+    """Return a flag [1] int32 with the value 1; kernels set it to 0 if an element is NaN or Inf."""
     return torch.ones(1, dtype=torch.int32, device=like.device)
 
 
@@ -30,6 +30,6 @@ def moments(x: Array) -> tuple[float, float]:
 def all_finite(x: Array) -> Flag:
     if not plain(x) and not plain(x, dtype=torch.float64):
         return general.all_finite(x)
-    finite = finite_so_far(x)
+    finite = finite_flag(x)
     launch(kernels.all_finite, blocks(len(x)), x, x, finite, len(x), BLOCK=BLOCK)
     return flag(finite)

@@ -243,10 +243,10 @@ def test_golden_case(id: str, backend: str) -> None:
 
 @pytest.mark.parametrize("id", METHODS)
 def test_method_documents_itself(id: str) -> None:
-    """The docstring has what is sent, bytes, departures and a doctest; each field has a text below it."""
+    """The docstring has the sections of a method's page and a doctest; each field has a docstring below it."""
     cls = registry.classes()[id]
     text = registry.docstring(cls)
-    for words in ("What is sent:", "Bytes:", "Departures", ">>> "):
+    for words in ("What is sent:", "Bytes:", "When it loses:", "Departures", ">>> "):
         assert words in text, f"methods/{id}.py: its docstring lacks {words!r}"
     missing = {field.name for field in fields(cls)} - make_golden.field_comments(cls).keys()
     assert not missing, f"methods/{id}.py: no text below the fields {sorted(missing)}"

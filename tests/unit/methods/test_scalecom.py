@@ -76,7 +76,7 @@ def places(net: Trial) -> np.ndarray:
     """Return the positions that the last step of tensor w sent, from the broadcast's bytes."""
     method, worker = net.plan.program.main, net.ranks[0]
     sent = next(c for c in reversed(net.log) if c.collective == "Broadcast").sent[0]
-    return method.unpack(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec, net.ops)
+    return method.decode_index(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec, net.ops)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.ops import numpy as reference
-from hvdcompress.ops.vectors import Sparse, Waves
+from hvdcompress.ops.vectors import Sparse, Spectra
 from tests.unit.ops.comparing import MAX, Put, call, changed, get, host, vector
 
 # -- compared to the bit, by test_ops.py --------------------------------------------------------------------------
@@ -17,7 +17,7 @@ from tests.unit.ops.comparing import MAX, Put, call, changed, get, host, vector
 call("magnitudes")(lambda o, put, x, r: o.magnitudes(put(np.stack([x, r], 1).ravel())))
 call("rfft")(lambda o, put, x, r: None)  # to rounding only: below
 call("irfft")(lambda o, put, x, r: None)
-call("largest_waves")(lambda o, put, x, r: None)
+call("largest_frequencies")(lambda o, put, x, r: None)
 
 
 # -- transforms: the definition, in float64 -----------------------------------------------------------------------
@@ -117,12 +117,12 @@ def waves(n: int, block: int, scale: float = 1.0) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e15])
 @pytest.mark.parametrize("n,block", [*SIZES[1:], (20_000, 32), (8_200, 16), (70_001, 256)])
-def test_largest_waves_are_the_largest(backend: Any, n: int, block: int, scale: float) -> None:
+def test_largest_frequencies_are_the_largest(backend: Any, n: int, block: int, scale: float) -> None:
     x, put = waves(n, block, scale), Put(backend)
     pairs = host(backend.rfft(put(x), block)).reshape(-1, 2)
     size = host(backend.magnitudes(put(pairs.ravel())))
     for k in {1, size.size // 100 or 1, size.size // 7 or 1, size.size}:
-        index, found = map(host, backend.largest_waves(put(x), block, k))
+        index, found = map(host, backend.largest_frequencies(put(x), block, k))
         put.check()
         assert index.dtype == np.int32 and index.shape == (k,) and found.dtype == np.float32
         assert (np.diff(index) > 0).all()
@@ -132,24 +132,24 @@ def test_largest_waves_are_the_largest(backend: Any, n: int, block: int, scale: 
 
 
 @pytest.mark.parametrize("kind", ["zero", "first", "last", "constant"])
-def test_largest_waves_of_blocks_that_no_sample_shows(backend: Any, kind: str) -> None:
+def test_largest_frequencies_of_blocks_that_no_sample_shows(backend: Any, kind: str) -> None:
     """All energy in one block, in none, or in one frequency of each: the first of equals are taken."""
     block, blocks = 16, 400
     x = np.zeros((blocks, block), np.float32)
     x[{"zero": slice(0), "first": 3, "last": -2, "constant": slice(None)}[kind]] = 1.0
     x[:, ::2] *= 3
-    expected = reference.largest_waves(x.ravel(), block, 50)
-    found = backend.largest_waves(Put(backend)(x.ravel()), block, 50)
+    expected = reference.largest_frequencies(x.ravel(), block, 50)
+    found = backend.largest_frequencies(Put(backend)(x.ravel()), block, 50)
     assert get(found.index) == get(expected.index)
     np.testing.assert_allclose(host(found.values), expected.values, atol=1e-6)
 
 
 def spectra(n: int, block: int, ranks: int) -> list[Sparse]:
-    return [reference.largest_waves(vector("normal", n, rank), block, max(n // 5, 1)) for rank in range(ranks)]
+    return [reference.largest_frequencies(vector("normal", n, rank), block, max(n // 5, 1)) for rank in range(ranks)]
 
 
-def lazy(put: Put, shares: list[Sparse], *rest: Any) -> Waves:
-    return Waves([Sparse(put(share.index), put(share.values)) for share in shares], *rest)
+def lazy(put: Put, shares: list[Sparse], *rest: Any) -> Spectra:
+    return Spectra([Sparse(put(share.index), put(share.values)) for share in shares], *rest)
 
 
 @pytest.mark.parametrize("limit", [MAX, 0.5])
@@ -176,7 +176,7 @@ def test_waves_that_are_damaged_write_nowhere_else(index: list[int]) -> None:
     numba_ops = pytest.importorskip("hvdcompress.ops.numba")
     share, out = Sparse(np.array(index, np.int32), np.ones(4, np.float32)), np.zeros(65_536, np.float32)
     if index == [3, 2]:  # what stays in its piece is as good as in order
-        numba_ops.write(out, Waves([share], out.size, 16), 1.0)
+        numba_ops.write(out, Spectra([share], out.size, 16), 1.0)
     else:
         with pytest.raises(IndexError):
-            numba_ops.write(out, Waves([share], out.size, 16), 1.0)
+            numba_ops.write(out, Spectra([share], out.size, 16), 1.0)

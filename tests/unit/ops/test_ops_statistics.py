@@ -19,9 +19,9 @@ from tests.unit.ops.comparing import MAX, Put, call, chosen, host, vector
 call("moments")(lambda o, put, x, r: None)  # in float64: test_moments
 for scan in (Scan(), Scan(largest=True), Scan(moments=True, largest=True), Scan(signs=True), Scan(chunk=7)):
 
-    @call("look")
+    @call("inspect")
     def _(o, put, x, r, scan=scan):  # the moments, in float64: test_moments
-        found = o.look(put(x), scan)
+        found = o.inspect(put(x), scan)
         if not found.finite:
             return False
         return found.moments is None, found.offsets, found.signs, found.largest
@@ -63,7 +63,7 @@ def test_moments(backend: Any, kind: str) -> None:
             backend.moments(Put(backend)(x)),
             accumulated(backend, x, out, Scan(moments=True)),
             accumulated(backend, x, out, Scan(moments=True, above=0.5, capacity=n)),
-            backend.look(Put(backend)(x), Scan(moments=True, largest=True)).moments,
+            backend.inspect(Put(backend)(x), Scan(moments=True, largest=True)).moments,
         ):
             assert abs(found[0] - mean) <= 1e-12 * size
             assert abs(found[1] - std) <= 1e-12 * size
@@ -72,10 +72,10 @@ def test_moments(backend: Any, kind: str) -> None:
                 assert start[0] == start[1]
 
 
-@call("look")
+@call("inspect")
 def _(o, put, x, r):  # and what is written to the array of halves
     out = put(np.zeros(x.size, np.float16), changes=True)
-    found = o.look(put(x), Scan(halves=Halves(0.5, 60000.0, out)))
+    found = o.inspect(put(x), Scan(halves=Halves(0.5, 60000.0, out)))
     return (int(found.saturated), out) if found.finite else False
 
 
@@ -84,11 +84,11 @@ def test_a_look_tells_what_is_not_finite(backend: Any, bad: float) -> None:
     for place in (0, 300, 999):
         x = np.full(1000, MAX, np.float32)
         for scan in (Scan(), Scan(moments=True, largest=True)):
-            assert backend.look(Put(backend)(x), scan).finite
+            assert backend.inspect(Put(backend)(x), scan).finite
         x[place] = bad
         for scan in (Scan(), Scan(moments=True, largest=True)):
             with np.errstate(all="ignore"):
-                assert not backend.look(Put(backend)(x), scan).finite
+                assert not backend.inspect(Put(backend)(x), scan).finite
 
 
 def test_equal_elements_deviate_by_nothing(backend: Any) -> None:

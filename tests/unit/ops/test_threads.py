@@ -21,7 +21,7 @@ for file in sorted(Path(__file__).parent.glob("test_ops_*.py")):  # they registe
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how many threads kernels use, for vectors of 4096 elements and more."""
-    monkeypatch.setattr(threads, "RANGE", 4096)
+    monkeypatch.setattr(threads, "MIN_RANGE", 4096)
 
     def use(number: int) -> None:
         threads._pool.cache_clear()

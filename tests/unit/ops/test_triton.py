@@ -193,7 +193,7 @@ def test_what_is_not_finite_is_seen_in_any_program() -> None:
             assert not triton_ops.all_finite(x)
             for scan in (Scan(), Scan(chunk=7), Scan(above=2.0, capacity=5), Scan(moments=True), Scan(signs=True)):
                 assert not triton_ops.accumulate(x, zeros, 1.0, out, scan).finite
-                assert not triton_ops.look(x, scan).finite
+                assert not triton_ops.inspect(x, scan).finite
 
 
 # -- whole exchanges ----------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def bad_step_is_not_rolled_back(patch: Patch) -> None:
 def nan_is_not_noticed(patch: Patch) -> None:
     receive = feedback.Feedback.receive
     blind = FINDERS._replace(all_finite=lambda x: True)
-    patch.setattr(reference, "look", lambda x, scan: find(x, scan, blind))
+    patch.setattr(reference, "inspect", lambda x, scan: find(x, scan, blind))
 
     def believe(self: feedback.Feedback, *given: Any) -> Any:
         return [found._replace(finite=True) for found in receive(self, *given)]

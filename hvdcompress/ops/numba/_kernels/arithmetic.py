@@ -1,7 +1,7 @@
-"""The loops of ``numba/arithmetic.py``. Arguments: float32 vectors; indices as int64."""
+"""Kernels of ``numba/arithmetic.py``. Vectors are float32, indices int32 or int64."""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from numba import carray
 
 from hvdcompress.ops.numba._kernels import flags
 from hvdcompress.ops.numba._kernels.compiling import BLOCK, FOUR, MAGNITUDE, NEAR, SPAN, compiled
-from hvdcompress.ops.numba._kernels.memory import RUNS, check_places, floats_at, runs_of
+from hvdcompress.ops.numba._kernels.memory import RUNS, check_indices, floats_at, runs_of
 from hvdcompress.ops.numba._kernels.selection import first_of
 from hvdcompress.ops.numba._kernels.statistics import add_moments, fold
 from hvdcompress.ops.shared import PIECE
 
-WRITTEN = 1 << 14  #: elements of a result that stay in a cache while all ranks' shares are added to them
+WRITTEN = 1 << 14  #: elements of the output that stay in the cache while the shares of all ranks are added to them
 
 
 @compiled
 def accumulate(gradient, residual, scale, out):
-    """Returns the greatest magnitude's bits."""
+    """Set out = scale·gradient + residual. Return the bits of the largest magnitude."""
     most = np.int32(0)
     for start in range(0, out.size, BLOCK):
-        g, r, o = gradient[start : start + BLOCK], residual[start : start + BLOCK], out[start : start + BLOCK]
+        g = gradient[start : start + BLOCK]
+        r = residual[start : start + BLOCK]
+        o = out[start : start + BLOCK]
         for i in range(o.size):
             value = np.float32(scale * g[i] + r[i])
             o[i] = value
@@ -33,13 +35,18 @@ def accumulate(gradient, residual, scale, out):
 
 @compiled
 def accumulate_above(gradient, residual, scale, out, low, index, values):
-    """Returns the greatest magnitude's bits, and how many magnitudes above ``low`` were noted, as far as there is room.
+    """Accumulate, and collect the elements whose magnitudes have bits above ``low``.
 
-    ``index`` and ``values`` receive them.
+    ``index`` and ``values`` receive the elements, as many as there is room for. Return the bits of the largest
+    magnitude, and the number of collected elements.
     """
-    found, most, flag = 0, np.int32(0), np.zeros(NEAR, np.int8)
+    found = 0
+    most = np.int32(0)
+    flag = np.zeros(NEAR, np.int8)
     for start in range(0, out.size, NEAR):
-        g, r, o = gradient[start : start + NEAR], residual[start : start + NEAR], out[start : start + NEAR]
+        g = gradient[start : start + NEAR]
+        r = residual[start : start + NEAR]
+        o = out[start : start + NEAR]
         if o.size < NEAR:
             flag[:] = 0
         for i in range(o.size):
@@ -54,29 +61,40 @@ def accumulate_above(gradient, residual, scale, out, low, index, values):
 
 @compiled
 def accumulate_parts(gradients, residual, scales, out, spans, lows, starts, index, values, most, counts):
-    """As ``accumulate_above`` for each gradient, of which the addresses are given, and its span of the other vectors.
+    """Call ``accumulate_above`` for each gradient, given by its address, and its span of the other vectors.
 
-    ``starts`` [parts + 1] says where a part's room in ``index`` and ``values`` is; where it has none, none are noted.
-    ``most`` and ``counts`` receive what is found.
+    Part i may write to ``index`` and ``values`` from starts[i] to starts[i + 1]; ``starts`` is [parts + 1]. If that is
+    empty, no elements are collected. ``most`` and ``counts`` [parts] receive the results of ``accumulate_above``.
     """
     for part in range(len(gradients)):
         start, stop = spans[part]
         gradient = carray(floats_at(gradients[part]), (stop - start,))
-        r, o, first, last = residual[start:stop], out[start:stop], starts[part], starts[part + 1]
+        r = residual[start:stop]
+        o = out[start:stop]
+        first = starts[part]
+        last = starts[part + 1]
         if first == last:
-            most[part], counts[part] = accumulate(gradient, r, scales[part], o), 0
+            most[part] = accumulate(gradient, r, scales[part], o)
+            counts[part] = 0
         else:
-            low, i, v = lows[part], index[first:last], values[first:last]
+            low = lows[part]
+            i = index[first:last]
+            v = values[first:last]
             most[part], counts[part] = accumulate_above(gradient, r, scales[part], o, low, i, v)
 
 
 @compiled
 def accumulate_velocity(gradient, residual, scale, out, low, index, values, old, new, momentum):
-    """As ``accumulate_above``, of velocity + residual."""
-    found, most, flag = 0, np.int32(0), np.zeros(NEAR, np.int8)
+    """Set new = momentum·old + scale·gradient, then do as ``accumulate_above`` for out = new + residual."""
+    found = 0
+    most = np.int32(0)
+    flag = np.zeros(NEAR, np.int8)
     for start in range(0, out.size, NEAR):
-        g, r, o = gradient[start : start + NEAR], residual[start : start + NEAR], out[start : start + NEAR]
-        u, v = old[start : start + NEAR], new[start : start + NEAR]
+        g = gradient[start : start + NEAR]
+        r = residual[start : start + NEAR]
+        o = out[start : start + NEAR]
+        u = old[start : start + NEAR]
+        v = new[start : start + NEAR]
         if o.size < NEAR:
             flag[:] = 0
         for i in range(o.size):
@@ -93,12 +111,16 @@ def accumulate_velocity(gradient, residual, scale, out, low, index, values, old,
 
 @compiled
 def accumulate_moments(gradient, residual, scale, out, low, index, values, totals, squared):
-    """As ``accumulate_above``; ``totals`` and ``squared`` [·, LANES] receive sums of x and of x², a row for SPAN x."""
-    # the loop of accumulate_above again: as a function of both it took 5 to 15 % longer
-    found, most, flag = 0, np.int32(0), np.zeros(FOUR, np.int8)
+    """As ``accumulate_above``; also add Σx and Σx² to ``totals`` and ``squared`` [spans, LANES], one row per SPAN."""
+    # This repeats the loop of accumulate_above: a function that both called took 5 to 15 % longer.
+    found = 0
+    most = np.int32(0)
+    flag = np.zeros(FOUR, np.int8)
     for start in range(0, out.size, FOUR):
         stop = start + FOUR
-        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        g = gradient[start:stop]
+        r = residual[start:stop]
+        o = out[start:stop]
         if o.size < flag.size:
             flag[:] = 0
         for i in range(o.size):
@@ -114,13 +136,17 @@ def accumulate_moments(gradient, residual, scale, out, low, index, values, total
 
 @compiled
 def accumulate_signs(gradient, residual, scale, out, sums, signs):
-    """``sums``: of the magnitudes of each piece."""
-    wide, flag = np.zeros(PIECE), np.zeros(PIECE, np.int8)
+    """Accumulate; ``sums`` receives Σ|x| of each piece, ``signs`` one bit per element, set if x < 0."""
+    wide = np.zeros(PIECE)
+    flag = np.zeros(PIECE, np.int8)
     for piece in range(sums.size):
         start, stop = piece * PIECE, (piece + 1) * PIECE
-        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        g = gradient[start:stop]
+        r = residual[start:stop]
+        o = out[start:stop]
         if o.size < PIECE:
-            wide[:], flag[:] = 0.0, 0
+            wide[:] = 0.0
+            flag[:] = 0
         for i in range(o.size):
             value = np.float32(scale * g[i] + r[i])
             o[i] = value
@@ -132,11 +158,16 @@ def accumulate_signs(gradient, residual, scale, out, sums, signs):
 
 @compiled
 def accumulate_argmax(gradient, residual, scale, out, chunk, offset):
-    """Returns the greatest magnitude's bits."""
+    """Accumulate; ``offset`` receives each chunk's offset of the largest magnitude.
+
+    Return the bits of the largest magnitude of all chunks.
+    """
     greatest = np.int32(0)
     for j in range(offset.size):
         start, stop = j * chunk, min((j + 1) * chunk, out.size)
-        g, r, o = gradient[start:stop], residual[start:stop], out[start:stop]
+        g = gradient[start:stop]
+        r = residual[start:stop]
+        o = out[start:stop]
         most = np.int32(0)
         for i in range(o.size):
             value = np.float32(scale * g[i] + r[i])
@@ -161,27 +192,28 @@ def subtract(x, own, factor):
 
 @compiled
 def add_at(out, index, values, factor):
-    check_places(index, out.size)
+    check_indices(index, out.size)
     for j in range(index.size):
         out[np.uint64(index[j])] += factor * values[j]
 
 
 @compiled
 def add_from(out, start, index, values, factor):
-    """As ``add_at`` of a vector's part that begins at ``start``; the indices are known to be inside."""
+    """As ``add_at``, where ``out`` begins at index ``start`` of the vector. The indices have been checked."""
     for j in range(index.size):
         out[np.uint64(np.int64(index[j]) - start)] += factor * values[j]
 
 
 @compiled
 def write_runs(outs, bounds, index, values, factor):
-    """As ``add_at``, for a vector in parts: their addresses, and where they begin and end.
+    """Write a sparse vector to several outputs: their addresses ``outs``, their ``bounds`` in the vector [parts + 1].
 
-    The indices are several runs, each of which ascends, end to end: in a block of the vector that fits into a cache,
-    all runs are added, one after the other, before the next block. Indices in any order are many runs.
+    The indices consist of several ascending runs, usually one per rank. For one block of the output at a time, which
+    stays in the cache, the kernel adds the entries of all runs in their order. Unsorted indices form many runs; beyond
+    RUNS of them the kernel adds run by run.
     """
-    check_places(index, bounds[-1])
-    places, ends = runs_of(index)
+    check_indices(index, bounds[-1])
+    cursors, ends = runs_of(index)
     for part in range(outs.size):
         size = bounds[part + 1] - bounds[part]
         out = carray(floats_at(outs[part]), (size,))
@@ -190,16 +222,16 @@ def write_runs(outs, bounds, index, values, factor):
             last = min(first + step, size)
             out[first:last] = np.float32(0)
             for run in range(ends.size):
-                stop = places[run]
+                stop = cursors[run]
                 while stop < ends[run] and index[stop] < bounds[part] + last:
                     stop += 1
-                add_from(out, bounds[part], index[places[run] : stop], values[places[run] : stop], factor)
-                places[run] = stop
+                add_from(out, bounds[part], index[cursors[run] : stop], values[cursors[run] : stop], factor)
+                cursors[run] = stop
 
 
 @compiled
 def zero_at(x, index, values):
-    check_places(index, x.size)
+    check_indices(index, x.size)
     for j in range(index.size):
         if values[j] != 0:
             x[np.uint64(index[j])] = np.float32(0)
@@ -207,8 +239,10 @@ def zero_at(x, index, values):
 
 @compiled
 def merge(a_index, a_values, b_index, b_values, index, values):
-    """Returns the number of entries, or -1 if the indices do not ascend. The outputs have room for one more."""
-    i, j, found = 0, 0, 0
+    """Merge two sparse vectors. Return the number of entries, or -1 if the indices of an input do not ascend."""
+    i = 0
+    j = 0
+    found = 0
     last = np.int64(-1)
     while i < a_index.size or j < b_index.size:
         left = a_index[i] if i < a_index.size else np.int64(0x7FFFFFFFFFFFFFFF)
@@ -216,7 +250,7 @@ def merge(a_index, a_values, b_index, b_values, index, values):
         here = min(left, right)
         if here <= last:
             return -1
-        value = np.float32(0)  # + 0 turns -0 into 0, as in the reference
+        value = np.float32(0)  # 0 + (−0) is 0, as in the reference
         if left == here:
             value += a_values[i]
             i += 1

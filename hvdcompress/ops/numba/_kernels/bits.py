@@ -1,7 +1,10 @@
-"""The loops of ``numba/bits.py``. Arguments: numbers and positions as int64; payloads as uint8."""
+"""Kernels of ``numba/bits.py``. Integers and positions are int64, payloads uint8.
+
+Two kernels write bits through an accumulator: ``pending`` holds ``num_pending`` bits that are not written yet.
+"""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -14,25 +17,28 @@ from hvdcompress.ops.numba._kernels.compiling import compiled
 @compiled
 def pack_bits(values, width, out):
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    held, have, at = np.uint64(0), 0, 0
+    pending = np.uint64(0)
+    num_pending = 0
+    at = 0
     for i in range(values.size):
-        held |= (np.uint64(values[i]) & mask) << np.uint64(have)
-        have += width
-        while have >= 8:
-            out[at] = held & np.uint64(0xFF)
-            held >>= np.uint64(8)
-            have -= 8
+        pending |= (np.uint64(values[i]) & mask) << np.uint64(num_pending)
+        num_pending += width
+        while num_pending >= 8:
+            out[at] = pending & np.uint64(0xFF)
+            pending >>= np.uint64(8)
+            num_pending -= 8
             at += 1
-    if have:
-        out[at] = held
+    if num_pending:
+        out[at] = pending
 
 
 @compiled
-def number_at(words, place, width):
-    """The ``width`` bits from bit ``place`` on, at most 32; ``words`` is uint32 and one longer than needed."""
-    at = np.uint64(place) >> np.uint64(5)
+def number_at(words, position, width):
+    """Return the ``width`` bits (at most 32) from bit ``position`` on; ``words`` is uint32 with one more word."""
+    at = np.uint64(position) >> np.uint64(5)
     pair = np.uint64(words[at]) | np.uint64(words[at + np.uint64(1)]) << np.uint64(32)
-    return np.int64(pair >> (np.uint64(place) & np.uint64(31)) & ((np.uint64(1) << np.uint64(width)) - np.uint64(1)))
+    mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
+    return np.int64(pair >> (np.uint64(position) & np.uint64(31)) & mask)
 
 
 @compiled
@@ -52,7 +58,7 @@ def set_bits(positions, num_bits, out):
 
 @compiled
 def count_bits(buffer, num_bits):
-    """How many of the first bits are set."""
+    """Return how many of the first ``num_bits`` bits are set."""
     count = 0
     for at in range(min(buffer.size, num_bits >> 3)):
         byte = np.uint32(buffer[at])
@@ -67,7 +73,7 @@ def count_bits(buffer, num_bits):
 
 @compiled
 def word_of(buffer, at):
-    """Bytes ``at`` to ``at`` + 8 as one number, the first one lowest; zeros follow the end."""
+    """Return bytes ``at`` to at + 8 as a uint64, the first byte lowest; zeros follow the end of the buffer."""
     bits = np.uint64(0)
     if at + 8 <= buffer.size:
         for i in range(8):
@@ -80,7 +86,7 @@ def word_of(buffer, at):
 
 @compiled
 def find_bits(buffer, out):
-    """Where bits are set, until ``out`` is full."""
+    """Write the positions of the set bits to ``out`` until it is full."""
     found = 0
     for at in range(0, buffer.size, 8):
         bits = word_of(buffer, at)
@@ -92,34 +98,36 @@ def find_bits(buffer, out):
 
 @compiled
 def elias_fano(index, low, num_bits, lows, highs):
-    """``index``: int32 or int64."""
+    """Write the low bits of ``index`` (int32 or int64) to ``lows``, and set the bits of the high parts in ``highs``."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    held, have, at = np.uint64(0), 0, 0
+    pending = np.uint64(0)
+    num_pending = 0
+    at = 0
     for j in range(index.size):
         whole = np.int64(index[j])
-        held |= (np.uint64(whole) & mask) << np.uint64(have)
-        have += low
-        while have >= 8:
-            lows[at] = held & np.uint64(0xFF)
-            held >>= np.uint64(8)
-            have -= 8
+        pending |= (np.uint64(whole) & mask) << np.uint64(num_pending)
+        num_pending += low
+        while num_pending >= 8:
+            lows[at] = pending & np.uint64(0xFF)
+            pending >>= np.uint64(8)
+            num_pending -= 8
             at += 1
         i = (whole >> low) + j
         if i < 0 or i >= num_bits:
             raise IndexError("a bit is outside of the bitmap")
         highs[i >> 3] |= 1 << (i & 7)
-    if have:
-        lows[at] = held
+    if num_pending:
+        lows[at] = pending
 
 
 @compiled
 def from_elias_fano(words, highs, low, out):
-    """``words``: the low bits, as of ``number_at``; ``out``: as many as bits of ``highs`` are set, or fewer."""
+    """Write the decoded indices to ``out`` until it is full; ``words`` are the low bits, as for ``number_at``."""
     found = 0
     for at in range(0, highs.size, 8):
         bits = word_of(highs, at)
         while bits and found < out.size:
-            place = 8 * at + flags.lowest(bits)
-            out[found] = (place - found) << low | number_at(words, found * low, low)
+            position = 8 * at + flags.lowest(bits)
+            out[found] = (position - found) << low | number_at(words, found * low, low)
             found += 1
             bits &= bits - np.uint64(1)

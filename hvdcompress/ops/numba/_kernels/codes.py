@@ -1,11 +1,11 @@
-"""The loops of ``numba/codes.py``; ``numpy/codes.py`` is their reference, to the bit.
+"""Kernels of ``numba/codes.py``. They return the same bits as ``numpy/codes.py``.
 
-The hash is cast to uint32 at each step, because numba would widen it. What a loop makes goes to arrays of a block,
-which stay in the processor's nearest cache, and each loop does one thing: so the compiler finds vector instructions.
+The hash is cast to uint32 at each step, because numba would widen it. Each loop does one thing, so that it vectorises;
+its results go to arrays of one BLOCK, which stay in the first-level cache.
 """
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 from hvdcompress.ops.shared import FP32_MAX_BITS, MIX_FACTORS
 
 _FIRST, _SECOND = MIX_FACTORS
-_SPREAD, _EACH_BIT = np.uint64(0x0101010101010101), np.uint64(0x8040201008040201)
-_RAISE = np.uint64(0x7F7F7F7F7F7F7F7F)
+_EACH_BYTE = np.uint64(0x0101010101010101)  # times a byte: 8 copies of the byte
+_BIT_PER_BYTE = np.uint64(0x8040201008040201)  # bit i of byte i
+_CARRY = np.uint64(0x7F7F7F7F7F7F7F7F)  # added to bytes up to 128: the highest bit is set unless the byte is 0
 
 
 @compiled
@@ -29,46 +30,50 @@ def mix(x):
 
 @compiled
 def draw(first, key, drawn):
-    """The random numbers of the elements from ``first`` on, times 2^24."""
+    """Write the random numbers of the elements from ``first`` on, times 2^24, to ``drawn``."""
     for i in range(drawn.size):
         drawn[i] = mix(np.uint32(mix(np.uint32(np.uint32(first + np.uint32(i)) + key)) ^ key)) >> np.uint32(8)
 
 
 @compiled
-def turned(right, key):
+def round_function(right, key):
+    """Return the output of one round of the Feistel network."""
     return mix(np.uint32(np.uint32(right * np.uint32(0x9E3779B1)) ^ key))
 
 
 @compiled
 def permuted(x, half, keys):
+    """Return the image of x under the permutation of 2·half bits, a Feistel network of four rounds."""
     mask = np.uint32((1 << half) - 1)
-    a, b = np.uint32(x >> half), np.uint32(np.uint32(x) & mask)
-    c = np.uint32(np.uint32(a ^ turned(b, keys[0])) & mask)
-    d = np.uint32(np.uint32(b ^ turned(c, keys[1])) & mask)
-    e = np.uint32(np.uint32(c ^ turned(d, keys[2])) & mask)
-    f = np.uint32(np.uint32(d ^ turned(e, keys[3])) & mask)
+    a = np.uint32(x >> half)
+    b = np.uint32(np.uint32(x) & mask)
+    c = np.uint32(np.uint32(a ^ round_function(b, keys[0])) & mask)
+    d = np.uint32(np.uint32(b ^ round_function(c, keys[1])) & mask)
+    e = np.uint32(np.uint32(c ^ round_function(d, keys[2])) & mask)
+    f = np.uint32(np.uint32(d ^ round_function(e, keys[3])) & mask)
     return np.int64(e) << half | np.int64(f)
 
 
 @compiled
 def distinct_indices(half, keys, n, out, other):
-    """``other``: like ``out``. Returns which of the two has the indices."""
-    left, found = out.size, 0
+    """Draw distinct indices below n, ascending. Return whether ``other``, an array like ``out``, has the result."""
+    left = out.size
+    found = 0
     for i in range(left):
         other[i] = i
-    while left:  # all that are still out of range side by side: up to three of four are
+    while left:  # permute all indices that are still out of range, up to three quarters of them
         for i in range(left):
             other[i] = permuted(np.int64(other[i]), half, keys)
         again = 0
         for i in range(left):
-            place = other[i]
-            out[found] = place  # as this one is not found yet, there is room
-            other[again] = place
-            found += place < n
-            again += place >= n
+            index = other[i]
+            out[found] = index  # found < out.size, because this index is not found yet
+            other[again] = index
+            found += index < n
+            again += index >= n
         left = again
     swapped = False
-    for shift in range(0, 2 * half, 11):  # sorted by 11 bits at a time: 2048 counters stay in the nearest cache
+    for shift in range(0, 2 * half, 11):  # radix sort, 11 bits at a time: 2048 counters stay in the first-level cache
         begins = np.zeros(2049, np.int64)
         for i in range(out.size):
             begins[(out[i] >> shift & 2047) + 1] += 1
@@ -78,7 +83,8 @@ def distinct_indices(half, keys, n, out, other):
             digit = out[i] >> shift & 2047
             other[begins[digit]] = out[i]
             begins[digit] += 1
-        out, other, swapped = other, out, not swapped
+        out, other = other, out
+        swapped = not swapped
     return swapped
 
 
@@ -87,7 +93,7 @@ def distinct_indices(half, keys, n, out, other):
 
 @compiled
 def pack_signs(x, flag, out):
-    """``flag``: [BLOCK] int8."""
+    """Write one bit per element to ``out``, set if x < 0; ``flag`` [BLOCK] int8 is scratch memory."""
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
         if part.size < BLOCK:
@@ -99,6 +105,7 @@ def pack_signs(x, flag, out):
 
 @compiled
 def pack(codes, width, out):
+    """Pack codes, one per byte, to ``width`` bits each. ``codes`` has zeros up to a multiple of 8."""
     if width == 8:
         for j in range(out.size):
             out[j] = codes[j]
@@ -107,24 +114,23 @@ def pack(codes, width, out):
             out[j] = codes[2 * j] | codes[2 * j + 1] << np.uint8(4)
     elif width == 2:
         for j in range(out.size):
-            low, high = (
-                codes[4 * j] | codes[4 * j + 1] << np.uint8(2),
-                codes[4 * j + 2] | codes[4 * j + 3] << np.uint8(2),
-            )
+            low = codes[4 * j] | codes[4 * j + 1] << np.uint8(2)
+            high = codes[4 * j + 2] | codes[4 * j + 3] << np.uint8(2)
             out[j] = low | high << np.uint8(4)
-    else:  # eight codes make ``width`` bytes
+    else:  # eight codes fill ``width`` bytes
         for group in range(-(-out.size // width)):
-            held, place = np.uint64(0), group * width
+            held = np.uint64(0)
+            first_byte = group * width
             for i in range(8):
                 held |= np.uint64(codes[8 * group + i]) << np.uint64(i * width)
-            for i in range(min(width, out.size - place)):
-                out[place + i] = held & np.uint64(0xFF)
+            for i in range(min(width, out.size - first_byte)):
+                out[first_byte + i] = held & np.uint64(0xFF)
                 held >>= np.uint64(8)
 
 
 @compiled
 def unpack(buffer, width, levels):
-    """Signs and levels as numbers −s … s; with one bit, −1 or 1. ``levels``: [BLOCK] int8."""
+    """Decode signs and levels to integers −s … s, with one bit to −1 or 1. ``levels``: [BLOCK] int8."""
     if width == 8:
         for j in range(buffer.size):
             level = np.int8(buffer[j] & np.uint8(0x7F))
@@ -143,16 +149,17 @@ def unpack(buffer, width, levels):
     elif width == 1:
         eight = levels.view(np.uint64)
         for j in range(buffer.size):
-            bits = np.uint64(buffer[j]) * _SPREAD & _EACH_BIT  # byte i has bit i, or 0
-            eight[j] = (bits + _RAISE) >> np.uint64(7) & _SPREAD
+            bits = np.uint64(buffer[j]) * _EACH_BYTE & _BIT_PER_BYTE  # byte i has bit i, or 0
+            eight[j] = (bits + _CARRY) >> np.uint64(7) & _EACH_BYTE  # byte i is 1 or 0
         for i in range(8 * buffer.size):
             levels[i] = np.int8(1) - np.int8(2) * levels[i]
     else:
         sign = np.uint64(1 << (width - 1))
         for group in range(-(-buffer.size // width)):
-            held, place = np.uint64(0), group * width
-            for i in range(min(width, buffer.size - place)):
-                held |= np.uint64(buffer[place + i]) << np.uint64(8 * i)
+            held = np.uint64(0)
+            first_byte = group * width
+            for i in range(min(width, buffer.size - first_byte)):
+                held |= np.uint64(buffer[first_byte + i]) << np.uint64(8 * i)
             for i in range(8):
                 level = np.int8(held & (sign - np.uint64(1)))
                 levels[8 * group + i] = -level if held & sign else level
@@ -182,10 +189,12 @@ def round_at_random(x, bits, drawn, norm, levels, sign, top, codes):
 
 @compiled
 def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begin, end):
-    """Quantize elements ``begin`` to ``end``; ``find``: set the norms to each bucket's greatest magnitude first."""
-    levels, sign = np.float32((1 << (width - 1)) - 1), np.uint32(32 - width)
+    """Quantize elements ``begin`` to ``end``; with ``find``, set each bucket's norm to its largest magnitude first."""
+    levels = np.float32((1 << (width - 1)) - 1)
+    sign = np.uint32(32 - width)
     top = np.uint32(1 << (width - 1))
-    codes, drawn = np.zeros(BLOCK, np.uint8), np.zeros(BLOCK, np.uint32)
+    codes = np.zeros(BLOCK, np.uint8)
+    drawn = np.zeros(BLOCK, np.uint32)
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)
         draw(np.uint32(start), key, drawn)
@@ -198,7 +207,9 @@ def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begi
             if find and at == j * bucket:
                 norm_bits[j] = largest(bits_of_x[at : min((j + 1) * bucket, x.size)])
             norm = norms[j] if norms[j] > np.float32(0) else np.float32(1)
-            part, bits, number = x[at:until], bits_of_x[at:until], drawn[at - start : until - start]
+            part = x[at:until]
+            bits = bits_of_x[at:until]
+            number = drawn[at - start : until - start]
             round_at_random(part, bits, number, norm, levels, sign, top, codes[at - start : until - start])
             at = until
         pack(codes, width, out[start * width // 8 : (stop * width + 7) // 8])
@@ -206,9 +217,9 @@ def quantize(x, bits_of_x, norms, norm_bits, find, bucket, width, key, out, begi
 
 @compiled
 def add_levels(level, high, low, unit, out, add, factor):
-    """Set out = (out + level/s·unit)·factor, or without ``add`` out = level/s·unit·factor; 1/s = ``high`` + ``low``.
+    """Set out = (out + level/s·unit)·factor, or without ``add`` out = level/s·unit·factor, where 1/s = high + low.
 
-    level·high is exact, so that level·high + level·low is the float32 next to level/s, as a division's result is.
+    level·high is exact, so level·high + level·low is level/s correctly rounded, as a division would return it.
     """
     if low == np.float32(0) and add:
         for i in range(out.size):
@@ -228,7 +239,7 @@ def add_levels(level, high, low, unit, out, add, factor):
 
 @compiled
 def add_codes(buffer, norm_bits, bucket, width, high, low, first, out, add, sign, factor):
-    """Set out = (out ± value)·factor, or without ``add`` out = ±value·factor; ``first``: the place of out[0]."""
+    """Set out = (out ± value)·factor, or without ``add`` out = ±value·factor; out[0] is element ``first``."""
     levels = np.zeros(BLOCK, np.int8)
     safe = np.zeros(1, np.float32)
     safe_bits = safe.view(np.int32)
@@ -240,10 +251,10 @@ def add_codes(buffer, norm_bits, bucket, width, high, low, first, out, add, sign
         while at < stop:
             j = at // bucket
             end = min(stop, (j + 1) * bucket)
-            part, level = out[at - first : end - first], levels[at - start : end - start]
-            safe_bits[0] = min(
-                max(norm_bits[j], np.int32(0)), np.int32(FP32_MAX_BITS)
-            )  # as read from a damaged payload
+            part = out[at - first : end - first]
+            level = levels[at - start : end - start]
+            # the norm of a damaged payload may be negative, NaN or Inf
+            safe_bits[0] = min(max(norm_bits[j], np.int32(0)), np.int32(FP32_MAX_BITS))
             add_levels(level, high, low, safe[0] * sign, part, add, factor)
             at = end
 
@@ -253,7 +264,7 @@ def add_codes(buffer, norm_bits, bucket, width, high, low, first, out, add, sign
 
 @compiled
 def halve(numbers, other, width):
-    """Make numbers of twice the width: of two neighbours, one."""
+    """Combine pairs of neighbouring fields into one field of twice the width."""
     for i in range(other.size):
         other[i] = numbers[2 * i] + (numbers[2 * i + 1] << np.int32(width))
     for i in range(other.size):
@@ -262,15 +273,15 @@ def halve(numbers, other, width):
 
 @compiled
 def pack_fields(numbers, other, per, width, words):
-    """``numbers``, ``other``: [BLOCK] int32; both are overwritten."""
+    """Pack ``per`` fields into each word. ``numbers`` and ``other`` [BLOCK] int32 are overwritten."""
     while per % 2 == 0:
         per //= 2
         halve(numbers, other[: words.size * per], width)
         width *= 2
     s = np.int32(width)
-    if per == 5:  # of 32 // width only 1, 3 and 5 are odd, or odd when halved
+    if per == 5:  # 32 // width, halved until it is odd, is 1, 3 or 5
         for k in range(words.size):
-            at = np.uint64(5) * np.uint64(k)  # unsigned, so that numba does not ask whether it counts from the end
+            at = np.uint64(5) * np.uint64(k)  # unsigned, so that numba does not check for negative indices
             high = np.int32(np.int32(numbers[at + np.uint64(4)] << s) + numbers[at + np.uint64(3)])
             high = np.int32(np.int32(high << s) + numbers[at + np.uint64(2)])
             high = np.int32(np.int32(high << s) + numbers[at + np.uint64(1)])
@@ -288,7 +299,9 @@ def pack_fields(numbers, other, per, width, words):
 def quantize_fields(x, limit, norm, width, key, words, begin, end):
     per = 32 // width
     step = BLOCK // per * per
-    numbers, other, drawn = np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.int32), np.zeros(BLOCK, np.uint32)
+    numbers = np.zeros(BLOCK, np.int32)
+    other = np.zeros(BLOCK, np.int32)
+    drawn = np.zeros(BLOCK, np.uint32)
     for start in range(begin, end, step):
         part = x[start : min(start + step, end)]
         draw(np.uint32(start), key, drawn)
@@ -302,14 +315,18 @@ def quantize_fields(x, limit, norm, width, key, words, begin, end):
 
 @compiled
 def add_fields(words, width, bound, scale, first, out, add, factor):
-    """As :func:`add_codes`, of scale·numbers.
+    """As :func:`add_codes`, for the values scale·field.
 
-    With ``bound`` added to each field, none is below 0, and none borrows from the next.
+    ``bound`` is added to each field before the fields are separated: no field is then negative, and none borrows from
+    the next.
     """
     per = 32 // width
     step = BLOCK // per * per
-    mask, low, raised = np.int32((1 << width) - 1), np.int32(bound), np.uint32(0)
-    shift, held = np.zeros(step, np.int32), np.zeros(step + 16, np.uint32)
+    mask = np.int32((1 << width) - 1)
+    low = np.int32(bound)
+    raised = np.uint32(0)
+    shift = np.zeros(step, np.int32)
+    held = np.zeros(step + 16, np.uint32)
     held_bits = held.view(np.int32)
     for j in range(per):
         raised += np.uint32(np.uint32(bound) << np.uint32(width * j))
@@ -318,17 +335,18 @@ def add_fields(words, width, bound, scale, first, out, add, factor):
     for start in range(first - first % step, first + out.size, step):
         stop = min(start + step, first + out.size)
         some = words[start // per : (stop + per - 1) // per]
-        place = np.uint64(0)  # unsigned, so that numba does not ask whether it counts from the end
-        for k in range(some.size):  # each word for each of its fields, of which there are 16 at most
+        target = np.uint64(0)  # unsigned, so that numba does not check for negative indices
+        for k in range(some.size):  # copy each word once per field; there are at most 16 fields
             word = np.uint32(np.uint32(some[k]) + raised)
             for j in range(16):
-                held[place + np.uint64(j)] = word
-            place += np.uint64(per)
+                held[target + np.uint64(j)] = word
+            target += np.uint64(per)
         for i in range(step):
             field = np.int32(held_bits[i] >> shift[i]) & mask
             numbers[i] = np.float32(np.int32(field - low)) * scale
         at = max(start, first)
-        part, number = out[at - first : stop - first], numbers[at - start :]
+        part = out[at - first : stop - first]
+        number = numbers[at - start :]
         if add:
             for i in range(part.size):
                 part[i] = (part[i] + number[i]) * factor

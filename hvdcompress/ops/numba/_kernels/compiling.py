@@ -1,4 +1,4 @@
-"""How kernels are compiled and kept on disk, and the constants that they share."""
+"""Compile kernels, cache them on disk for all ranks of a host, and define the constants that kernels share."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ try:
 except ImportError:  # Windows: each rank compiles for itself
     fcntl = None  # type: ignore[assignment]
 
-# Compiled kernels have these values in them, and numba looks at a kernel's own file alone: after a change here, delete
-# __pycache__/*.nb* of this folder.
-MAGNITUDE = np.int32(0x7FFFFFFF)  #: all bits of a float32 but its sign
-LANES = 64  #: how many sums run side by side
-FOUR = 4 * LANES  #: elements of which four go into each of these sums
-SPAN = 1 << 16  #: elements whose sums are one row: threads begin at multiples of it, so that sums are the same
-BLOCK = 1024  #: how many elements stay in the processor's nearest cache
-NEAR = 256  #: so few that the processor fetches the next elements while it looks at these again
+# Compiled kernels contain these values, but numba recompiles a kernel only if the kernel's own file changes. After a
+# change here, delete __pycache__/*.nb* in this folder.
+MAGNITUDE = np.int32(0x7FFFFFFF)  #: mask: all bits of a float32 except the sign
+LANES = 64  #: number of partial sums
+FOUR = 4 * LANES  #: number of elements of which each partial sum receives four
+SPAN = 1 << 16  #: elements per row of partial sums; threads start at multiples, so sums do not depend on their number
+BLOCK = 1024  #: number of elements that stay in the first-level cache
+NEAR = 256  #: block so small that the processor prefetches the next elements during the second loop over it
 
-#: next to the kernels' files, where ``hvdcompress doctor --warm`` puts compiled kernels when the package is installed
+#: the folder in which ``hvdcompress doctor --warm`` stores compiled kernels when the package is installed
 INSTALLED = Path(__file__).with_name("__pycache__")
 
 
 def compiled(function: Any, **options: Any) -> Any:
-    """Compile ``function`` when it is first called; the result is kept on disk, for all ranks and later runs."""
+    """Compile ``function`` on its first call, and cache the result on disk for all ranks and later runs."""
     kernel = njit(function, nogil=True, **options)
-    kernel._cache = _cache_of(function)  # what njit(cache=True) does, with a cache that ranks share
+    kernel._cache = _cache_of(function)  # as njit(cache=True) does, with a cache that ranks share
     compile_now = kernel.compile
 
     def compile_once(signature: Any) -> Any:
@@ -51,31 +51,31 @@ def compiled(function: Any, **options: Any) -> Any:
 
 
 def folder() -> str:
-    """Return where compiled kernels are kept."""
+    """Return the folder of the kernel cache."""
     return str(_cache_of(folder).cache_path)
 
 
 def reordered(function: Any) -> Any:
-    """Do :func:`compiled` for an op "to rounding": sums may be added in the order that suits the processor."""
+    """Compile a kernel of an op "to rounding": LLVM may add sums in any order."""
     return compiled(function, fastmath={"reassoc"})
 
 
 class Lock:
-    """A lock of a cache's folder among processes. The operating system releases it when its holder dies.
+    """A lock on the cache's folder between processes. The operating system releases it if the process dies.
 
     Attributes:
-        seconds: how long this process has compiled kernels, or loaded them, until now.
+        seconds: time that this process has spent compiling or loading kernels so far.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._threads = threading.RLock()
-        self._depth = 0  # a kernel that calls another one compiles it, too
+        self._depth = 0  # compiling a kernel also compiles the kernels that it calls
         self._file: Any = None
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Context manager: what :meth:`acquire` locks inside is released at the end of the outermost one."""
+        """Context manager around a compilation. The outermost one releases the lock taken by :meth:`acquire`."""
         with self._threads:
             self._depth += 1
             began = time.perf_counter()
@@ -90,7 +90,7 @@ class Lock:
                         self._file = None
 
     def acquire(self, folder: str) -> None:
-        """Wait until no other process holds the lock of ``folder``. Without file locks there, do nothing."""
+        """Wait for the lock of ``folder`` and take it. Do nothing if the file system has no locks."""
         if self._file or not fcntl:
             return
         with contextlib.suppress(OSError):
@@ -107,10 +107,10 @@ LOCK = Lock()
 
 
 class SharedCache(FunctionCache):
-    """Numba's cache of a kernel. One process of a host compiles what is missing, and the others wait and load it."""
+    """Numba's cache of a kernel, shared by processes: one compiles a missing kernel, the others wait and load it."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled kernel; None if this process is to compile it, while it holds the lock."""
+        """Return the compiled kernel, or None if this process must compile it. This process then holds the lock."""
         found = super().load_overload(sig, target_context)
         if found is None:
             LOCK.acquire(self.cache_path)
@@ -122,9 +122,10 @@ class SharedCache(FunctionCache):
 def _cache_of(function: Any) -> Any:
     try:
         return SharedCache(function)
-    except RuntimeError:  # neither next to the kernel's file nor in the user's cache can anything be written
+    except RuntimeError:  # neither the folder of the kernel's file nor the user's cache folder is writable
         folder = _temporary_folder()
-    before, config.CACHE_DIR = config.CACHE_DIR, folder
+    before = config.CACHE_DIR
+    config.CACHE_DIR = folder
     try:
         return SharedCache(function)
     finally:
@@ -133,7 +134,7 @@ def _cache_of(function: Any) -> Any:
 
 @cache
 def _temporary_folder() -> str:
-    """Return a folder for the cache that no other user can write to, as a cache is code that is run."""
+    """Return a cache folder that no other user can write to, because cached kernels are executed."""
     folder = os.path.join(tempfile.gettempdir(), f"hvdcompress-{os.getuid() if hasattr(os, 'getuid') else ''}")
     with contextlib.suppress(OSError):
         os.mkdir(folder, 0o700)
@@ -141,16 +142,18 @@ def _temporary_folder() -> str:
     if not status or (hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022)):
         folder = tempfile.mkdtemp(prefix="hvdcompress-")
     logging.getLogger("hvdcompress").warning(
-        "compiled kernels are kept in %s, as nothing can be written to %s or to the user's cache", folder, INSTALLED
+        "compiled kernels are cached in %s, because neither %s nor the user's cache folder is writable",
+        folder,
+        INSTALLED,
     )
     return folder
 
 
 @cache
 def _copy_installed(folder: str) -> None:
-    """Copy kernels that were compiled when the package was installed, which numba does not read where it cannot write.
+    """Copy the kernels that were compiled at installation to ``folder``. The caller holds the lock of ``folder``.
 
-    The caller holds the lock of ``folder``.
+    Without the copy numba would not find them, because it does not read a cache folder that it cannot write to.
     """
     if config.CACHE_DIR or not INSTALLED.is_dir() or os.path.samefile(INSTALLED, folder):
         return

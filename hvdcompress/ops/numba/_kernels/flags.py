@@ -1,7 +1,7 @@
-"""Flags, which loops write as bytes of 0 and 1, as bits of words: 64 of them are looked at in one step.
+"""Find the set flags in arrays of flags, one byte of 0 or 1 each, 64 at a time.
 
-Two vector instructions make a word of 64 flags. Numba does not know them, and LLVM does: what is intrinsic here is
-written in LLVM's terms, which it translates for any processor.
+Two vector instructions turn 64 flags into a uint64. Numba has no function for them, so the intrinsics here are written
+in LLVM's intermediate representation, which LLVM compiles for any processor.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from numba.extending import intrinsic
 
 from hvdcompress.ops.numba._kernels.compiling import compiled
 
-WORD = 64  #: flags of a word
+WORD = 64  #: flags per word
 
 
 @intrinsic
 def word(context: Any, flag: Any, start: Any) -> Any:
-    """Return flags ``start`` to ``start`` + 64 as a uint64, the first one as its lowest bit."""
+    """Return flags ``start`` to ``start`` + 64 as a uint64; the first flag is the lowest bit."""
 
     def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = target.make_array(signature.args[0])(target, builder, arguments[0])
         bytes_ = ir.VectorType(ir.IntType(8), WORD)
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), bytes_.as_pointer())
-        is_set = builder.icmp_unsigned("!=", builder.load(place, align=1), ir.Constant(bytes_, [0] * WORD))
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), bytes_.as_pointer())
+        is_set = builder.icmp_unsigned("!=", builder.load(pointer, align=1), ir.Constant(bytes_, [0] * WORD))
         return builder.bitcast(is_set, ir.IntType(WORD))
 
     return types.uint64(flag, types.intp), written
@@ -34,7 +34,7 @@ def word(context: Any, flag: Any, start: Any) -> Any:
 
 @intrinsic
 def lowest(context: Any, bits: Any) -> Any:
-    """Return which is the lowest bit that is set, of a uint64 that is not 0."""
+    """Return the index of the lowest set bit of a uint64 other than 0."""
 
     def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -43,8 +43,11 @@ def lowest(context: Any, bits: Any) -> Any:
 
 
 @compiled
-def places(flag, out):
-    """Where flags are set, ascending; ``flag`` and ``out`` are of one length, a multiple of 64. Returns how many."""
+def indices(flag, out):
+    """Write the indices of the set flags to ``out``, ascending, and return their number.
+
+    ``flag`` and ``out`` have the same length, a multiple of 64.
+    """
     found = 0
     for start in range(0, flag.size, WORD):
         bits = word(flag, start)
@@ -57,24 +60,25 @@ def places(flag, out):
 
 @compiled
 def note(flag, x, first, index, values, found):
-    """Note the elements of ``x`` whose flags are set after the ``found`` that are there, as far as there is room.
+    """Append the elements of ``x`` whose flags are set to ``index`` and ``values``, while there is room.
 
     Args:
-        flag: a multiple of 64 in length; 0 beyond the end of ``x``.
-        x: the elements.
-        first: the index of the first one.
-        index: the indices that are noted.
-        values: the elements that are noted.
-        found: how many there are.
+        flag: Flags of the elements; the length is a multiple of 64, with zeros beyond the end of ``x``.
+        x: The elements.
+        first: Index of x[0] in the vector.
+        index: Receives the indices.
+        values: Receives the elements.
+        found: Number of entries so far.
 
     Returns:
-        How many there are now.
+        The new number of entries.
     """
     for start in range(0, flag.size, WORD):
         bits = word(flag, start)
         while bits and found < index.size:
             i = start + lowest(bits)
-            index[found], values[found] = first + i, x[i]
+            index[found] = first + i
+            values[found] = x[i]
             found += 1
             bits &= bits - np.uint64(1)
     return found
@@ -82,8 +86,9 @@ def note(flag, x, first, index, values, found):
 
 @compiled
 def pack(flag, out):
-    """Write flags as bits, 8 in a byte; ``flag`` is a multiple of 64 in length, and 0 beyond the end of ``out``."""
+    """Write flags as bits, 8 per byte. The length of ``flag`` is a multiple of 64, with zeros beyond 8·out.size."""
     for start in range(0, 8 * out.size, WORD):
-        bits, eight = word(flag, start), out[start // 8 : start // 8 + 8]
+        bits = word(flag, start)
+        eight = out[start // 8 : start // 8 + 8]
         for j in range(eight.size):
             eight[j] = bits >> np.uint64(8 * j) & np.uint64(0xFF)

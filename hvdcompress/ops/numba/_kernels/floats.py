@@ -1,7 +1,7 @@
-"""The loops of ``numba/floats.py``. Arguments: float32 vectors; the ``bits`` of 16- and 32-bit floats as unsigned."""
+"""Kernels of ``numba/floats.py``. Vectors are float32; ``bits`` of 16- and 32-bit floats are unsigned integers."""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from hvdcompress.ops.vectors import FP16_MAX
 
 @compiled
 def to_fp16(x, scale, limit, out):
-    """Returns how many were clipped, and the bits of the greatest |x|."""
-    saturated, most = 0, np.int32(0)
+    """Convert scale·x to float16. Return the number of clipped elements, and the bits of the largest |x|."""
+    saturated = 0
+    most = np.int32(0)
     for start in range(0, x.size, BLOCK):
-        part, half = x[start : start + BLOCK], out[start : start + BLOCK]
-        count = np.int32(0)  # narrow: as many lanes as the comparison
+        part = x[start : start + BLOCK]
+        half = out[start : start + BLOCK]
+        count = np.int32(0)  # int32, so that the sum has as many lanes as the comparison
         for i in range(part.size):
             most = max(most, np.float32(part[i]).view(np.int32) & MAGNITUDE)
             value = np.float32(part[i] * scale)
             count += np.int32(1) if np.float32(abs(value)) > limit else np.int32(0)
-            value = limit if value > limit else value  # a NaN stays
+            value = limit if value > limit else value  # NaN stays NaN
             half[i] = half_of(-limit if value < -limit else value)
         saturated += count
     return saturated, most
@@ -36,14 +38,14 @@ def add_fp16(half, scale, out, add, factor):
     most = np.float32(FP16_MAX)
     for i in range(half.size):
         value = float_of(half[i])
-        value = most if value > most else value  # Inf is the greatest, a NaN stays
+        value = most if value > most else value  # Inf becomes 65504, NaN stays NaN
         value = (-most if value < -most else value) * scale
         out[i] = (out[i] + value) * factor if add else value * factor
 
 
 @compiled
 def sum_fp16(total, half):
-    """Set total = total + half, rounded to nearest even as IEEE 754 says; Inf and NaN included."""
+    """Set total = total + half, rounded to nearest even as IEEE 754 specifies, including NaN and Inf."""
     for i in range(total.size):
         total[i] = half_of(np.float32(float_of(total[i]) + float_of(half[i])))
 
@@ -65,11 +67,12 @@ def from_bf16(bits, out):
 
 @compiled
 def add_bf16(half, scale, out, add, factor):
-    """As :func:`add_fp16`."""
+    """As :func:`add_fp16`, for the bits of bfloat16."""
     held = np.zeros(BLOCK, np.float32)
     bits = held.view(np.uint32)
     for start in range(0, half.size, BLOCK):
-        h, o = half[start : start + BLOCK], out[start : start + BLOCK]
+        h = half[start : start + BLOCK]
+        o = out[start : start + BLOCK]
         for i in range(h.size):
             bits[i] = np.uint32(h[i]) << np.uint32(16)
         if add:
@@ -82,19 +85,25 @@ def add_bf16(half, scale, out, add, factor):
 
 @compiled
 def range_space(top, low, width, shift):
-    """As ``shared.range_space``, of numbers: the bits of the bounds, and bins that leave out ``shift`` bits."""
-    top, low, room = top >> shift, low >> shift, (1 << width) - 1
+    """As ``shared.range_space``, for numbers instead of arrays; ``top`` and ``low`` are the bits of the bounds."""
+    top = top >> shift
+    low = low >> shift
+    room = (1 << width) - 1
     first = max((top + low + 3 - room) >> 1, max(top, low) + 1 - room, 1)
     return np.int32(first), np.int32(max(top - first + 1, 0)), np.int32(max(low - first + 1, 0))
 
 
 @compiled
 def range_mantissa(bits, top, low, width, least, end):
-    """As ``shared.range_errors``: the mantissa bits, from ``least`` below ``end``, of the least error."""
-    best, chosen, edge = np.int64(0), least, (max(top, low) >> 23) - OCTAVES
+    """Return the mantissa bits, least ≤ mantissa < end, with the smallest ``shared.range_errors``."""
+    best = np.int64(0)
+    chosen = least
+    edge = (max(top, low) >> 23) - OCTAVES
     for mantissa in range(least, end):
         first, _, _ = range_space(top, low, width, 23 - mantissa)
-        smallest, dropped, rounded = np.int64(first) << (23 - mantissa), np.int64(0), np.int64(0)
+        smallest = np.int64(first) << (23 - mantissa)
+        dropped = np.int64(0)
+        rounded = np.int64(0)
         for i in range(bits.size):
             magnitude = np.int64(bits[i] & MAGNITUDE)
             octave = (magnitude >> 23) - edge
@@ -106,13 +115,14 @@ def range_mantissa(bits, top, low, width, least, end):
                 rounded += power
         error = 3 * dropped + ((64 * rounded) >> (2 * mantissa))
         if mantissa == least or error < best:
-            best, chosen = error, mantissa
+            best = error
+            chosen = mantissa
     return chosen
 
 
 @compiled
 def range_codes(bits, top, low, width, shift, out):
-    """``bits``: of float32, as int32."""
+    """Encode float32 numbers, given as ``bits`` int32."""
     first, positive, negative = range_space(top, low, width, shift)
     for i in range(bits.size):
         number = np.int32((bits[i] & MAGNITUDE) >> shift) - (first - np.int32(1))
@@ -123,9 +133,11 @@ def range_codes(bits, top, low, width, shift, out):
 
 @compiled
 def range_values(codes, top, low, width, shift, out):
-    """``out``: the bits of float32, as int32."""
+    """Decode codes to float32 numbers, written as bits int32."""
     first, positive, negative = range_space(top, low, width, shift)
-    last, below, half = positive + negative, first - np.int32(1), np.int32(1) << shift >> np.int32(1)
+    last = positive + negative
+    below = first - np.int32(1)
+    half = np.int32(1) << shift >> np.int32(1)
     for i in range(codes.size):
         code = np.int32(min(codes[i], np.int64(last)))
         minus = code > positive

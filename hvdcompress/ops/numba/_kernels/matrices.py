@@ -1,10 +1,11 @@
-"""The loops of ``numba/matrices.py``: matrices of two dimensions, few of whose rows multiply the tensor.
+"""Kernels of ``numba/matrices.py``: products of the tensor, as a matrix, with a matrix of few rows, and outer products.
 
-Each loop over the tensor's columns takes several of its rows, or of those of the factor, while they are in registers.
+Arrays have two dimensions here. Each inner loop over columns processes several rows at once, so that their partial sums
+stay in registers.
 """
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from hvdcompress.ops.shared import PIECE
 
 @reordered
 def products(a, x, out):
-    """Write a · xᵀ to ``out``, for a [r × m], x [n × m]; four rows of a at a time, as far as there are."""
+    """Set out = a · xᵀ, for a [r × m] and x [n × m], with up to four rows of a at a time."""
     last = a.shape[0] - 1
     for i in range(x.shape[0]):
         row = x[i]
@@ -25,7 +26,7 @@ def products(a, x, out):
             second, third, fourth = min(k + 1, last), min(k + 2, last), min(k + 3, last)
             a0, a1, a2, a3 = a[k], a[second], a[third], a[fourth]
             total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for j in range(row.size):  # LLVM makes a loop of its own of each number of sums
+            for j in range(row.size):  # LLVM makes one loop for each number of sums
                 total0 += row[j] * a0[j]
                 if k < last:
                     total1 += row[j] * a1[j]
@@ -44,15 +45,18 @@ def products(a, x, out):
 
 @reordered
 def accumulate_few_products(gradient, residual, scale, out, a, found, remove):
-    """Accumulate, and write a · outᵀ to ``found``, for a [4 × m]; returns the greatest magnitude's bits.
+    """Accumulate, and set found = a · outᵀ, for a [4 × m]. Return the bits of the largest magnitude.
 
-    Unless it is 0, remove · foundᵀ · a is subtracted from each row while the cache has it.
+    If ``remove`` is not 0, also subtract remove · foundᵀ · a from each row of ``out`` while the row is in the cache.
     """
     a0, a1, a2, a3 = a[0], a[1], a[2], a[3]
-    most, width = np.int32(0), a.shape[1]
+    most = np.int32(0)
+    width = a.shape[1]
     for i in range(found.shape[1]):
         row = slice(i * width, (i + 1) * width)
-        g, r, o = gradient[row], residual[row], out[row]
+        g = gradient[row]
+        r = residual[row]
+        o = out[row]
         total0, total1, total2, total3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for j in range(width):
             value = np.float32(scale * g[j] + r[j])
@@ -73,10 +77,14 @@ def accumulate_few_products(gradient, residual, scale, out, a, found, remove):
 def accumulate_eight_products(gradient, residual, scale, out, a, found, remove):
     """As ``accumulate_few_products``, for a [8 × m]."""
     a0, a1, a2, a3, a4, a5, a6, a7 = a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    most, width, zero = np.int32(0), a.shape[1], np.float32(0)
+    most = np.int32(0)
+    width = a.shape[1]
+    zero = np.float32(0)
     for i in range(found.shape[1]):
         row = slice(i * width, (i + 1) * width)
-        g, r, o = gradient[row], residual[row], out[row]
+        g = gradient[row]
+        r = residual[row]
+        o = out[row]
         t0, t1, t2, t3, t4, t5, t6, t7 = zero, zero, zero, zero, zero, zero, zero, zero
         for j in range(width):
             value = np.float32(scale * g[j] + r[j])
@@ -102,7 +110,7 @@ def accumulate_eight_products(gradient, residual, scale, out, a, found, remove):
 
 @compiled
 def combinations(a, x, out):
-    """Write a · x to ``out``, for a [r × n], x [n × m]."""
+    """Set out = a · x, for a [r × n] and x [n × m]."""
     rows, width = x.shape
     eights = rows // 8 * 8
     out[:] = np.float32(0)
@@ -112,7 +120,8 @@ def combinations(a, x, out):
             x0, x1, x2, x3 = x[i, start:stop], x[i + 1, start:stop], x[i + 2, start:stop], x[i + 3, start:stop]
             x4, x5, x6, x7 = x[i + 4, start:stop], x[i + 5, start:stop], x[i + 6, start:stop], x[i + 7, start:stop]
             for k in range(a.shape[0]):
-                o, s = out[k, start:stop], a[k, i : i + 8]
+                o = out[k, start:stop]
+                s = a[k, i : i + 8]
                 s0, s1, s2, s3, s4, s5, s6, s7 = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
                 for j in range(o.size):
                     left = (s0 * x0[j] + s1 * x1[j]) + (s2 * x2[j] + s3 * x3[j])
@@ -120,14 +129,15 @@ def combinations(a, x, out):
         for i in range(eights, rows):
             part = x[i, start:stop]
             for k in range(a.shape[0]):
-                o, share = out[k, start:stop], a[k, i]
+                o = out[k, start:stop]
+                share = a[k, i]
                 for j in range(o.size):
                     o[j] += share * part[j]
 
 
 @compiled
 def outer_of_eight(left, right, out, factor):
-    """As ``outer``, of eight rows: all products are added in registers, in three quarters of the time."""
+    """As ``outer``, for eight rows: all products are added in registers, which takes three quarters of the time."""
     for i in range(out.shape[0]):
         a, b, c, d = left[0, i], left[1, i], left[2, i], left[3, i]
         e, f, g, h = left[4, i], left[5, i], left[6, i], left[7, i]
@@ -140,15 +150,17 @@ def outer_of_eight(left, right, out, factor):
 
 @compiled
 def outer(left, right, out, factor, subtract):
-    """Write factor · leftᵀ · right, for left [r × n], right [r × m], to ``out``, or subtract it from what is there.
+    """Set out = factor · leftᵀ · right, for left [r × n] and right [r × m], or subtract that from ``out``.
 
-    Four products at a time are added in registers; LLVM makes a loop of its own of each number of the last ones.
+    Four products at a time are added in registers. LLVM makes one loop for each number of remaining products.
     """
-    if left.shape[0] == 8 and not subtract:  # rank 4, with the momentum to take back
+    if left.shape[0] == 8 and not subtract:  # rank 4, plus the four terms of the momentum that is cancelled
         outer_of_eight(left, right, out, factor)
         return
-    count, width = left.shape[0], out.shape[1]
-    first, before = max(count - 4, 0), np.zeros(BLOCK, np.float32)
+    count = left.shape[0]
+    width = out.shape[1]
+    first = max(count - 4, 0)
+    before = np.zeros(BLOCK, np.float32)
     ones = first % 4
     second, third, fourth = min(first + 1, count - 1), min(first + 2, count - 1), min(first + 3, count - 1)
     for i in range(out.shape[0]):
@@ -156,7 +168,8 @@ def outer(left, right, out, factor, subtract):
         for start in range(0, width, BLOCK):
             stop = min(start + BLOCK, width)
             for k in range(ones):
-                share, row = left[k, i], right[k, start:stop]
+                share = left[k, i]
+                row = right[k, start:stop]
                 for j in range(row.size):
                     before[j] = before[j] + share * row[j] if k else share * row[j]
             for k in range(ones, first, 4):
@@ -184,16 +197,18 @@ def outer(left, right, out, factor, subtract):
 
 @compiled
 def dot(x, y):
-    """A scalar product in float64, added in the order of the spec's :meth:`bucket_norms`."""
+    """Return the scalar product in float64, added in the order that the spec gives at :meth:`bucket_norms`."""
     return added(products_of_pieces(x, y))
 
 
 @compiled
 def products_of_pieces(x, y):
-    """The scalar products of the pieces of two vectors."""
-    sums, wide = np.zeros(-(-x.size // PIECE)), np.zeros(min(x.size, PIECE))
+    """Return the scalar product of each piece of two vectors."""
+    sums = np.zeros(-(-x.size // PIECE))
+    wide = np.zeros(min(x.size, PIECE))
     for piece in range(sums.size):
-        a, b = x[piece * PIECE : (piece + 1) * PIECE], y[piece * PIECE : (piece + 1) * PIECE]
+        a = x[piece * PIECE : (piece + 1) * PIECE]
+        b = y[piece * PIECE : (piece + 1) * PIECE]
         wide[a.size :] = 0
         for i in range(a.size):
             wide[i] = a[i] * b[i]
@@ -203,13 +218,16 @@ def products_of_pieces(x, y):
 
 @compiled
 def orthogonalise(rows, number, negligible):
-    """Replace a row by what those before it leave of it, at length 1; returns False if that is nothing."""
+    """Subtract the projections onto the rows before it from row ``number``, and normalise it.
+
+    Return False, with a row of zeros, if nothing remains.
+    """
     row = rows[number]
     if not to_length_1(row, 0.0):
         return False
-    for _ in range(2):  # the reference says why twice
+    for _ in range(2):  # twice, for the reason given in ops/numpy/matrices.py
         for k in range(number):
-            before = rows[k]  # contiguous, which the rows of a slice are not to the compiler
+            before = rows[k]  # numba knows that this row is contiguous; the rows of a slice it does not
             share = dot(before, row)
             for j in range(row.size):
                 row[j] -= share * before[j]
@@ -218,23 +236,30 @@ def orthogonalise(rows, number, negligible):
 
 @compiled
 def coordinates(x, basis, spanned):
-    """Return the products of rows of x and of the basis, and whether these combine to x, up to ``spanned``."""
-    weights, most, rest = np.empty((x.shape[0], basis.shape[0])), 0.0, 0.0
+    """Return the scalar products of the rows of x and of the basis, and whether x is in the span of the basis.
+
+    x is in the span if no |element| of the difference exceeds ``spanned`` times the largest |x|.
+    """
+    weights = np.empty((x.shape[0], basis.shape[0]))
+    most = 0.0
+    rest = 0.0
     for i in range(x.shape[0]):
-        row, total = x[i], np.zeros(x.shape[1])
+        row = x[i]
+        total = np.zeros(x.shape[1])
         for k in range(basis.shape[0]):
             other = basis[k]
             share = weights[i, k] = dot(row, other)
             for j in range(row.size):
                 total[j] += share * other[j]
         for j in range(row.size):
-            most, rest = max(most, abs(row[j])), max(rest, abs(row[j] - total[j]))
+            most = max(most, abs(row[j]))
+            rest = max(rest, abs(row[j] - total[j]))
     return weights, rest <= spanned * most
 
 
 @compiled
 def to_length_1(row, least):
-    """Divide a row by its length; without a length above ``least`` it becomes 0, which returns False."""
+    """Divide a row by its length. If the length is not above ``least``, set the row to 0 and return False."""
     length = np.sqrt(dot(row, row))
     for j in range(row.size):
         row[j] = row[j] / length if length > least else 0.0

@@ -1,4 +1,4 @@
-"""The loops of ``numba/memory.py``. Arguments: float32 vectors, or of 8 bits; indices as int32 or int64."""
+"""Kernels of ``numba/memory.py``. Vectors are float32 or int8, indices int32 or int64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numba.extending import intrinsic
 
 from hvdcompress.ops.numba._kernels.compiling import compiled
 
-RUNS = 256  #: of more runs, each is gone through in the whole vector at once
-STAMPED = 1 << 17  #: elements whose stamps, old and new, stay in a cache
+RUNS = 256  #: with more runs than this, kernels process run by run instead of block by block
+STAMPED = 1 << 17  #: elements whose old and new stamps stay in the cache
 
 
 @intrinsic
 def floats_at(context: Any, address: Any) -> Any:
-    """A pointer to the float32 at an address, which ``numba.carray`` makes an array of."""
+    """Return a pointer to the float32 at an address. ``numba.carray`` makes an array of it."""
 
     def written(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.PointerType(ir.FloatType()))
@@ -26,13 +26,13 @@ def floats_at(context: Any, address: Any) -> Any:
 
 
 @compiled
-def check_places(index, size):
-    """Whatever came over the wire, memory outside of a vector of this size is neither read nor written.
+def check_indices(index, size):
+    """Check that all indices are in [0, size), because they may come over the network.
 
-    The loops that follow need not look at each index, which takes half of their time.
+    A separate loop, because checking each index in the loops that follow would double their time.
 
     Raises:
-        IndexError: A place is outside.
+        IndexError: An index is outside of the vector.
     """
     outside = False
     for j in range(index.size):
@@ -43,7 +43,7 @@ def check_places(index, size):
 
 @compiled
 def take(x, index, out):
-    check_places(index, x.size)
+    check_indices(index, x.size)
     for j in range(index.size):
         out[j] = x[np.uint64(index[j])]
 
@@ -51,16 +51,18 @@ def take(x, index, out):
 @compiled
 def take_by_age(table, stamps, now, out):
     for i in range(stamps.size):
-        out[i] = table[place_of(now, stamps[i], table.size)]
+        out[i] = table[entry_of(now, stamps[i], table.size)]
 
 
 @compiled
 def runs_of(index):
-    """Where ascending runs of indices, end to end, begin and end."""
+    """Return the starts and the ends of the ascending runs that the indices consist of."""
     count = 1
     for j in range(1, index.size):
         count += index[j] < index[j - 1]
-    begins, ends, run = np.zeros(count, np.int64), np.full(count, index.size), 0
+    begins = np.zeros(count, np.int64)
+    ends = np.full(count, index.size)
+    run = 0
     for j in range(1, index.size):
         if index[j] < index[j - 1]:
             ends[run] = j
@@ -71,30 +73,34 @@ def runs_of(index):
 
 @compiled
 def stamp(table, stamps, now, index, out, found):
-    """The indices are several runs, as those of ``write_runs``, and so are gone through in the same way."""
-    check_places(index, stamps.size)
-    entries = np.empty(256, np.float32)  # by now − stamp, as 8 bits without a sign
+    """Set ``found`` to the table entries of the elements at ``index``, and out = stamps with ``now`` at ``index``.
+
+    As in ``write_runs``, all runs of indices are processed in one block of the vector before the next block.
+    """
+    check_indices(index, stamps.size)
+    entries = np.empty(256, np.float32)  # table entries by (now − stamp) as a uint8
     for age in range(256):
-        entries[age] = table[place_of(np.int8(age), np.int8(0), table.size)]
-    places, ends = runs_of(index)
+        entries[age] = table[entry_of(np.int8(age), np.int8(0), table.size)]
+    cursors, ends = runs_of(index)
     step = STAMPED if ends.size <= RUNS else max(stamps.size, 1)
     for first in range(0, stamps.size, step):
         last = min(first + step, stamps.size)
-        old, new = stamps[first:last], out[first:last]
+        old = stamps[first:last]
+        new = out[first:last]
         for i in range(new.size):
             new[i] = old[i]
         for run in range(ends.size):
-            stop = places[run]
+            stop = cursors[run]
             while stop < ends[run] and index[stop] < last:
                 stop += 1
-            for j in range(places[run], stop):
+            for j in range(cursors[run], stop):
                 at = np.uint64(index[j])
                 found[j] = entries[np.uint8(now - stamps[at])]
                 out[at] = now
-            places[run] = stop
+            cursors[run] = stop
 
 
 @compiled
-def place_of(now, stamp, size):
-    """Where the entry of an element is: ages are taken modulo 2^8."""
+def entry_of(now, stamp, size):
+    """Return the index of an element's table entry. The age now − stamp is an int8, modulo 2^8."""
     return np.uint64(min(max(np.int64(np.int8(now - stamp)), 1), size) - 1)

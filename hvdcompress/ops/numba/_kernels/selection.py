@@ -1,7 +1,7 @@
-"""The loops of ``numba/selection.py``. Arguments: float32 vectors, or their ``bits`` as int32; offsets as int64."""
+"""Kernels of ``numba/selection.py``. Vectors are float32, or their ``bits`` viewed as int32; offsets are int64."""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hvdcompress.ops.numba._kernels.compiling import BLOCK, MAGNITUDE, compiled
 
 @compiled
 def count(bits, low):
+    """Return the number of magnitudes with bits of at least ``low``."""
     total = 0
     for start in range(0, bits.size, BLOCK):
         part = bits[start : start + BLOCK]
-        count = np.int32(0)  # narrow: as many lanes as the comparison
+        count = np.int32(0)  # int32, so that the sum has as many lanes as the comparison
         for i in range(part.size):
             count += np.int32(1) if (part[i] & MAGNITUDE) >= low else np.int32(0)
         total += count
@@ -25,18 +26,19 @@ def count(bits, low):
 
 @compiled
 def find(bits, low, span, out):
-    """Indices with low ≤ |bits| ≤ low + span, until ``out`` is full; returns how many."""
+    """Write the indices of magnitudes with bits from low to low + span until ``out`` is full; return their number."""
     found = 0
-    flag, place = np.zeros(BLOCK, np.int8), np.empty(BLOCK, np.int32)
+    flag = np.zeros(BLOCK, np.int8)
+    offsets = np.empty(BLOCK, np.int32)
     for start in range(0, bits.size, BLOCK):
         part = bits[start : start + BLOCK]
         if part.size < BLOCK:
             flag[:] = 0
         for i in range(part.size):
             flag[i] = np.int8(np.uint32((part[i] & MAGNITUDE) - low) <= span)
-        count = min(flags.places(flag, place), out.size - found)
+        count = min(flags.indices(flag, offsets), out.size - found)
         for j in range(count):
-            out[found + j] = start + place[j]
+            out[found + j] = start + offsets[j]
         found += count
         if found == out.size:
             break
@@ -45,10 +47,10 @@ def find(bits, low, span, out):
 
 @compiled
 def kth(magnitudes, k):
-    """The k-th largest of the bits of magnitudes, 1 ≤ k ≤ n; overwrites them.
+    """Return the k-th largest of the bits of magnitudes, 1 ≤ k ≤ n; overwrites them.
 
-    A histogram of 2048 equal ranges tells in which range it is. Its numbers are sorted in the same way, until they are
-    one.
+    A histogram of 2048 equal ranges shows in which range the k-th largest is. The kernel repeats this with the numbers
+    of that range, until each range is a single number.
     """
     rest = magnitudes
     count = np.empty(2049, np.int64)
@@ -62,41 +64,46 @@ def kth(magnitudes, k):
         count[:] = 0
         for i in range(rest.size):
             count[(rest[i] - low) >> shift] += 1
-        place = 2047
-        while count[place] < k:
-            k -= count[place]
-            place -= 1
+        number = 2047
+        while count[number] < k:
+            k -= count[number]
+            number -= 1
         if shift == 0:
-            return low + np.int32(place)
+            return low + np.int32(number)
         found = 0
         for i in range(rest.size):
             value = rest[i]
             rest[found] = value
-            found += np.int64((value - low) >> shift == place)
+            found += np.int64((value - low) >> shift == number)
         rest = rest[:found]
 
 
 @compiled
 def largest_of(index, bits, values, parts, scratch, chosen, kept, least):
-    """Of each part the k entries of greatest magnitude, and the least of these.
+    """Select the k entries of largest magnitude in each part; ``least`` receives the smallest selected magnitude.
 
-    ``parts`` has their numbers of entries, how many to choose, and what is added to ``index``. ``chosen`` and ``kept``
-    receive the entries, and have room for one more.
+    The rows of ``parts`` [3, parts] are the number of candidates, k, and the number to add to the indices. ``chosen``
+    and ``kept`` receive indices and values, and have one more element, because the loop writes before it decides.
     """
-    begin, found = 0, 0
+    begin = 0
+    found = 0
     for part in range(parts.shape[1]):
-        size, k, start = parts[0, part], parts[1, part], parts[2, part]
+        size = parts[0, part]
+        k = parts[1, part]
+        start = parts[2, part]
         least[part] = 0
         if k > 0:
-            near, magnitudes = bits[begin : begin + size], scratch[:size]
+            near = bits[begin : begin + size]
+            magnitudes = scratch[:size]
             for i in range(size):
                 magnitudes[i] = near[i] & MAGNITUDE
             low = kth(magnitudes, k)
             ties = k - count(near, low + np.int32(1))
             for i in range(size):
                 magnitude = near[i] & MAGNITUDE
-                # without a branch, which would go either way
-                chosen[found], kept[found] = index[begin + i] + start, values[begin + i]
+                # write first, then count the entry or not: a branch would be mispredicted often
+                chosen[found] = index[begin + i] + start
+                kept[found] = values[begin + i]
                 equal = np.int64(magnitude == low) & np.int64(ties > 0)
                 found += np.int64(magnitude > low) + equal
                 ties -= equal
@@ -105,19 +112,22 @@ def largest_of(index, bits, values, parts, scratch, chosen, kept, least):
 
 
 @compiled
-def places(magnitudes, threshold, ties, out):
-    """Where magnitudes are above the threshold, and the first ``ties`` that are equal to it; ``out`` has one more."""
+def indices_of_largest(magnitudes, threshold, ties, out):
+    """Write the indices of magnitudes above the threshold, and of the first ``ties`` equal to it.
+
+    ``out`` has one more element than indices are found, because the loop writes before it decides.
+    """
     found = 0
     for i in range(magnitudes.size):
         equal = magnitudes[i] == threshold and ties > 0
-        out[found] = i  # without a branch, which would go either way
+        out[found] = i  # write first, then count it or not: a branch would be mispredicted often
         found += magnitudes[i] > threshold or equal
         ties -= equal
 
 
 @compiled
 def histogram(bits, stride):
-    """How many of every stride-th |x| share sign-less exponent and first 3 bits of the mantissa [2048]."""
+    """Return a histogram [2048] of every stride-th |x|, by exponent and the first 3 bits of the mantissa."""
     count = np.zeros(2048, np.int64)
     for i in range(0, bits.size, stride):
         count[(bits[i] & MAGNITUDE) >> 20] += 1
@@ -126,8 +136,9 @@ def histogram(bits, stride):
 
 @compiled
 def first_of(x, most):
-    """Where the first |x| with these bits is; without a branch, so that many are looked at together."""
-    ahead, size = np.int32(0), np.int32(x.size)
+    """Return the index of the first |x| whose bits are ``most``. No branch, so that the loop vectorises."""
+    ahead = np.int32(0)
+    size = np.int32(x.size)
     for i in range(x.size):
         here = (np.float32(x[i]).view(np.int32) & MAGNITUDE) == most
         ahead = max(ahead, size - np.int32(i) if here else np.int32(0))
@@ -146,7 +157,8 @@ def chunk_argmax(x, chunk, out):
 
 @compiled
 def chunk_positions(offset, chunk, sizes, out):
-    j, start = 0, 0
+    j = 0
+    start = 0
     for size in sizes:
         for first in range(start, start + size, chunk):
             out[j] = min(first + offset[j], start + size - 1)

@@ -1,7 +1,7 @@
-"""The loops of ``numba/spectra.py``. Arguments: float32 vectors; pairs are real and imaginary parts in turns."""
+"""Kernels of ``numba/spectra.py``. Vectors are float32; ``pairs`` are alternating real and imaginary parts."""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def magnitudes(pairs, out):
 
 @compiled
 def strong(pairs, unit, low, first, index, found_pairs):
-    """Which pairs have an energy of ``low`` or more, in units of 1/``unit``²; ``first``: the first pair's index."""
-    found, flag, places = 0, np.zeros(BLOCK, np.int8), np.empty(BLOCK, np.int32)
+    """Collect the pairs with (unit·|pair|)² ≥ low, and return their number; ``first`` is the first pair's index."""
+    found = 0
+    flag = np.zeros(BLOCK, np.int8)
+    offsets = np.empty(BLOCK, np.int32)
     for start in range(0, pairs.size // 2, BLOCK):
         part = pairs[2 * start : 2 * (start + BLOCK)]
         if part.size < 2 * BLOCK:
@@ -29,29 +31,30 @@ def strong(pairs, unit, low, first, index, found_pairs):
         for i in range(part.size // 2):
             real, imaginary = part[2 * i] * unit, part[2 * i + 1] * unit
             flag[i] = np.int8(real * real + imaginary * imaginary >= low)
-        count = flags.places(flag, places)
+        count = flags.indices(flag, offsets)
         for j in range(count):
-            i = places[j]
+            i = offsets[j]
             index[found + j] = first + start + i
-            found_pairs[2 * (found + j)], found_pairs[2 * (found + j) + 1] = part[2 * i], part[2 * i + 1]
+            found_pairs[2 * (found + j)] = part[2 * i]
+            found_pairs[2 * (found + j) + 1] = part[2 * i + 1]
         found += count
     return found
 
 
 @compiled
 def add_pairs(spectrum, first, index, pairs, factor):
-    """``first``: the number of the spectrum's first bin."""
+    """Add factor·pairs to the bins ``index`` of a spectrum whose first bin has the index ``first``."""
     for j in range(index.size):
         i = 2 * (index[j] - first)
-        if i < 0 or i >= spectrum.size:  # never write out of bounds, whatever came over the wire
-            raise IndexError("a frequency is outside of the tensor, or they are not in ascending order")
+        if i < 0 or i >= spectrum.size:  # the indices came over the network: never write out of bounds
+            raise IndexError("the index of a frequency is outside of the spectrum, or the indices do not ascend")
         spectrum[i] += factor * pairs[2 * j]
         spectrum[i + 1] += factor * pairs[2 * j + 1]
 
 
 @compiled
 def clipped(wave, scale, limit, factor, out, subtract):
-    """Write factor times the clipped, scaled wave to ``out``, or subtract it from what is there."""
+    """Set out = factor·clip(scale·wave, ±limit), or subtract that from ``out``."""
     for i in range(wave.size):
         value = min(max(wave[i] * scale, -limit), limit) * factor
         out[i] = out[i] - value if subtract else value

@@ -1,7 +1,7 @@
-"""The loops of ``numba/statistics.py``. Arguments: float32 vectors, or their ``bits`` as int32."""
+"""Kernels of ``numba/statistics.py``. Vectors are float32, or their ``bits`` viewed as int32."""
 
 # mypy: disable-error-code="assignment"
-# (In a kernel a variable takes the widest of its types; Python's rule is the first.)
+# (Numba gives a variable the widest of its types; mypy gives it the type of the first assignment.)
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hvdcompress.ops.shared import PIECE
 
 @compiled
 def add_moments(x, total, squares):
-    """Add at most FOUR numbers, and their squares, to LANES sums of each."""
-    if x.size == FOUR:  # the sums are fetched once for four numbers
+    """Add x and x², at most FOUR elements, to LANES partial sums of each."""
+    if x.size == FOUR:  # each partial sum is loaded once for four elements
         a, b, c, d = x[:LANES], x[LANES : 2 * LANES], x[2 * LANES : 3 * LANES], x[3 * LANES :]
         for i in range(LANES):
             one, two, three, four = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
@@ -34,8 +34,8 @@ def moments(x, total, squares):
 
 
 @compiled
-def spread(x, total, squares):
-    """Returns the greatest magnitude's bits; ``total`` and ``squares`` receive LANES sums of x and of x² each."""
+def moments_and_largest(x, total, squares):
+    """Add x and x² to LANES partial sums of each. Return the bits of the largest magnitude."""
     most = np.int32(0)
     for start in range(0, x.size, FOUR):
         part = x[start : start + FOUR]
@@ -65,7 +65,7 @@ def bucket_max(bits, bucket, out):
 
 @compiled
 def fold(wide):
-    """The sum of PIECE numbers, added by halves; they are overwritten."""
+    """Return the sum of PIECE numbers, folded in half until one is left; overwrites them."""
     for i in range(128):
         wide[i] = (wide[i] + wide[i + 256]) + (wide[i + 128] + wide[i + 384])
     for i in range(64):
@@ -81,7 +81,7 @@ def fold(wide):
 
 @compiled
 def folded(values):
-    """The sum of numbers, folded by halves in their place."""
+    """Return the sum of any number of numbers, folded in half until one is left; overwrites them."""
     width = values.size
     while width > 1:
         half = (width + 1) // 2
@@ -94,12 +94,13 @@ def folded(values):
 
 @compiled
 def added(values):
-    """The sum of numbers, added in the order of the spec's :meth:`bucket_norms`; they are overwritten."""
+    """Return the sum of numbers, added in the order that the spec gives at :meth:`bucket_norms`; overwrites them."""
     while values.size > PIECE:
-        sums, wide = np.zeros(-(-values.size // PIECE)), np.zeros(PIECE)
+        sums = np.zeros(-(-values.size // PIECE))
+        wide = np.zeros(PIECE)
         for piece in range(sums.size):
             part = values[piece * PIECE : (piece + 1) * PIECE]
-            for i in range(part.size):  # a slice's assignment compiles its error message: one to four seconds
+            for i in range(part.size):  # an assignment to a slice would compile its error message: one to four seconds
                 wide[i] = part[i]
             wide[part.size :] = 0
             sums[piece] = fold(wide)
@@ -109,14 +110,14 @@ def added(values):
 
 @compiled
 def add_rows(rows, out):
-    """``out`` [m] receives the sums of rows [m, width], which are overwritten."""
+    """Write the sum of each row of ``rows`` [m, width] to ``out`` [m]; overwrites ``rows``."""
     for row in range(out.size):
         out[row] = added(rows[row])
 
 
 @compiled
 def piece_sums(x, bucket, squares, out):
-    """Sums of x² or of |x| over each piece of each bucket [m, pieces]; the pieces' sums are left to be added."""
+    """Write the sums of x² or of |x| over each piece of each bucket to ``out`` [buckets, pieces]."""
     wide = np.zeros(min(bucket, PIECE))
     for row in range(out.shape[0]):
         for piece in range(out.shape[1]):

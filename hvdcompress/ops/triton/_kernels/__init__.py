@@ -1,10 +1,10 @@
-"""The Triton kernels behind the triton backend, by the same subjects as its ops.
+"""Triton kernels of the triton backend, in one module per subject, like the backend's ops.
 
-Each reads its input once, where torch's operations make a pass and a temporary each. The results are the reference's
-to the bit. Four things see to that:
+Each kernel reads its input once, where torch needs one pass and one temporary per operation. Four rules make the
+results equal to the reference's bits:
 
-- no product is fused with a sum (:func:`hvdcompress.ops.triton._kernels.launching.launch`);
-- quotients are those of IEEE 754, ``div_rn``; Triton's ``/`` of float32 is an approximation;
-- no float is added atomically, which has no order and, in global memory, takes denormal numbers for zeros;
-- Triton's ``-x`` is 0 − x, which has no −0: signs are set in the bits.
+- No product is fused with a sum (:func:`hvdcompress.ops.triton._kernels.launching.launch`).
+- Quotients are rounded as in IEEE 754 (``div_rn``); Triton's ``/`` of float32 is an approximation.
+- No float is added atomically. Atomic additions have no order and, in global memory, treat denormals as zeros.
+- Signs are set in the bits, because Triton's ``-x`` is 0 − x, which is never −0.
 """

@@ -1,23 +1,23 @@
-"""The kernels of ``triton/arithmetic.py``."""
+"""Kernels of ``triton/arithmetic.py``."""
 
 import triton
 import triton.language as tl
 
 from hvdcompress.ops.triton._kernels.floats import float_of_half
-from hvdcompress.ops.triton._kernels.parts import add, note_not_finite, places
+from hvdcompress.ops.triton._kernels.parts import add, indices, note_not_finite
 from hvdcompress.ops.triton._kernels.selection import is_chosen, offsets_of_largest
 from hvdcompress.ops.triton._kernels.statistics import store_moments
 
 
 @triton.jit
 def accumulate(gradient, residual, scale, out, finite, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     note_not_finite(add(gradient, residual, scale, out, at, at < n), finite)
 
 
 @triton.jit
 def accumulate_moments(gradient, residual, scale, out, sums, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     store_moments(add(gradient, residual, scale, out, at, at < n), sums)
 
 
@@ -35,7 +35,8 @@ def accumulate_argmax(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row, column = places(ROWS), tl.arange(0, WIDTH)
+    row = indices(ROWS)
+    column = tl.arange(0, WIDTH)
     at = row[:, None] * chunk + column[None, :]
     inside = (column < chunk)[None, :] & (at < n)
     x = add(gradient, residual, scale, out, at, inside)
@@ -45,7 +46,7 @@ def accumulate_argmax(
 
 @triton.jit
 def accumulate_count(gradient, residual, scale, out, finite, threshold, counts, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     inside = at < n
     x = add(gradient, residual, scale, out, at, inside)
     note_not_finite(x, finite)
@@ -54,8 +55,8 @@ def accumulate_count(gradient, residual, scale, out, finite, threshold, counts, 
 
 @triton.jit
 def keep_if(x, other, finite, n, ZERO: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.load(finite) == 0:  # almost never: a program then reads nothing else
-        at = places(BLOCK)
+    if tl.load(finite) == 0:  # rare; otherwise a program reads only the flag
+        at = indices(BLOCK)
         if ZERO:
             tl.store(x + at, 0.0, at < n)
         else:
@@ -64,80 +65,82 @@ def keep_if(x, other, finite, n, ZERO: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def blend(x, residual, beta, rest, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     inside = at < n
     tl.store(x + at, tl.load(x + at, inside) * beta + tl.load(residual + at, inside) * rest, inside)
 
 
 @triton.jit
 def subtract(x, own, factor, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     inside = at < n
     tl.store(x + at, tl.load(x + at, inside) - tl.load(own + at, inside) * factor, inside)
 
 
 @triton.jit
 def subtract_sparse(x, index, values, factor, n, m, BLOCK: tl.constexpr):
-    at = places(BLOCK)
-    place = tl.load(index + at, at < m, -1).to(tl.int64)
-    inside = (place >= 0) & (place < n)
-    before = tl.load(x + place, inside, 0.0)
+    at = indices(BLOCK)
+    target = tl.load(index + at, at < m, -1).to(tl.int64)
+    inside = (target >= 0) & (target < n)
+    before = tl.load(x + target, inside, 0.0)
     after = before - tl.load(values + at, inside, 0.0) * factor
-    # a repeat, which has the value 0, changes nothing: it must not overwrite what another one has changed
+    # a duplicate has the value 0 and must not overwrite the element that another entry has changed
     changed = before.to(tl.int32, bitcast=True) != after.to(tl.int32, bitcast=True)
-    tl.store(x + place, after, inside & changed)
+    tl.store(x + target, after, inside & changed)
 
 
 @triton.jit
 def zero_where(x, own, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     tl.store(x + at, 0.0, (at < n) & (tl.load(own + at, at < n, 0.0) != 0))
 
 
 @triton.jit
 def zero_where_sparse(x, index, values, n, m, BLOCK: tl.constexpr):
-    at = places(BLOCK)
-    place = tl.load(index + at, at < m, -1).to(tl.int64)
-    inside = (place >= 0) & (place < n)
-    tl.store(x + place, 0.0, inside & (tl.load(values + at, inside, 0.0) != 0))
+    at = indices(BLOCK)
+    target = tl.load(index + at, at < m, -1).to(tl.int64)
+    inside = (target >= 0) & (target < n)
+    tl.store(x + target, 0.0, inside & (tl.load(values + at, inside, 0.0) != 0))
 
 
 @triton.jit
 def write(out, total, factor, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     tl.store(out + at, tl.load(total + at, at < n) * factor, at < n)
 
 
 @triton.jit
 def write_half(out, half, scale, factor, n, BLOCK: tl.constexpr):
-    at = places(BLOCK)
+    at = indices(BLOCK)
     tl.store(out + at, float_of_half(tl.load(half + at, at < n)) * scale * factor, at < n)
 
 
 @triton.jit
 def write_runs(out, index, order, values, factor, n, m, BLOCK: tl.constexpr):
-    """Write the sum of each run of equal indices, added in their order, by the program that has its first one.
+    """Write the sum of the values of each run of equal indices, added in their order.
+
+    The program that has the first index of a run adds the whole run.
 
     Args:
-        out: 0 everywhere.
-        index: [m] ascending; those outside of [0, n) are left out.
-        order: [m] where the value of each index is.
-        values: as they came.
-        factor: of each value, before it is added.
-        n: elements of ``out``.
-        m: indices.
-        BLOCK: elements of a program.
+        out: [n] zeros.
+        index: [m] ascending; indices outside of [0, n) are ignored.
+        order: [m], the index in ``values`` of each entry.
+        values: [m], not sorted.
+        factor: Factor of each value, before it is added.
+        n: Number of elements of ``out``.
+        m: Number of entries.
+        BLOCK: Number of entries per program.
     """
-    at = places(BLOCK)
-    place = tl.load(index + at, at < m, -1).to(tl.int64)
+    at = indices(BLOCK)
+    target = tl.load(index + at, at < m, -1).to(tl.int64)
     before = tl.load(index + at - 1, (at > 0) & (at < m), -1).to(tl.int64)
-    first = (place >= 0) & (place < n) & (place != before)
+    first = (target >= 0) & (target < n) & (target != before)
     total = tl.zeros((BLOCK,), out.dtype.element_ty)
     active = first
-    while tl.max(active.to(tl.int32), 0) > 0:  # as many turns as ranks chose the same place
+    while tl.max(active.to(tl.int32), 0) > 0:  # one iteration per entry of the longest run: at most one per rank
         value = tl.load(values + tl.load(order + at, active, 0), active, 0.0) * factor
         total = tl.where(active, total + value.to(out.dtype.element_ty), total)
         at += 1
         active = active & (at < m)
-        active = active & (tl.load(index + at, active, -1).to(tl.int64) == place)
-    tl.store(out + place, total, first)
+        active = active & (tl.load(index + at, active, -1).to(tl.int64) == target)
+    tl.store(out + target, total, first)

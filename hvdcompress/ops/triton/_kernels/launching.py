@@ -1,4 +1,4 @@
-"""How kernels are launched."""
+"""Launch kernels without fused multiply-adds."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 from hvdcompress.ops.vectors import Array
 
-BLOCK = 1024  #: elements of a program
+BLOCK = 1024  #: number of elements per program
 
 
 def blocks(n: int, block: int = BLOCK) -> int:
-    """Return how many programs cover n elements."""
+    """Return the number of programs for n elements."""
     return -(-n // block)
 
 
 def launch(kernel: Any, programs: int, like: Array, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on the device of ``like``; the host does not wait for it.
+    """Run a kernel on the device of ``like``. The host does not wait for it.
 
-    A product and a sum must round twice, as they do in the reference, and Triton may fuse them unless told not to:
-    ``enable_fp_fusion=False`` forbids that to LLVM and to ptxas (https://github.com/triton-lang/triton/pull/2495; the
-    default: /pull/11270). Denormals need no option: an instruction without ``.ftz`` keeps them.
+    A product and a sum must be rounded separately, as in the reference. ``enable_fp_fusion=False`` forbids LLVM and
+    ptxas to fuse them (https://github.com/triton-lang/triton/pull/2495; the default: /pull/11270). Denormals need no
+    option, because instructions without ``.ftz`` keep them.
     """
     with torch.cuda.device_of(like):
         kernel[(programs,)](*arguments, **constants, enable_fp_fusion=False)
