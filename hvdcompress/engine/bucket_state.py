@@ -93,7 +93,7 @@ class Memory:
 
     scratch: dict[str, Array] = field(default_factory=dict)
     members: list[dict[str, Array]] = field(default_factory=list)
-    joined: Array | None = None
+    flat: Array | None = None
     lengths: dict[Hashable, int] = field(default_factory=dict)
     _pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # of slots, the buffers that take turns
 
@@ -107,11 +107,11 @@ class Memory:
         self._pairs[slot] = (current, buffer)
         return buffer
 
-    def joined_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
+    def flat_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
         """Return the buffer for the gradients of all tensors."""
-        if self.joined is None or itemsize(dtype) * size != self.joined.nbytes:
-            self.joined = ops.zeros(size, dtype, like)
-        return self.joined
+        if self.flat is None or itemsize(dtype) * size != self.flat.nbytes:
+            self.flat = ops.zeros(size, dtype, like)
+        return self.flat
 
     def of_member(self, index: int) -> dict[str, Array]:
         """Return the scratch arrays of one tensor."""
@@ -128,14 +128,14 @@ class Memory:
         """Return every array, those of the current state included."""
         pairs = [array for pair in self._pairs.values() for array in pair]
         scratch = [array for each in (self.scratch, *self.members) for array in each.values()]
-        return [*pairs, *scratch] if self.joined is None else [*pairs, *scratch, self.joined]
+        return [*pairs, *scratch] if self.flat is None else [*pairs, *scratch, self.flat]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:
     """Return every slot of the bucket as a whole that any stage of its program declares."""
     declared: dict[str, Slot] = {}
     for _, method in bucket.program.stages:
-        if bucket.apart(method):
+        if bucket.runs_per_tensor(method):
             declared.update({name: Slot((bucket.spec.size,)) for name in feedback.names(method)})
         else:
             declared.update(feedback.slots(method, bucket.spec))
@@ -144,7 +144,7 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
 
 def declared_by_members(bucket: Bucket) -> list[dict[str, Slot]]:
     """Return every slot of each tensor by itself; an empty list where there are none."""
-    methods = [method for _, method in bucket.program.stages if bucket.apart(method)]
+    methods = [method for _, method in bucket.program.stages if bucket.runs_per_tensor(method)]
     if not methods:
         return []
     return [{k: slot for method in methods for k, slot in method.state(spec).items()} for spec in bucket.members]

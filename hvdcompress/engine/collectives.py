@@ -41,7 +41,9 @@ def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
-def lower(collective: Collective, rank: int, world: int, ops: Ops, like: Array, broadcasts: bool = False) -> Request:
+def lower(
+    collective: Collective, rank: int, world: int, ops: Ops, like: Array, native_broadcast: bool = False
+) -> Request:
     """What ``rank`` sends for a collective.
 
     Args:
@@ -50,23 +52,28 @@ def lower(collective: Collective, rank: int, world: int, ops: Ops, like: Array, 
         world: number of ranks.
         ops: the array ops of the payload's library.
         like: an array on the device that every rank's payload must lie on.
-        broadcasts: send a broadcast as it is, not as a sum.
+        native_broadcast: send a broadcast as it is, not as a sum.
     """
     if isinstance(collective, AllReduce):
-        return Request("all_reduce", collective.x, collective.op, spent=collective.spent)
+        return Request("all_reduce", collective.x, collective.op, may_overwrite=collective.may_overwrite)
     if isinstance(collective, AllGather):
         return Request("all_gather", collective.x)
     if isinstance(collective, AllToAll):
         equal = (len(collective.x) // world,) * world
-        return Request("all_to_all", collective.x, gives=collective.splits or equal, gets=collective.receives or equal)
+        return Request(
+            "all_to_all",
+            collective.x,
+            send_lengths=collective.splits or equal,
+            recv_lengths=collective.receives or equal,
+        )
     root = int(collective.root)
     made = collective.make() if rank == root else None
-    if broadcasts:
-        return Request("broadcast", made, gives=(collective.num_bytes,), root=root)
+    if native_broadcast:
+        return Request("broadcast", made, send_lengths=(collective.num_bytes,), root=root)
     zeros_or_made = (
         ops.zeros(collective.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
     )
-    return Request("all_reduce", zeros_or_made, spent=made is None)
+    return Request("all_reduce", zeros_or_made, may_overwrite=made is None)
 
 
 def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
@@ -175,18 +182,18 @@ class Collectives:
         """
         ops = ops or hvdcompress.ops.fast
         # Made before observers are told, as the root computes its payload here
-        request = lower(collective, self.rank, self.world, ops, like, self.transport.broadcasts)
+        request = lower(collective, self.rank, self.world, ops, like, self.transport.native_broadcast)
         full = f"{name}.round{round}"
         if isinstance(collective, AllGather):
             own = collective.x
             if equal:
                 lengths = (len(own),) * self.world
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
-                request = Request("all_gather", own, gets=lengths)
-            elif not self.transport.unequal:  # MPI and torch.distributed want all lengths before the payloads
+                request = Request("all_gather", own, recv_lengths=lengths)
+            elif not self.transport.variable_lengths:  # MPI and torch.distributed want all lengths before the payloads
                 length = np.array([len(own)], np.int64).view(np.uint8)
                 self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
-                asked = Request("all_gather", length, gets=(8,) * self.world)
+                asked = Request("all_gather", length, recv_lengths=(8,) * self.world)
                 return Pending(name, collective, request, ops, self._start(f"{full}.lengths", asked))
         else:
             root = isinstance(collective, Broadcast) and self.rank == int(collective.root)
@@ -194,7 +201,7 @@ class Collectives:
             num_bytes = collective.num_bytes if isinstance(collective, Broadcast) else int(collective.x.nbytes)
             splits = collective.splits if isinstance(collective, AllToAll) else None
             self._sent(name, Sent(type(collective).__name__, payload, num_bytes, splits=splits))
-        return Pending(name, collective, request, ops, self._start(full, request), request.gets)
+        return Pending(name, collective, request, ops, self._start(full, request), request.recv_lengths)
 
     def ready(self, pending: Pending) -> bool:
         """Whether :meth:`advance` would return at once."""
@@ -206,10 +213,10 @@ class Collectives:
         if not isinstance(pending.collective, AllGather):
             return True
         own = pending.collective.x
-        if pending.lengths is None and not self.transport.unequal:
+        if pending.lengths is None and not self.transport.variable_lengths:
             pending.lengths = np.asarray(out).view(np.int64).tolist()
             self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
-            request = Request("all_gather", own, gets=tuple(pending.lengths))
+            request = Request("all_gather", own, recv_lengths=tuple(pending.lengths))
             pending.running = self._start(pending.name, request)
             return False
         # Of several tensors that travel together, only the headers tell where each payload begins
@@ -253,8 +260,8 @@ class Collectives:
         return [piece.tobytes().decode() for piece in cut(joined, lengths)]
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
-        gets = tuple(lengths or [len(data)] * self.world)
-        return self._wait(self._start(name, Request("all_gather", data, gets=gets)))
+        recv_lengths = tuple(lengths or [len(data)] * self.world)
+        return self._wait(self._start(name, Request("all_gather", data, recv_lengths=recv_lengths)))
 
     # -- inside -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.fallback import Verdict
-from hvdcompress.engine.safety.watchdog import Limits, Place, Watchdog
+from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step, loss_scale_now
@@ -44,7 +44,7 @@ class Compressor(ABC):
         ledger: bytes and seconds so far, on this rank.
     """
 
-    never_falls_back = ""  #: why the driver does not compare steps with uncompressed ones; empty if it does
+    no_fallback_reason = ""  #: why the driver does not compare steps with uncompressed ones; empty if it does
 
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
         self.plan = plan
@@ -53,13 +53,13 @@ class Compressor(ABC):
         self.local = RankState(plan, rank, world, self.ledger)
         if world == 1:
             log.warn_once("there is one rank, so nothing is exchanged or compressed: start several")
-        if self.local.fallback.on and self.never_falls_back:
+        if self.local.fallback.on and self.no_fallback_reason:
             self.local.fallback.on = False
             if rank == 0:
-                log.warn_once(f"fallback has no effect: {self.never_falls_back}. Compression is kept in any case")
+                log.warn_once(f"fallback has no effect: {self.no_fallback_reason}. Compression is kept in any case")
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
-        self.watchdog = Watchdog(rank, world, lambda: _place(myself()), lambda: _pulse(myself()), limits)
+        self.watchdog = Watchdog(rank, world, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Compressor(ABC):
             self._say_what_is_done()
         before = fallback.verdict
         gives_up = fallback.end_step()
-        fallback.decide(step.voted)
+        fallback.decide(step.max_votes)
         if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
             log.warn_once(str(fallback))
 
@@ -160,7 +160,7 @@ class Compressor(ABC):
 
     def trigger(self) -> None:
         """Restart every method's schedule on all ranks after the next step; one rank's call is enough."""
-        self.local.asks_for_trigger = True
+        self.local.trigger_requested = True
 
     def discard(self) -> None:
         """Take the last step back: all state is as before it, except that a restart of schedules stays agreed.
@@ -283,7 +283,7 @@ class Compressor(ABC):
         return loss_scale_now(self.loss_scale)
 
 
-def has_changed(process_set: Any, world: int) -> bool:
+def process_set_changed(process_set: Any, world: int) -> bool:
     """Whether a process set of Horovod's has another number of ranks than it had, or none, as Horovod has ended."""
     try:
         return bool(process_set.size() != world)
@@ -296,7 +296,9 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog) -> int:
+def next_compressor_number(
+    numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog
+) -> int:
     """The next Compressor's number within its process set: collectives are named by it.
 
     Ranks make their Compressors in one order, and ranks outside of a set make none; but one that joins an elastic
@@ -310,20 +312,20 @@ def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int
     """
     number = numbers[set_id]
     if is_elastic():
-        with watchdog.meeting("every rank's Compressor"):
+        with watchdog.rendezvous("every rank's Compressor"):
             number = largest(number)
     numbers[set_id] = number + 1
     return number
 
 
-def _place(compressor: Compressor | None) -> Place | None:
+def _progress_of(compressor: Compressor | None) -> Progress | None:
     """Where a rank is, for its watchdog; one that has no Compressor any more is nowhere."""
     if compressor is None:
-        return Place(0, None)
+        return Progress(0, None)
     if compressor._is_over():
         return None
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
-    return Place(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
+    return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 
 
 def _pulse(compressor: Compressor | None) -> Any:
@@ -331,4 +333,4 @@ def _pulse(compressor: Compressor | None) -> Any:
     if compressor is None:
         return None
     ledger = compressor.ledger
-    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["select"]
+    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["codec"]

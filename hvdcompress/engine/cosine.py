@@ -93,7 +93,7 @@ class Comparison:
         for number, exchange in enumerate(sorted(exchanges, key=lambda each: each.name)):
             setup = exchange.setup
             if exchange.name in self._copies and setup.bucket.spec.size:
-                collective = AllReduce(self._copies[exchange.name], "sum", spent=True)
+                collective = AllReduce(self._copies[exchange.name], "sum", may_overwrite=True)
                 self._under_way.append((exchange, collectives.start(NAME, number, collective, setup.ops, setup.like)))
 
     def finish(self, collectives: Collectives, exact: Mapping[str, Product], unused: Collection[str]) -> None:

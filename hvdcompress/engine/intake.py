@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.together import Together
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.scan import NOTHING, Found
 from hvdcompress.ops.vectors import Flag, both
@@ -31,7 +31,7 @@ def suits_whole(setup: Setup) -> bool:
     """
     method = setup.method
     count = len(setup.bucket.members)
-    if count == 1 or setup.each or method.local_clip_norm is not None:
+    if count == 1 or setup.per_tensor or method.local_clip_norm is not None:
         return False
     if not isinstance(setup.like, np.ndarray):
         return True
@@ -77,7 +77,7 @@ class Intake(ABC):
             self._num_waiting = 0
             self._take(list(waiting), list(waiting.values()))
         setup = self.setup
-        if not self.num_missing and not setup.each:
+        if not self.num_missing and not setup.per_tensor:
             assert self.x is not None
             self._take_out(self.finite, self.x, slice(None))
 
@@ -134,13 +134,13 @@ class Tiles(Intake):
 
     enough = TILE
 
-    def __init__(self, setup: Setup, together: Together | None = None):
+    def __init__(self, setup: Setup, fused: FusedCommunication | None = None):
         super().__init__(setup)
-        self.together = together
+        self.fused = fused
 
     def _take(self, indices: list[int], gradients: list[Array]) -> None:
         setup = self.setup
-        if setup.with_feedback and not setup.each:
+        if setup.with_feedback and not setup.per_tensor:
             spans = [setup.bucket.spans[index] for index in indices]
             founds = setup.feedback.receive(gradients, indices, spans, setup.ctx, setup.work)
             for index, found in zip(indices, founds, strict=True):
@@ -148,7 +148,7 @@ class Tiles(Intake):
             self.x = setup.feedback.spare[feedback.RESIDUAL]
             return
         for index, gradient in zip(indices, gradients, strict=True):
-            if setup.each:
+            if setup.per_tensor:
                 self._begin(index, gradient)
             else:
                 self._take_alone(index, gradient)
@@ -164,14 +164,14 @@ class Tiles(Intake):
             return
         if self.x is None:
             size = setup.bucket.spec.size
-            self.x = setup.memory.joined_buffer(size, setup.dtype, gradient, setup.ops)
+            self.x = setup.memory.flat_buffer(size, setup.dtype, gradient, setup.ops)
         start, stop = setup.bucket.spans[index]
         setup.ops.write(self.x[start:stop], x, 1.0)
 
     def _begin(self, index: int, gradient: Array) -> None:
         """Take in the gradient of one tensor, and run the method on it to its first collective."""
         setup = self.setup
-        ctx, work = setup.each[index]
+        ctx, work = setup.per_tensor[index]
         where = slice(*setup.bucket.spans[index])
         spare = {slot: buffer[where] for slot, buffer in setup.feedback.spare.items()}
         state = {**setup.state.members[index], **{slot: setup.state.slots[slot][where] for slot in spare}}
@@ -186,8 +186,8 @@ class Tiles(Intake):
         work.scanned = [found]
         self.finite = both(self.finite, found.finite)
         self._take_out(found.finite, x, where)
-        assert self.together is not None
-        self.together.begin(index, tensor.exchange(x, ctx, work))
+        assert self.fused is not None
+        self.fused.begin(index, tensor.exchange(x, ctx, work))
 
     def _note(self, index: int, found: Found) -> None:
         """Note what was found in the gradient of a part of the bucket."""
@@ -208,7 +208,7 @@ class Whole(Intake):
         in_order = [gradient for _, gradient in sorted(zip(indices, gradients, strict=True), key=lambda pair: pair[0])]
         buffer = None
         if isinstance(in_order[0], np.ndarray):
-            buffer = setup.memory.joined_buffer(setup.bucket.spec.size, setup.dtype, in_order[0], ops)
+            buffer = setup.memory.flat_buffer(setup.bucket.spec.size, setup.dtype, in_order[0], ops)
         joined = ops.concat(in_order, buffer)
         if setup.with_feedback:
             (found,) = setup.feedback.receive([joined], None, [(0, len(joined))], setup.ctx, setup.work)

@@ -50,20 +50,22 @@ def _broadcast(requests: Sequence[Request]) -> Results:
     if len(roots) != 1:
         raise RuntimeError(f"ranks disagree on the root of a broadcast: {sorted(map(str, roots))}")
     made = requests[roots.pop() or 0].payload
-    (announced,) = requests[0].gives or (0,)
+    (announced,) = requests[0].send_lengths or (0,)
     if len(made) != announced or len(made) % 4:
         raise RuntimeError(f"a broadcast of {len(made)} bytes was announced as {announced}")
     return [made] * len(requests)
 
 
 def _all_to_all(requests: Sequence[Request]) -> Results:
-    pieces = [cut(request.payload, request.gives or ()) for request in requests]
+    pieces = [cut(request.payload, request.send_lengths or ()) for request in requests]
     received = []
     for rank, request in enumerate(requests):
         mine = [row[rank] for row in pieces]
         lengths = tuple(map(len, mine))
-        if lengths != request.gets:
-            raise RuntimeError(f"an all-to-all brought rank {rank} {lengths} bytes, expected were {request.gets}")
+        if lengths != request.recv_lengths:
+            raise RuntimeError(
+                f"an all-to-all brought rank {rank} {lengths} bytes, expected were {request.recv_lengths}"
+            )
         received.append(np.concatenate(mine))
     return received
 

@@ -19,12 +19,12 @@ from hvdcompress.engine.pieces import (
     Pieces,
     clone,
     combined,
+    concatenated,
     copied,
-    end_to_end,
     in_form_of,
     is_compact,
     scaled,
-    whole,
+    to_dense,
 )
 from hvdcompress.engine.setup import Setup
 from hvdcompress.method import Array, Reduced, Sparse
@@ -145,7 +145,7 @@ class Adapter:
                     ops.write(outs[number], total, change)
                 kept.append(copied(total, gain * one.share))
                 continue
-            index, values = end_to_end(_parts(total), ops)
+            index, values = concatenated(_parts(total), ops)
             share = self._stamp(self._table(one, spread), number, index) if one.share is None else one.share
             given = [Sparse(index, values * (share * _rounded(more) + 1.0))]
             kept.append(Sparse(index, values * share * _rounded(gain)))
@@ -157,7 +157,7 @@ class Adapter:
             else:
                 ops.write(outs[number], Shares(given), as_it_is)
         if self._past and not old:
-            vector = whole(self._past, self.bucket, ops, outs[0])
+            vector = to_dense(self._past, self.bucket, ops, outs[0])
             for out, (start, stop) in zip(outs, self.bucket.spans, strict=True):
                 ops.subtract(out, vector[start:stop], lost)
         return tuple(kept)
@@ -168,7 +168,7 @@ class Adapter:
         """Write totals of any form."""
         ops = self.ops
         scale = self.setup.scale
-        old = whole(self._past, self.bucket, ops, outs[0]) if self._past else None
+        old = to_dense(self._past, self.bucket, ops, outs[0]) if self._past else None
         new = self._unused_buffer(old, outs[0])
         for number, total in enumerate(totals):
             ops.write(new[slice(*self._span_of(number))], total, factor)
@@ -259,8 +259,8 @@ class Adapter:
         if not pieces and not others:
             return ()
         like = self.setup.like
-        dense = clone(whole(pieces, self.bucket, self.ops, like))
-        other = whole(others, self.bucket, self.ops, like)
+        dense = clone(to_dense(pieces, self.bucket, self.ops, like))
+        other = to_dense(others, self.bucket, self.ops, like)
         for choose, (start, stop) in zip(chosen, self.bucket.spans, strict=True):
             if choose:
                 self.ops.write(dense[start:stop], other[start:stop], 1.0)

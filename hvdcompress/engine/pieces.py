@@ -69,7 +69,7 @@ def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops)
     return Outer(total, basis, first.terms) if is_right else Outer(basis, total, first.terms)
 
 
-def end_to_end(shares: Sequence[Sparse], ops: Ops) -> Sparse:
+def concatenated(shares: Sequence[Sparse], ops: Ops) -> Sparse:
     """Return a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
     if len(shares) == 1:
         return Sparse(clone(shares[0].index), clone(shares[0].values))
@@ -120,7 +120,7 @@ def _joined(pieces: Sequence[Any], bucket: Bucket, ops: Ops) -> Sparse:
     return Sparse(index, ops.concat([piece.values for piece in pieces]))
 
 
-def whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
+def to_dense(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
     """Return pieces of any form as one dense vector."""
     if len(pieces) == 1 and not isinstance(pieces[0], Sparse | Outer):
         return pieces[0]

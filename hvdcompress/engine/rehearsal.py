@@ -64,7 +64,9 @@ def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[i
 
     This is slow: it is a rehearsal in full size.
     """
-    return tuple(length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.joined)))
+    return tuple(
+        length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.member_sizes))
+    )
 
 
 def begin(method: Method, ctx: Context, x: Array, whole: int = 1) -> Communication:
@@ -102,10 +104,10 @@ def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, A
     return state
 
 
-def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], joined: tuple[int, ...] = ()) -> TensorSpec:
+def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], member_sizes: tuple[int, ...] = ()) -> TensorSpec:
     """What collectives depend on: not the tensor's name."""
-    dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
-    return TensorSpec("rehearsal", shape, dtype, spec.layout, joined)
+    dtype = "float64" if method.keeps_float64 and spec.dtype == "float64" else "float32"
+    return TensorSpec("rehearsal", shape, dtype, spec.layout, member_sizes)
 
 
 @cache
@@ -128,11 +130,11 @@ def carry_out(collectives: list[Collective]) -> list[Array]:
     world = len(collectives)
     fast = hvdcompress.ops.fast
     requests = [
-        lower(collective, rank, world, fast, np.zeros(0), broadcasts=True)
+        lower(collective, rank, world, fast, np.zeros(0), native_broadcast=True)
         for rank, collective in enumerate(collectives)
     ]
     outs = lockstep.carry_out(requests)
-    pieces = [request.gets or () for request in requests]
+    pieces = [request.recv_lengths or () for request in requests]
     if isinstance(collectives[0], AllGather):
         pieces = [tuple(gathered_lengths(outs[0], collectives[0], world, fast))] * world
     return [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.together import Together
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Context, TensorSpec, Workspace
 from hvdcompress.ops.scan import Found
@@ -27,7 +27,7 @@ class Setup:
         loss_scale: what the loss was multiplied by; residuals are kept unscaled.
 
     Attributes:
-        turn: what the program says for this step.
+        next_step: what the program says for this step.
         method: the method of this step.
         state: the state that the exchange begins with.
         memory: buffers that are reused.
@@ -51,14 +51,14 @@ class Setup:
         self.bucket = bucket
         self.like = like
         self.ops = ops
-        self.turn = turn = local.turn(bucket)
-        self.method = method = turn.method
-        self.state = state = local.state_of(turn, like, ops)
+        self.next_step = planned = local.next_step(bucket)
+        self.method = method = planned.method
+        self.state = state = local.state_of(planned, like, ops)
         local.note_begun(bucket)
         self.begun_in = local.round
         self.paused = local.uncompressed
         self.memory = memory = local.memory_of(bucket.spec.name)
-        self.dtype = turn.dtype
+        self.dtype = planned.dtype
         # State is kept unscaled. A method without state need not unscale.
         self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
         self.with_feedback = method.feedback != "none"
@@ -66,9 +66,9 @@ class Setup:
         self.feedback = feedback.Feedback(method, state.slots, spare, self.scale)
         self.ctx = self._context(bucket.spec)
         self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
-        self.each: Sequence[tuple[Context, Workspace]] = ()
-        if bucket.unasked and method.granularity == "tensor":
-            self.each = self._each()
+        self.per_tensor: Sequence[tuple[Context, Workspace]] = ()
+        if bucket.automatic and method.granularity == "tensor":
+            self.per_tensor = self._tensor_workspaces()
         else:
             self.work.scanned = [Found(True)] * len(bucket.members)
 
@@ -80,12 +80,12 @@ class Setup:
             state.step,
             spec,
             self.local.plan.seed,
-            self.turn.phase,
+            self.next_step.phase,
             state.triggers,
             self.with_feedback,
         )
 
-    def _each(self) -> list[tuple[Context, Workspace]]:
+    def _tensor_workspaces(self) -> list[tuple[Context, Workspace]]:
         # This runs for every tensor in every step
         bucket, of_member = self.bucket, self.memory.of_member
         return [
@@ -93,9 +93,9 @@ class Setup:
             for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
         ]
 
-    def together(self) -> Together | None:
+    def fuse(self) -> FusedCommunication | None:
         """Return the communications of the tensors as one; None where the method runs on the whole bucket."""
-        if not self.each:
+        if not self.per_tensor:
             return None
         buffer = functools.partial(self.work.buffer, like=self.like)
-        return Together([member.name for member in self.bucket.members], self.group, self.ops, buffer)
+        return FusedCommunication([member.name for member in self.bucket.members], self.group, self.ops, buffer)

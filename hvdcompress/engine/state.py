@@ -32,7 +32,7 @@ FLUSH = get("none", feedback="plain")  #: sends the residual, too
 SEEN = 10  #: number of steps after which the tensors that have come are taken for all there are
 
 
-class Turn(NamedTuple):
+class NextStep(NamedTuple):
     """The next step of a bucket: what its program says for it.
 
     Attributes:
@@ -51,11 +51,11 @@ class Turn(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the computation: float32, or float64 for float64 gradients under a ``wide`` method."""
-        return "float64" if self.bucket.spec.dtype == "float64" and self.method.wide else "float32"
+        """The dtype of the computation: float32, or float64 for float64 gradients under a ``keeps_float64`` method."""
+        return "float64" if self.bucket.spec.dtype == "float64" and self.method.keeps_float64 else "float32"
 
     @property
-    def passes(self) -> bool:
+    def passes_through(self) -> bool:
         """Whether a stock float32 all-reduce of the gradient itself is the whole exchange."""
         method = self.method
         if not method.identity or method.feedback != "none" or self.bucket.spec.dtype != "float32":
@@ -96,8 +96,8 @@ class RankState:
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: Mapping[str, BucketState] = {}
         self.memory: dict[str, Memory] = {}
-        self.asks_for_trigger = False
-        self.asking: set[str] = set()
+        self.trigger_requested = False
+        self.trigger_requests: set[str] = set()
         self.paused = False
         self.fallback = Fallback(plan.fallback and world > 1)
         self.times = StepTimes(self.ledger, rank)
@@ -121,7 +121,7 @@ class RankState:
 
     # -- a bucket's next step -------------------------------------------------------------------------------
 
-    def turn(self, bucket: Bucket) -> Turn:
+    def next_step(self, bucket: Bucket) -> NextStep:
         """Return what the program says for the bucket's next step."""
         # Under drivers that get to know tensors as they come, a loaded state waits until its tensor comes
         state = self.states.get(bucket.spec.name) or self._claim(bucket)
@@ -131,14 +131,14 @@ class RankState:
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
         if self.uncompressed:
-            return Turn(bucket, state, UNCOMPRESSED, 0, restart)
+            return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
         if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            return Turn(bucket, state, FLUSH, 0, restart)
+            return NextStep(bucket, state, FLUSH, 0, restart)
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
-        return Turn(bucket, state, method, phase, restart)
+        return NextStep(bucket, state, method, phase, restart)
 
-    def state_of(self, turn: Turn, like: Array, ops: Ops) -> BucketState:
+    def state_of(self, turn: NextStep, like: Array, ops: Ops) -> BucketState:
         """Return the state that an exchange begins with: zeros before the first one.
 
         Raises:
@@ -163,7 +163,7 @@ class RankState:
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
 
-    def pass_on(self, bucket: Bucket, like: Array, ops: Ops) -> Turn:
+    def pass_through(self, bucket: Bucket, like: Array, ops: Ops) -> NextStep:
         """Note that the driver's framework reduces a gradient itself.
 
         Args:
@@ -172,11 +172,11 @@ class RankState:
             ops: the array ops of its library.
 
         Returns:
-            The turn, for ``commit.conclude``.
+            The turn, for ``commit.commit_step``.
         """
-        turn = self.turn(bucket)
+        planned = self.next_step(bucket)
         self.note_begun(bucket)
-        return turn._replace(state=self.state_of(turn, like, ops))
+        return planned._replace(state=self.state_of(planned, like, ops))
 
     def memory_of(self, name: str) -> Memory:
         """Return the buffers of a bucket."""
@@ -225,7 +225,7 @@ class RankState:
         self._can_discard = False
         # Second buffers need no care: each step takes the one that the current state does not use
         self.states = self._previous
-        self.asking -= self._committed
+        self.trigger_requests -= self._committed
         self._committed = set()
 
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
@@ -275,20 +275,20 @@ class RankState:
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Show metrics to the methods. Ask for a trigger if one of them wants to restart."""
-        methods = {self.turn(state.bucket).method for state in self.states.values()}
+        methods = {self.next_step(state.bucket).method for state in self.states.values()}
         for metric, value in metrics.items():
             value = float(value) if np.isfinite(value) else float("inf")  # a loss of NaN counts as the worst
             low, high = self.metrics.get(metric, (value, value))
             low = min(low, value)
             high = max(high, value)
             self.metrics[metric] = (low, high)
-            self.asks_for_trigger |= any(method.notices(metric, value, low, high) for method in methods)
+            self.trigger_requested |= any(method.wants_trigger(metric, value, low, high) for method in methods)
 
-    def take_request(self) -> bool:
+    def take_trigger_request(self) -> bool:
         """Return whether this rank asks for a trigger, and take the request back."""
-        asked = self.asks_for_trigger or bool(self.asking)
-        self.asks_for_trigger = False
-        self.asking.clear()
+        asked = self.trigger_requested or bool(self.trigger_requests)
+        self.trigger_requested = False
+        self.trigger_requests.clear()
         return asked
 
     def restart(self, names: Collection[str]) -> None:
@@ -366,7 +366,7 @@ class RankState:
         arrays = {id(array): array for holder in holders for array in holder.arrays()}
         return sum(int(array.nbytes) for array in arrays.values())
 
-    def warn_of_what_is_idle(self, specs: Sequence[TensorSpec] = ()) -> None:
+    def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
         """Log, on rank 0, which rules of the plan apply to no tensor, and which loaded state no tensor has claimed.
 
         Args:
@@ -375,7 +375,7 @@ class RankState:
         """
         if not specs and self.plan.rules and self.ledger.steps == SEEN:
             specs = [spec for bucket in self.buckets() for spec in bucket.members]
-        for rule in self.plan.idle_rules(specs) if specs and self.rank == 0 else ():
+        for rule in self.plan.unused_rules(specs) if specs and self.rank == 0 else ():
             there = log.some([spec.name for spec in specs])
             log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {there}")
         if self._loaded and self.round == self._claimed_by and self.rank == 0:

@@ -30,8 +30,8 @@ class Request:
             on the root. Its memory belongs to the engine again when ``wait`` has returned on this rank: a transport
             whose ranks share memory, or that sends from another thread, copies it.
         op: the reduction of an all-reduce.
-        gives: of an all-to-all, the bytes for each rank; of a broadcast, (its bytes,).
-        gets: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
+        send_lengths: of an all-to-all, the bytes for each rank; of a broadcast, (its bytes,).
+        recv_lengths: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
             the transport finds that out.
         root: the rank that broadcasts.
         spent: nobody reads the payload afterwards: an all-reduce may write its result over it.
@@ -40,10 +40,10 @@ class Request:
     kind: Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
     payload: Array
     op: Literal["sum", "max"] = "sum"
-    gives: tuple[int, ...] | None = None
-    gets: tuple[int, ...] | None = None
+    send_lengths: tuple[int, ...] | None = None
+    recv_lengths: tuple[int, ...] | None = None
     root: int | None = None
-    spent: bool = False
+    may_overwrite: bool = False
 
 
 class Transport(Protocol):
@@ -54,9 +54,9 @@ class Transport(Protocol):
     ordered: bool
     """Collectives have no names: every rank must start them in the same order (MPI, torch.distributed). Otherwise
     they are matched by name, and ranks may start them in any order (Horovod)."""
-    broadcasts: bool
+    native_broadcast: bool
     """Whether a broadcast is as fast as a sum. If not, the engine sends a sum to which the others give zeros."""
-    unequal: bool
+    variable_lengths: bool
     """Whether an all-gather takes payloads of different lengths without being told the lengths."""
 
     def start(self, name: str, request: Request) -> Handle:

@@ -107,7 +107,7 @@ class GradiVeQ(Method):
     exact = False
     linear = False  # with a mean, μ is added to the sum, once
     published: ClassVar[dict[str, Any]] = {"samples": "first", "order": "hwio", "mean": True, "min_rate": 1.0}
-    fixed = (
+    unschedulable = (
         "slice_elements", "matrix_rank", "min_rate", "dense_steps", "compressed_steps", "tensors",
         "samples", "max_samples", "order", "mean",
     )  # fmt: skip
@@ -207,7 +207,7 @@ class GradiVeQ(Method):
         whole = Slot((1,), "int32", scope="shared", merge="keep")
         return {**slots, "rank": whole, "since": whole}  # d; the number of triggers when the round began
 
-    def notices(self, metric: str, value: float, low: float, high: float) -> bool:
+    def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "learning_rate" and value < self.retrain_drop * high
 
     def num_values(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:

@@ -13,7 +13,7 @@ momentum. An element that last arrived w steps ago brings gradients that are 0 t
 An element that arrives in every step keeps its momentum, and one that waits long has none. If each of several ranks
 selects its own elements, an element arrives when any of them sends it, and each rank's part waits longer: w is
 multiplied by the number of ranks over the number of those that send an element together. Of methods that do not send
-elements, ``Method.waits`` is their w. No w counts for more than 1/(1 − μ) steps, which is how far momentum reaches. So
+elements, ``Method.delay`` is their w. No w counts for more than 1/(1 − μ) steps, which is how far momentum reaches. So
 c is at most μ^(1/(1 − μ)), about 1/e. With more, some trainings diverge.
 
 Without momentum: an optimizer with momentum μ keeps a buffer v and applies d::
@@ -95,7 +95,7 @@ def adapts(method: Method) -> bool:
     """Return whether the optimizer's momentum is cancelled for tensors of ``method``, wholly or in part."""
     if method.feedback == "none" or method.optimizer_momentum == "keep":
         return False
-    return not _by_waits(method) or method.sparse or method.waits > 1
+    return not _by_waits(method) or method.sparse or method.delay > 1
 
 
 def _by_waits(method: Method) -> bool:
@@ -127,7 +127,7 @@ def adapting(method: Method, momentum: Momentum | None) -> Filter:
     share: float | None = 1.0
     if _by_waits(method):
         known = shares(momentum.factor, 1.0)
-        share = None if method.sparse else float(known[min(method.waits, len(known)) - 1])
+        share = None if method.sparse else float(known[min(method.delay, len(known)) - 1])
     if not momentum.entry:  # a learning rate of 0: the buffer loses 1 − μ of itself, and takes nothing
         return Filter(0.0, momentum.factor, momentum.factor, 1.0, share=share)
     own = method.momentum if method.feedback == "momentum" else 0.0

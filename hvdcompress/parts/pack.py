@@ -36,14 +36,14 @@ class Packing(NamedTuple):
     Attributes:
         method: The method's id.
         values: The number format's name.
-        places: The number of positions that indices refer to.
+        positions: The number of positions that indices refer to.
         distinct: Whether the indices are distinct.
         per: Values per entry.
     """
 
     method: str
     values: Values
-    places: int
+    positions: int
     distinct: bool = True
     per: int = 1
 
@@ -77,9 +77,9 @@ def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
 
 def num_bytes(k: int, packing: Packing) -> int:
     """Return the bytes of a sparse payload of k entries: header, indices and values."""
-    _, values, places, distinct, per = packing
-    coding = best_coding(k, places, distinct)
-    return wire.NUM_BYTES + index_num_bytes(coding, k, places) + aligned(codec(values).num_bytes(per * k))
+    _, values, positions, distinct, per = packing
+    coding = best_coding(k, positions, distinct)
+    return wire.NUM_BYTES + index_num_bytes(coding, k, positions) + aligned(codec(values).num_bytes(per * k))
 
 
 def padded(x: Array, ops: Ops) -> Array:
@@ -144,16 +144,16 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
 
 @lru_cache(4096)
 def _header(k: int, packing: Packing) -> wire.Header:
-    method, values, places, distinct, _ = packing
-    coding = best_coding(k, places, distinct)
-    return wire.Header(method, CODE[coding], codec(values).code, places, k, num_bytes(k, packing))
+    method, values, positions, distinct, _ = packing
+    coding = best_coding(k, positions, distinct)
+    return wire.Header(method, CODE[coding], codec(values).code, positions, k, num_bytes(k, packing))
 
 
 def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep: bool = True) -> Array:
     """Write a sparse payload.
 
     Args:
-        chosen: ascending indices [k] below ``packing.places``, and values, float32 [per·k].
+        chosen: ascending indices [k] below ``packing.positions``, and values, float32 [per·k].
         packing: how payloads are written.
         ctx: rank, step, tensor and seed, for random streams.
         work: memory and counters of this exchange, and the array ops.
@@ -164,7 +164,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     """
     ops = work.ops
     k = len(chosen.index)
-    coding = best_coding(k, packing.places, packing.distinct)
+    coding = best_coding(k, packing.positions, packing.distinct)
     header = _header(k, packing)
     new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
     payload = new("payload", header.length, "uint8", chosen.values)
@@ -172,7 +172,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     width = numbers.num_bytes(packing.per * k)
     edge, stop = header.length - aligned(width), header.length
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
-    encode_index(chosen.index, coding, packing.places, ops, payload[wire.NUM_BYTES : edge])
+    encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
     numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
     if edge + width < stop:
         ops.fill(payload[edge + width :], 0)
@@ -194,10 +194,10 @@ def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
     Raises:
         WireError: the bytes are not such a payload.
     """
-    coding = best_coding(k, packing.places, packing.distinct)
+    coding = best_coding(k, packing.positions, packing.distinct)
     wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
-    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.places)
-    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.places, ops)
+    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
+    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)
     numbers, count = codec(packing.values), packing.per * k
     width = numbers.num_bytes(count)
     return Sparse(index, numbers.decode(payload[edge : edge + width], count, ops))

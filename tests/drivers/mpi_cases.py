@@ -82,7 +82,7 @@ def a_signal_handler_that_raises_waits_for_the_end_of_the_step() -> None:
     comp.watch(rings)
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        for step, at in enumerate(("begun", "encoded", "sent", "answered", "decoded", "committed", "")):
+        for step, at in enumerate(("begun", "encoded", "sent", "completed", "decoded", "committed", "")):
             given, rung = everyone(step), False
             rings.at = at if RANK == 0 else ""
             out = {name: np.empty_like(array) for name, array in given[RANK].items()}

@@ -134,7 +134,7 @@ def test_auto_is_a_plan():
 class _NoSteps(Compressor):
     """A driver that has no end of a step."""
 
-    never_falls_back = "gradients come alone"
+    no_fallback_reason = "gradients come alone"
 
     def residual(self, name: str) -> None: ...
 

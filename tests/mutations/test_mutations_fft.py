@@ -136,7 +136,7 @@ def triggers_do_not_matter(patch: Patch) -> None:
 
 
 def any_loss_will_do(patch: Patch) -> None:
-    patch.setattr(FFT, "notices", lambda self, metric, value, low, high: self.recovery > 1 and value > low)
+    patch.setattr(FFT, "wants_trigger", lambda self, metric, value, low, high: self.recovery > 1 and value > low)
 
 
 def order_is_not_undone(patch: Patch) -> None:

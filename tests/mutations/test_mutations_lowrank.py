@@ -220,7 +220,7 @@ def trigger_is_never_asked_for(patch: Patch) -> None:
 
 
 def learning_rates_are_not_noticed(patch: Patch) -> None:
-    patch.setattr(type(hvdcompress.get("gradiveq")), "notices", lambda self, *anything: False)
+    patch.setattr(type(hvdcompress.get("gradiveq")), "wants_trigger", lambda self, *anything: False)
 
 
 def damage_is_not_noticed(patch: Patch) -> None:

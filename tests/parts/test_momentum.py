@@ -184,7 +184,7 @@ def test_what_is_not_sparse_waits_as_its_method_says() -> None:
     known = shares(0.9, 1.0)
     for id in ("powersgd", "signsgd"):
         method = hvdcompress.get(id)
-        assert adapts(method) and adapting(method, Momentum(0.9)).share == pytest.approx(known[method.waits - 1])
+        assert adapts(method) and adapting(method, Momentum(0.9)).share == pytest.approx(known[method.delay - 1])
     for id in ("fft", "qsgd"):
         assert not adapts(hvdcompress.get(id, feedback="plain"))
         assert adapts(hvdcompress.get(id, feedback="plain", optimizer_momentum="cancel"))

@@ -28,12 +28,12 @@ class Call(NamedTuple):
     dtype: str
     size: int
     op: str
-    gives: tuple[int, ...] | None
-    gets: tuple[int, ...] | None
+    send_lengths: tuple[int, ...] | None
+    recv_lengths: tuple[int, ...] | None
     device: str = "cpu"
 
 
-class Alarming(Protocol):
+class AlarmTransport(Protocol):
     """A transport that can end a step on all ranks."""
 
     def fail(self, error: Exception | None) -> Exception:
@@ -46,7 +46,7 @@ class Alarming(Protocol):
         """
 
 
-def missing(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
+def missing_calls(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
     """The collectives of this step that some rank has begun and this one has not, as it must begin them now.
 
     Args:
@@ -61,21 +61,21 @@ def missing(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
         there = {r: begun[number] for r, begun in enumerate(everyone) if number < len(begun)}
         call = next(iter(there.values()))
         if call.kind == "all_gather":
-            call = call._replace(size=(call.gets or ())[rank])
+            call = call._replace(size=(call.recv_lengths or ())[rank])
         elif call.kind == "all_to_all":
             ranks = range(len(everyone))
-            gives = tuple((there[r].gets or ())[rank] if r in there else 0 for r in ranks)
-            gets = tuple((there[r].gives or ())[rank] if r in there else 0 for r in ranks)
-            call = call._replace(size=sum(gives), gives=gives, gets=gets)
+            send_lengths = tuple((there[r].recv_lengths or ())[rank] if r in there else 0 for r in ranks)
+            recv_lengths = tuple((there[r].send_lengths or ())[rank] if r in there else 0 for r in ranks)
+            call = call._replace(size=sum(send_lengths), send_lengths=send_lengths, recv_lengths=recv_lengths)
         calls.append(call)
     return calls
 
 
-def everyones(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
+def common_error(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
     """End the step on all ranks after an error; returns what this rank raises.
 
     Args:
-        transport: its network, which can end a step on all ranks (:class:`Alarming`).
+        transport: its network, which can end a step on all ranks (:class:`AlarmTransport`).
         caught: what ended the step here.
         mine: what was wrong with this rank's input, of which the others were told by the status.
     """

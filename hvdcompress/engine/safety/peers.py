@@ -2,7 +2,7 @@
 
 A question is answered to those alone who prove that they were told the process's secret
 (``multiprocessing.connection``'s challenge). What follows is JSON, one message each way. A peer that says nothing for
-``PATIENCE`` seconds is left; each has a thread of its own, so it keeps nobody else waiting.
+``MESSAGE_TIMEOUT`` seconds is left; each has a thread of its own, so it keeps nobody else waiting.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-HERE = "127.0.0.1"  #: the address where all ranks are on one host
-CONNECTING = 1.0  #: seconds that a connection may take
-PATIENCE = 3.0  #: seconds that a peer may take for a message
-LARGEST = 1 << 16  #: bytes of a message, at most
+LOCALHOST = "127.0.0.1"  #: the address where all ranks are on one host
+CONNECT_TIMEOUT = 1.0  #: seconds that a connection may take
+MESSAGE_TIMEOUT = 3.0  #: seconds that a peer may take for a message
+MAX_MESSAGE_BYTES = 1 << 16  #: bytes of a message, at most
 
 #: a host's variables that say how many ranks are on it, and how many there are
-SIZES = (
+SIZE_VARIABLES = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
 )
 #: variables of launchers that contain the address of the host which the others know
-MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_MCA_orte_hnp_uri", "SLURM_LAUNCH_NODE_IPADDR")
-ELSEWHERE = "192.0.2.1"  #: an address for documentation (RFC 5737), to which the default route leads
+MASTER_VARIABLES = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_MCA_orte_hnp_uri", "SLURM_LAUNCH_NODE_IPADDR")
+REMOTE_ADDRESS = "192.0.2.1"  #: an address for documentation (RFC 5737), to which the default route leads
 
 Message = dict[str, Any]
 #: what a stranger's words, or silence, come to
-UNANSWERED = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
+CONNECTION_ERRORS = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
 
 
 class Unreachable(ConnectionError):
@@ -53,7 +53,7 @@ class Unreachable(ConnectionError):
         self.refused = refused
 
 
-class Answering:
+class AnswerServer:
     """Answers questions on a socket, until it is closed.
 
     Args:
@@ -69,7 +69,7 @@ class Answering:
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        self.address: Message = {"host": host, "port": self._socket.getsockname()[1], "secret": secret}
+        self.endpoint: Message = {"host": host, "port": self._socket.getsockname()[1], "secret": secret}
         threading.Thread(target=self._accept, name="hvdcompress-answers", daemon=True).start()
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Answering:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a fork: the socket is the parent's."""
         self._socket.close()
 
@@ -93,24 +93,24 @@ class Answering:
             threading.Thread(target=self._serve, args=(peer,), name="hvdcompress-answer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        with contextlib.suppress(*UNANSWERED), _connection(peer) as line:
-            deliver_challenge(line, self.address["secret"].encode())
-            question = json.loads(line.recv_bytes(LARGEST))
+        with contextlib.suppress(*CONNECTION_ERRORS), _connection(peer) as line:
+            deliver_challenge(line, self.endpoint["secret"].encode())
+            question = json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
             line.send_bytes(json.dumps(self._answer(question)).encode())
 
 
-def ask(address: Message, question: Message) -> Any:
+def query(address: Message, question: Message) -> Any:
     """Return the answer of whoever has this address.
 
     Raises:
         Unreachable: there is none.
     """
     try:
-        peer = socket.create_connection((address["host"], address["port"]), CONNECTING)
+        peer = socket.create_connection((address["host"], address["port"]), CONNECT_TIMEOUT)
         with _connection(peer) as line:
             answer_challenge(line, address["secret"].encode())
             line.send_bytes(json.dumps(question).encode())
-            return json.loads(line.recv_bytes(LARGEST))
+            return json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
     except (OSError, EOFError, ValueError, AssertionError, AuthenticationError) as error:
         raise Unreachable(isinstance(error, ConnectionRefusedError)) from error
 
@@ -120,7 +120,9 @@ def _connection(peer: socket.socket) -> Iterator[Connection]:
     """Context manager: the peer's socket as a connection, in which each read and write ends."""
     peer.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6)))
+        peer.setsockopt(
+            socket.SOL_SOCKET, option, struct.pack("ll", int(MESSAGE_TIMEOUT), int(MESSAGE_TIMEOUT % 1 * 1e6))
+        )
     with Connection(peer.detach()) as line:
         yield line
 
@@ -128,13 +130,13 @@ def _connection(peer: socket.socket) -> Iterator[Connection]:
 def own_address() -> str:
     """Return the address by which other ranks reach this host: that of the way to the master.
 
-    It is :data:`HERE` where the launcher says that all ranks are on this host.
+    It is :data:`LOCALHOST` where the launcher says that all ranks are on this host.
     """
-    if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZES):
-        return HERE
-    known = [os.environ[name] for name in MASTERS if os.environ.get(name)]
+    if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZE_VARIABLES):
+        return LOCALHOST
+    known = [os.environ[name] for name in MASTER_VARIABLES if os.environ.get(name)]
     masters = [host for text in known for host in re.findall(r"tcp://([\d.,]+)", text) or [text]]
-    for host in [one for text in masters for one in text.split(",")] + [ELSEWHERE]:
+    for host in [one for text in masters for one in text.split(",")] + [REMOTE_ADDRESS]:
         with contextlib.suppress(OSError):
             family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -143,4 +145,4 @@ def own_address() -> str:
                     return str(mine)
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    return HERE
+    return LOCALHOST

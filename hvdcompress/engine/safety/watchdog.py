@@ -27,20 +27,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdcompress.engine.safety.peers import HERE, PATIENCE, Answering, Message, Unreachable, ask
+from hvdcompress.engine.safety.peers import LOCALHOST, MESSAGE_TIMEOUT, AnswerServer, Message, Unreachable, query
 from hvdcompress.engine.telemetry.log import LOGGER
 
 TICK = 0.5  #: seconds between two looks
-PATIENT = 1800  #: seconds; PyTorch's process groups wait as long
-PAUSE = 5.0  #: seconds from one question, whether all ranks are alive, to the next; more where there are many
-REFUSALS = 2  #: one after another, and a rank that had answered is no more
-FAREWELL = PATIENCE + 2.0  #: seconds in which the others ask, too: ranks that have ended do not answer
-LOADING = 6  #: times as many in the first step, which a rank may end for good while another still compiles
+DEFAULT_TIMEOUT = 1800  #: seconds; PyTorch's process groups wait as long
+LIVENESS_INTERVAL = (
+    5.0  #: seconds from one question, whether all ranks are alive, to the next; more where there are many
+)
+MAX_REFUSALS = 2  #: one after another, and a rank that had answered is no more
+GRACE_PERIOD = MESSAGE_TIMEOUT + 2.0  #: seconds in which the others ask, too: ranks that have ended do not answer
+FIRST_STEP_FACTOR = 6  #: times as many in the first step, which a rank may end for good while another still compiles
 #: variables of launchers: a process that has one of them was started by a launcher
-LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK")
+LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK")
 
 
-class Place(NamedTuple):
+class Progress(NamedTuple):
     """Where a rank is.
 
     Attributes:
@@ -77,7 +79,7 @@ class Watchdog:
 
     Args:
         rank, world: this rank, and their number.
-        place: returns where the rank is, or None once its ranks are no more; called by the thread.
+        progress: returns where the rank is, or None once its ranks are no more; called by the thread.
         pulse: returns a value that changes whenever the step makes progress; called by the thread.
         limits: what it does, and when.
 
@@ -89,7 +91,7 @@ class Watchdog:
         self,
         rank: int,
         world: int,
-        place: Callable[[], Place | None],
+        progress: Callable[[], Progress | None],
         pulse: Callable[[], Any],
         limits: Limits = Limits(),  # noqa: B008  (it is a value)
     ):
@@ -99,15 +101,15 @@ class Watchdog:
         self.warn_after = limits.warn_after
         self.end_after = limits.end_after
         self.elastic = limits.elastic
-        self.patience = float(PATIENT)
+        self.patience = float(DEFAULT_TIMEOUT)
         self.over = False  # its ranks are no more: whatever comes after them is not its to watch
         self.seconds = 0.0  # since the step moved
         self.asked_by: int | None = None  # a rank that has waited too long
-        self._place = place
+        self._progress = progress
         self._pulse = pulse
         self._last = object()
         self._peers: list[Message] = []
-        self._address: Message = {}
+        self._endpoint: Message = {}
         self._meets: str | None = None  # what this rank waits for in a meeting
         self._come: Callable[[], Sequence[int]] = tuple
         self._warns_at = self._asks_at = 0.0  # seconds of waiting
@@ -117,21 +119,21 @@ class Watchdog:
 
     # -- ranks meet -----------------------------------------------------------------------------------------
 
-    def address(self) -> str:
+    def endpoint(self) -> str:
         """How others ask this one, in JSON; every rank gives all of them to :meth:`meet`. It watches from now on."""
-        if self.on and not self._address:
-            self._address = _service().watch(self)
-        return json.dumps(self._address)
+        if self.on and not self._endpoint:
+            self._endpoint = _get_service().watch(self)
+        return json.dumps(self._endpoint)
 
     @contextlib.contextmanager
-    def meeting(self, what: str, come: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+    def rendezvous(self, what: str, come: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
         """Inside, outside of any step, this rank waits for all others to come.
 
         Args:
             what: what it waits for, in words.
             come: returns the ranks that have come, where that can be known; called by the thread.
         """
-        self.address()
+        self.endpoint()
         self._meets = what
         self._come = come
         try:
@@ -139,85 +141,85 @@ class Watchdog:
         finally:
             self._meets = None
 
-    def meet(self, addresses: Sequence[str]) -> None:
+    def set_peers(self, addresses: Sequence[str]) -> None:
         """From now on the ranks can ask each other; ``addresses``: every rank's, in rank order."""
         self._peers = [json.loads(address) for address in addresses]
         self._greeted = False
         if self.on:
-            _service().wake.set()
+            _get_service().wake.set()
 
     # -- in the thread --------------------------------------------------------------------------------------
 
-    def place(self) -> Place:
+    def progress(self) -> Progress:
         """Where this rank is.
 
         Raises:
             LookupError: its ranks are no more.
         """
-        if self.over or (place := self._now()) is None:
+        if self.over or (progress := self._now()) is None:
             raise LookupError("its ranks are no more")
-        return place._replace(seconds=self.seconds)
+        return progress._replace(seconds=self.seconds)
 
-    def _now(self) -> Place | None:
-        place = self._place()
-        return place._replace(waits_for=self._meets) if place and self._meets else place
+    def _now(self) -> Progress | None:
+        progress = self._progress()
+        return progress._replace(waits_for=self._meets) if progress and self._meets else progress
 
-    def look(self) -> None:
+    def check(self) -> None:
         """At each tick: has the step moved? Ends the process if it has waited too long, or others have, or in vain."""
-        place = self._now()
+        progress = self._now()
         pulse = self._pulse()
-        self.over = self.over or place is None
-        if self.over or place is None:
+        self.over = self.over or progress is None
+        if self.over or progress is None:
             return
-        if place.waits_for is None or pulse != self._last:
+        if progress.waits_for is None or pulse != self._last:
             self.seconds = 0.0
             self._warns_at = self.warn_after
             self._asks_at = self._pause
         else:
             self.seconds += TICK
         self._last = pulse
-        gone = self._gone(place)
+        gone = self._gone(progress)
         limit = self.patience if self.end_after is None else self.end_after
         if gone or self.asked_by is not None or 0 < limit <= self.seconds:
-            said = self.report(self.everyones_place(ends=True))
-            say(f"{said}. This rank ends: {self._why(gone, limit)}")
-            threading.Event().wait(FAREWELL)
+            said = self.report(self.all_progress(ends=True))
+            print_error(f"{said}. This rank ends: {self._why(gone, limit)}")
+            threading.Event().wait(GRACE_PERIOD)
             os._exit(1)
         if 0 < self._warns_at <= self.seconds:
             self._warns_at = 2 * self.seconds
             until = f"and ends after {limit:g} s (`end_after` in the plan)" if limit else "for ever"
-            LOGGER.warning("%s. This rank waits on, %s", self.report(self.everyones_place()), until)
+            LOGGER.warning("%s. This rank waits on, %s", self.report(self.all_progress()), until)
 
     @property
     def _pause(self) -> float:
-        return max(PAUSE, self.world / 10)
+        return max(LIVENESS_INTERVAL, self.world / 10)
 
-    def _gone(self, place: Place) -> list[int]:
+    def _gone(self, progress: Progress) -> list[int]:
         """Ask now and then, in a step, whether all ranks are alive; returns those that are no more."""
         if not self._peers or self.elastic or (self._greeted and self.seconds < self._asks_at):
             return []
         self._greeted = True
         began = time.monotonic()
-        self.everyones_place()
-        self.seconds += min(time.monotonic() - began, PATIENCE) if place.waits_for else 0.0
+        self.all_progress()
+        self.seconds += min(time.monotonic() - began, MESSAGE_TIMEOUT) if progress.waits_for else 0.0
         self._asks_at = self.seconds + self._pause
-        most = REFUSALS * (LOADING if place.first else 1)
+        most = MAX_REFUSALS * (FIRST_STEP_FACTOR if progress.first else 1)
         return [rank for rank, refusals in sorted(self._refusals.items()) if refusals >= most]
 
-    def everyones_place(self, ends: bool = False) -> list[Place | None]:
-        """Every rank's place, None of one that does not answer; asks all at once. ``ends``: and they, too, end."""
-        found: list[Place | None] = [None] * self.world
-        found[self.rank] = self.place()
+    def all_progress(self, ends: bool = False) -> list[Progress | None]:
+        """Every rank's progress, None of one that does not answer; asks all at once. ``ends``: and they, too, end."""
+        found: list[Progress | None] = [None] * self.world
+        found[self.rank] = self.progress()
 
         def find(rank: int) -> None:
             address = self._peers[rank]
             question = {"number": address.get("number"), "rank": self.rank, "ends": ends}
             try:
-                found[rank] = Place(*ask(address, question))
+                found[rank] = Progress(*query(address, question))
             except Unreachable as error:
-                if rank in self._answered or address["host"] == HERE:
+                if rank in self._answered or address["host"] == LOCALHOST:
                     self._refusals[rank] = self._refusals.get(rank, 0) + 1 if error.refused else 0
-            except (TypeError, LookupError):  # an address of another sort, or no place
+            except (TypeError, LookupError):  # an address of another sort, or no progress
                 pass
             else:
                 self._answered.add(rank)
@@ -231,15 +233,15 @@ class Watchdog:
             thread.join()
         return list(found)
 
-    def report(self, places: Sequence[Place | None]) -> str:
+    def report(self, everyone: Sequence[Progress | None]) -> str:
         """What this rank waits for, and which ranks are missing."""
-        mine = places[self.rank]
+        mine = everyone[self.rank]
         assert mine is not None
         if mine.waits_for is None:
             said = f"rank {self.rank} is outside of a step, after {mine.steps}, and rank {self.asked_by} waits in vain"
         else:
             said = f"rank {self.rank} has waited {mine.seconds:.0f} s in step {mine.steps} for {mine.waits_for}"
-        return f"{said}; {self._absent(places) if self._peers else self._unmet()}"
+        return f"{said}; {self._absent(everyone) if self._peers else self._unmet()}"
 
     def _why(self, gone: Sequence[int], limit: float) -> str:
         if gone:
@@ -248,22 +250,22 @@ class Watchdog:
             return f"rank {self.asked_by} has asked all to end"
         return f"`end_after` in the plan is {limit:g} s; 0 waits for ever"
 
-    def _absent(self, places: Sequence[Place | None]) -> str:
+    def _absent(self, everyone: Sequence[Progress | None]) -> str:
         """Which ranks are missing, of those that have met."""
-        most = max(place.steps for place in places if place)
+        most = max(each.steps for each in everyone if each)
         absent = []
         waiting = []
-        for rank, place in enumerate(places):
-            if place is None and self._refusals.get(rank):
+        for rank, progress in enumerate(everyone):
+            if progress is None and self._refusals.get(rank):
                 absent.append(f"rank {rank} has ended")
-            elif place is None:
+            elif progress is None:
                 absent.append(f"rank {rank} does not answer: it is stopped, starved, gone, or cut off")
-            elif place.waits_for is None:
-                absent.append(f"rank {rank} is outside of a step, after {place.steps}")
-            elif place.steps < most:
-                absent.append(f"rank {rank} is in step {place.steps}, and waits for {place.waits_for}")
+            elif progress.waits_for is None:
+                absent.append(f"rank {rank} is outside of a step, after {progress.steps}")
+            elif progress.steps < most:
+                absent.append(f"rank {rank} is in step {progress.steps}, and waits for {progress.waits_for}")
             elif rank != self.rank:
-                waiting.append(f"rank {rank} waits for {place.waits_for}")
+                waiting.append(f"rank {rank} waits for {progress.waits_for}")
         missing = f"missing: {'; '.join(absent)}" if absent else "no rank is missing"
         return f"{missing} ({'; '.join(waiting)})" if waiting else missing
 
@@ -279,7 +281,7 @@ class Watchdog:
         return f"there {self.world} ranks meet for the first time; {who}; look at every rank's log and stack"
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Print to where errors go, whatever the program logs; in one piece, as all ranks may print at once."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"hvdcompress: {text}\n")
@@ -294,16 +296,16 @@ class _Service:
         self.watched: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self.wake = threading.Event()  # to look before the next tick
-        self.answering = Answering(self.answer)
+        self.answering = AnswerServer(self.answer)
         threading.Thread(target=self._look, name="hvdcompress-watchdog", daemon=True).start()
 
     def watch(self, watchdog: Watchdog) -> Message:
         """Watch a Compressor from now on; returns how other ranks ask for it."""
         number = next(self._numbers)
         self.watched[number] = watchdog
-        return {**self.answering.address, "number": number}
+        return {**self.answering.endpoint, "number": number}
 
-    def answer(self, question: Message) -> Place:
+    def answer(self, question: Message) -> Progress:
         """Say where a Compressor is.
 
         Args:
@@ -313,21 +315,21 @@ class _Service:
             LookupError: there is none, or its ranks are no more.
         """
         watchdog = self.watched[question["number"]]
-        place = watchdog.place()
+        progress = watchdog.progress()
         if question["ends"]:
             watchdog.asked_by = int(question["rank"])
-        return place
+        return progress
 
     def _look(self) -> None:
-        launched = any(name in os.environ for name in LAUNCHED)
+        launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
         while True:
             self.wake.wait(TICK)
             self.wake.clear()
             for watchdog in list(self.watched.values()):
                 with contextlib.suppress(RuntimeError, LookupError):  # the step moves while it is looked at
-                    watchdog.look()
+                    watchdog.check()
             if launched and self.watched and os.getppid() != self.parent:
-                say(f"process {self.parent}, which has launched the ranks, is gone; this rank ends")
+                print_error(f"process {self.parent}, which has launched the ranks, is gone; this rank ends")
                 os._exit(1)
 
 
@@ -335,18 +337,18 @@ _services: list[_Service] = []
 _making = threading.Lock()
 
 
-def _service() -> _Service:
+def _get_service() -> _Service:
     with _making:
         if not _services:
             _services.append(_Service())
             # threads of Python's end before MPI waits for the other ranks: nobody would answer, or refuse
             atexit.register(_services[-1].answering.close)
-            os.register_at_fork(after_in_child=_forget)
+            os.register_at_fork(after_in_child=_close_in_child)
         return _services[-1]
 
 
-def _forget() -> None:
+def _close_in_child() -> None:
     """In a fork, which has the socket, but not the threads."""
     for service in _services:
-        service.answering.leave()
+        service.answering.close_in_child()
     _services.clear()

@@ -17,8 +17,7 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared_by_members, declared_slots
-from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of
-from hvdcompress.engine.pieces import whole as dense
+from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of, to_dense
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
 from hvdcompress.ops.vectors import Outer, dtype_name
 from hvdcompress.parts import feedback
@@ -238,7 +237,7 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
             raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
         nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
         forms = [_piece(m, slots, copy) if slots else nothing for m, slots in zip(bucket.members, kept, strict=True)]
-        return (dense(tuple(forms), bucket, hvdcompress.ops.fast, forms[0]),)
+        return (to_dense(tuple(forms), bucket, hvdcompress.ops.fast, forms[0]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 

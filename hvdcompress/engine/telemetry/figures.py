@@ -14,7 +14,7 @@ from hvdcompress.engine.telemetry.ledger import Entry, Ledger
 from hvdcompress.method import Array
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
-from hvdcompress.plan.plan import in_words
+from hvdcompress.plan.plan import describe_method
 
 Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: an array, as one of numpy's in the host's memory
 
@@ -68,7 +68,7 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
     squares: dict[str, float] = {}
     for bucket in buckets:
         program = str(bucket.program)
-        group = found.setdefault(program, Figures(program, in_words(local.turn(bucket).method)))
+        group = found.setdefault(program, Figures(program, describe_method(local.next_step(bucket).method)))
         group.tensors += len(bucket.members)
         group.elements += bucket.spec.size
         program_of |= dict.fromkeys([bucket.spec.name, *(member.name for member in bucket.members)], program)

@@ -77,18 +77,18 @@ class Ledger(Observer):
             entry.collectives += 1
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select", without what numba compiled meanwhile."""
+        """Codec work; counted as "codec", without what numba compiled meanwhile."""
         seconds = max(0.0, seconds - compiling.taken())
-        self._seconds[rank, "select"] += seconds
+        self._seconds[rank, "codec"] += seconds
         self._tensors[rank, name].seconds += seconds
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select"."""
+        """Codec work; counted as "codec"."""
         self.encoded(rank, name, seconds)
 
     def waited(self, rank: int, seconds: float) -> None:
-        """Waiting for collectives; counted as "communicate"."""
-        self._seconds[rank, "communicate"] += seconds
+        """Waiting for collectives; counted as "wait"."""
+        self._seconds[rank, "wait"] += seconds
 
     def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
         """A method's counters, such as "saturated" and "kept", are added up."""
@@ -136,8 +136,8 @@ class Ledger(Observer):
         return {name: entry for (r, name), entry in list(self._tensors.items()) if r == self._rank(rank)}
 
     def seconds(self, rank: int | None = None) -> dict[str, float]:
-        """{"select": codec work, "communicate": waiting for collectives}."""
-        return {what: self._seconds[self._rank(rank), what] for what in ("select", "communicate")}
+        """{"codec": codec work, "wait": waiting for collectives}."""
+        return {what: self._seconds[self._rank(rank), what] for what in ("codec", "wait")}
 
     def counters(self, rank: int | None = None) -> dict[str, int]:
         """Sums of what methods counted, e.g. {"kept": …, "saturated": …}."""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from hvdcompress.engine.telemetry.observer import Answer, Observer
+from hvdcompress.engine.telemetry.observer import Completed, Observer
 
 VARIABLE = "HVDCOMPRESS_LOG"
 LOGGER = logging.getLogger("hvdcompress")
@@ -16,7 +16,7 @@ LOGGER = logging.getLogger("hvdcompress")
 class RoundLog(Observer):
     """Writes a line per round: tensor, method, round, collective, bytes, milliseconds, rank."""
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
+    def completed(self, rank: int, name: str, what: Completed) -> None:
         """Write the line."""
         LOGGER.debug(
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",

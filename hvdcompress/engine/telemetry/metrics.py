@@ -36,8 +36,8 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
         "ratio": ledger.compression_ratio(rank),
         "sent_bytes": float(ledger.bytes_sent(rank)),
         "wire_bytes": float(ledger.bytes_on_wire(rank)),
-        "codec_seconds": seconds["select"],
-        "wait_seconds": seconds["communicate"],
+        "codec_seconds": seconds["codec"],
+        "wait_seconds": seconds["wait"],
         "residual_norm": math.hypot(*kept) if kept else math.nan,
     }
     if compared := ledger.last_compared(rank):
@@ -82,7 +82,7 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
         ),
         *_family("collectives", "counter", "Collectives.", [(own, e.collectives) for own, e in entries]),
         *_family("codec_seconds", "counter", "Codec work.", [(own, e.seconds) for own, e in entries]),
-        *_family("wait_seconds", "counter", "Blocked in the transport.", [(base, seconds["communicate"])]),
+        *_family("wait_seconds", "counter", "Blocked in the transport.", [(base, seconds["wait"])]),
         *_family(
             "residual_norm",
             "gauge",

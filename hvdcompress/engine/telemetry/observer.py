@@ -27,7 +27,7 @@ class Sent(NamedTuple):
     splits: Sequence[int] | None = None
 
 
-class Answer(NamedTuple):
+class Completed(NamedTuple):
     """The result of a collective that a method asked for.
 
     Attributes:
@@ -83,7 +83,7 @@ class Observer:
     def sent(self, rank: int, name: str, what: Sent) -> None:
         """A payload was handed to a collective; ``name`` may be something else than a tensor, such as "status"."""
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
+    def completed(self, rank: int, name: str, what: Completed) -> None:
         """The result of a collective that a method asked for is there."""
 
     def waited(self, rank: int, seconds: float) -> None:

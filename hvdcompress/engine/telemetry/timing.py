@@ -103,4 +103,4 @@ class StepTimes:
         ledger, rank = self._ledger, self._rank
         seconds = ledger.seconds(rank)
         dense = 2 * (ledger.world - 1) / ledger.world * ledger.dense_bytes(rank)
-        return seconds["select"], seconds["communicate"], ledger.bytes_on_wire(rank), dense
+        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(rank), dense

@@ -9,7 +9,7 @@ from harness import logged
 
 from hvdcompress.engine.intake import TILE
 from hvdcompress.engine.state import SEEN
-from hvdcompress.engine.telemetry.observer import Answer
+from hvdcompress.engine.telemetry.observer import Completed
 from promises.registry import promise
 from promises.results import all_variants
 from promises.watching import Watcher, carries
@@ -116,7 +116,7 @@ class Answers(Watcher):
         super().__init__(rank)
         self.collectives: dict[str, list[str]] = defaultdict(list)
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
+    def completed(self, rank: int, name: str, what: Completed) -> None:
         if rank == self.rank:
             assert what.num_bytes > 0 and what.seconds >= 0
             self.collectives[name].append(f"{what.method} {what.round} {what.collective}")

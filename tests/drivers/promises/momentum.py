@@ -55,14 +55,14 @@ def momentum_is_taken_back_when_compression_ends(door: Any) -> None:
     settings = {**shared, "schedule": {"optimizer_momentum": {"steps": {0: "cancel", 3: "keep"}}}}
     handle = door.make("topk", settings, door.shapes)
     handle.use(SGD(0.9))
-    buffer, natural = np.zeros(door.shapes["a"]), np.zeros(door.shapes["a"])
+    buffer, natural_key = np.zeros(door.shapes["a"]), np.zeros(door.shapes["a"])
     for step in range(6):
         given = door.everyone(step, door.shapes)
         got = handle.reduce(given[door.rank])["a"]
         reduced = plain.allreduce_many(given)[0]["a"].astype(np.float64)
         buffer = 0.9 * buffer + got
-        natural = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * natural + reduced
-        assert_close({"a": buffer}, {"a": natural}, (1e-4, 1e-4), f"step {step}")
+        natural_key = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * natural_key + reduced
+        assert_close({"a": buffer}, {"a": natural_key}, (1e-4, 1e-4), f"step {step}")
 
 
 def _check(door: Any, method: str, settings: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from hvdcompress.ops.vectors import dtype_name
 Buffer = Callable[[str, int, str], Array]
 
 
-class Together:
+class FusedCommunication:
     """The communications of several tensors under one method, driven as if they were one.
 
     Inside a phase the number, kinds and dtypes of a method's collectives are fixed, so each round is one collective.
@@ -94,7 +94,7 @@ class Together:
 
     def _join(self, arrays: list[Array]) -> Array:
         dtype = dtype_name(arrays[0])
-        out = self.buffer(f"together.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
+        out = self.buffer(f"fused.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
         self._joins.append(span(out))
         return self.ops.concat(arrays, out)
 
@@ -123,14 +123,16 @@ class Together:
                 lambda: self._join([collective.make() for collective in collectives]), first.root, num_bytes
             )
         if isinstance(first, AllReduce):
-            x = end_to_end([collective.x for collective in collectives])
+            x = contiguous_view([collective.x for collective in collectives])
             if x is not None:
-                return AllReduce(x, first.op, spent=all(collective.spent for collective in collectives))
-            return AllReduce(self._join([collective.x for collective in collectives]), first.op, spent=True)
+                return AllReduce(x, first.op, may_overwrite=all(collective.may_overwrite for collective in collectives))
+            return AllReduce(self._join([collective.x for collective in collectives]), first.op, may_overwrite=True)
         if isinstance(first, AllGather):
             lengths = tuple(len(collective.x) for collective in collectives)
-            fixed = all(collective.fixed for collective in collectives)
-            return AllGather(self._join([collective.x for collective in collectives]), fixed=fixed, lengths=lengths)
+            fixed = all(collective.fixed_length for collective in collectives)
+            return AllGather(
+                self._join([collective.x for collective in collectives]), fixed_length=fixed, lengths=lengths
+            )
         # what goes to one rank, of all tensors, lies together
         pieces = [cut(collective.x, self._lengths(collective, collective.splits)) for collective in collectives]
         x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
@@ -145,7 +147,7 @@ class Together:
     def _from_several_roots(self, collectives: list[Broadcast]) -> AllReduce:
         """A sum, to which each rank gives its own payloads, and zeros in the places of the others'."""
         x = self.buffer(
-            f"together.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
+            f"fused.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
         )
         self.ops.fill(x, 0)
         for collective, place in zip(
@@ -153,7 +155,7 @@ class Together:
         ):
             if int(collective.root) == self.rank:
                 self.ops.concat([self.ops.from_bytes(collective.make(), "int32")], place)
-        return AllReduce(x, spent=True)
+        return AllReduce(x, may_overwrite=True)
 
     def _parts(self, result: Any) -> list[Any]:
         """Each tensor's part of the collective's result."""
@@ -185,7 +187,7 @@ class Together:
         )
 
 
-def end_to_end(arrays: Sequence[Any]) -> Array | None:
+def contiguous_view(arrays: Sequence[Any]) -> Array | None:
     """The arrays as one, if each lies in memory where the one before it ends; otherwise None."""
     first = arrays[0]
     spans = [span(array) for array in arrays]
