@@ -427,7 +427,7 @@ class Exchange:
 
     def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
-        name = self._fused.now if self._fused else self.name
+        name = self._fused.current if self._fused else self.name
         where = f"method {self.setup.method.id}, round {max(self.round, 0)}, rank {self.setup.group.rank}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 

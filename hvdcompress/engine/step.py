@@ -67,7 +67,7 @@ class Agree(Enum):
     FIRST_AND_LAST = "before the first collective, and after the last"
     """For networks that match collectives by order and cannot cancel them (MPI, torch.distributed). The first status
     prevents collectives that other ranks do not expect. The last one makes all ranks keep or discard the step."""
-    BEFORE_WAITING = "when all exchanges are under way, before any is waited for"
+    BEFORE_WAITING = "once all exchanges are in flight, before waiting for any of them"
     """For networks that match collectives by name (Horovod). A collective whose name not every rank uses is
     abandoned."""
 

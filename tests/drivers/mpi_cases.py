@@ -332,5 +332,5 @@ def a_loaded_state_that_no_tensor_claims_is_said() -> None:
     with logged() as said:
         for _ in range(SEEN + 2):
             second.allreduce(np.ones(1000, np.float32), "model.layer.w")
-    found = [line for line in said if "'layer.w' is used by no tensor so far" in line]
+    found = [line for line in said if "no tensor has used the loaded state of 'layer.w'" in line]
     assert len(found) == (COMM.rank == 0), said

@@ -73,7 +73,7 @@ def ranks(*places: Progress | None, **limits: Any) -> list[Watchdog]:
     for number, each in enumerate(made):
         key = 1_000_000 + id(each) + number
         held[key] = each
-        addresses.append(json.dumps({**service.answering.endpoint, "number": key if places[number] else -1}))
+        addresses.append(json.dumps({**service.server.endpoint, "number": key if places[number] else -1}))
     for each in made:
         each.set_peers(addresses)
     return made
@@ -112,10 +112,10 @@ def test_it_names_the_tensor_and_the_ranks_that_are_missing(said: list[str], war
         assert "step 7 for tensor 'w' (method topk, round 0)" in text
         missing = text.split("missing: ")[1]
         assert "rank 1 does not answer" in missing
-        assert "rank 2 is in step 6, and waits for the ranks' status" in missing
+        assert "rank 2 is in step 6 and waits for the ranks' status" in missing
         assert "rank 3 is outside of a step, after 7" in missing
         assert "(rank 4 waits for tensor 'w'" in missing
-    assert "This rank waits on, and ends after 2 s" in texts[0]
+    assert "continues to wait until 2 s" in texts[0]
     assert "rank 0 has waited 2 s" in texts[-1] and "This rank ends: `end_after` in the plan is 2 s" in texts[-1]
 
 
@@ -127,8 +127,8 @@ def test_a_rank_that_is_asked_reports_and_ends_too(said: list[str]) -> None:
     assert other.asked_by == 0
     with pytest.raises(Exited):
         LOOK(other)
-    assert "rank 1 is outside of a step, after 5, and rank 0 waits in vain" in said[0]
-    assert "missing: rank 1 is outside" in said[0] and "rank 0 has asked all to end" in said[0]
+    assert "rank 1 is outside of a step, after 5 steps, while rank 0 waits" in said[0]
+    assert "missing: rank 1 is outside" in said[0] and "rank 0 has asked all ranks to end" in said[0]
 
 
 def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str], warned: list[str]) -> None:
@@ -150,7 +150,7 @@ def test_where_ranks_meet_it_says_who_has_not_come(said: list[str], warned: list
         for _ in range(8):
             LOOK(waiting)
         assert "rank 0 has waited 1 s in step 0 for every rank's first backward pass" in list(warned)[0]
-        assert "missing: rank 1 has not come" in list(warned)[0] and not said
+        assert "missing: rank 1 has not arrived" in list(warned)[0] and not said
         with pytest.raises(Exited):
             LOOK(waiting)
         assert "This rank ends" in text_of(said)
@@ -163,7 +163,7 @@ def test_a_long_evaluation_ends_nobody_by_default(said: list[str], warned: list[
     """Rank 1 saves for ten minutes: those that wait say so, and wait."""
     first, other = ranks(Progress(7, "tensor 'w'"), Progress(7, None))
     for each in (first, other):
-        each._greeted = True
+        each._asked_once = True
         for _ in range(round(600 / TICK)):
             each._asks_at = 1e9  # whether others are alive: another test's
             LOOK(each)
@@ -188,7 +188,7 @@ def test_a_rank_that_has_ended_is_noticed_in_seconds(said: list[str]) -> None:
     with pytest.raises(Exited):
         LOOK(first)
     assert "missing: rank 2 has ended (rank 1 waits for tensor 'w')" in text_of(said) and other.asked_by == 0
-    assert "This rank ends: the step cannot be done without them" in text_of(said) and last.asked_by is None
+    assert "This rank ends: the step cannot complete without them" in text_of(said) and last.asked_by is None
 
 
 def test_on_this_host_nobody_else_refuses(said: list[str]) -> None:
