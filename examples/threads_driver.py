@@ -10,7 +10,7 @@ from queue import Queue
 import numpy as np
 
 from hvdcompress.engine import compressor, lockstep
-from hvdcompress.engine.agreement import Terms
+from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import TensorSpec
@@ -21,8 +21,8 @@ class QueueTransport:
     """Every rank sends its request to all ranks, and computes the result of the collective from the requests of all."""
 
     ordered = True  # collectives are matched by their number: every rank starts them in the same order
-    broadcasts = True  # a broadcast is sent as it is, not as a sum
-    unequal = True  # payloads of an all-gather may differ in length
+    native_broadcast = True  # a broadcast is sent as it is, not as a sum
+    variable_lengths = True  # payloads of an all-gather may differ in length
 
     def __init__(self, rank, mailboxes):
         self.rank = rank
@@ -73,7 +73,7 @@ class Compressor(compressor.Compressor):
     def average(self, gradients):
         """Replace float32 arrays, by name, with their compressed average over all ranks."""
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
-        terms = Terms(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
+        terms = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.local.begin_round()
         self.step = Step(self.local, self.collectives, terms, Agree.FIRST_AND_LAST)
         self.step.factor = 1.0 / self.local.world

@@ -77,7 +77,7 @@ class Compressor(TensorCompressor):
     """
 
     driver = "FSDP"
-    never_falls_back = "under FSDP each module's gradients are exchanged in a step of their own"
+    no_fallback_reason = "under FSDP each module's gradients are exchanged in a step of their own"
     grouping = IN_ORDER
 
     def __init__(
@@ -183,7 +183,7 @@ class Compressor(TensorCompressor):
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
-        with step.errors_wait:
+        with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(

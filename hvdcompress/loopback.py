@@ -19,7 +19,7 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine import lockstep
-from hvdcompress.engine.agreement import Status, Terms
+from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Stage
 from hvdcompress.engine.safety import verify
@@ -116,7 +116,7 @@ class Loopback:
         for rank in self.ranks:
             rank.begin_round()
             collectives = Collectives(_Transport(rank.rank, medium), rank.observers)
-            step = Step(rank, collectives, Terms({}, {}), framework=self._framework)
+            step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world if op == "average" else 1.0
             steps.append(step)
@@ -130,13 +130,13 @@ class Loopback:
                 step.abandon()
             raise
         for step in steps:
-            step.obey(together)
+            step.apply_status(together)
             step.start_comparison()
         for step in steps:
             step.finish_comparison()
             step.close()
         self.ledger.steps += not together.non_finite
-        self.ranks[0].warn_of_what_is_idle()
+        self.ranks[0].warn_about_unused()
         return outs
 
     def _exchange(
@@ -150,7 +150,7 @@ class Loopback:
         """One bucket's exchange on all ranks, to its end."""
         indices = range(len(bucket.members))
         for step, given, out in zip(steps, gradients, outs, strict=True):
-            work = step.local.turn(bucket).dtype
+            work = step.local.next_step(bucket).dtype
             with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
             step.add(bucket, indices, members, [out[m.name].reshape(-1) for m in bucket.members])
@@ -165,7 +165,7 @@ class Loopback:
 
     def trigger(self) -> None:
         """Restart every method's schedule after the next step."""
-        self.ranks[0].asks_for_trigger = True
+        self.ranks[0].trigger_requested = True
 
     def discard(self) -> None:
         """Take the last step back, as :meth:`hvdcompress.mpi.Compressor.discard`.
@@ -361,8 +361,8 @@ class _Transport:
     """One rank's end of the medium; a handle is the collective's name."""
 
     ordered = False
-    broadcasts = True
-    unequal = True
+    native_broadcast = True
+    variable_lengths = True
 
     def __init__(self, rank: int, medium: _Medium):
         self.rank = rank

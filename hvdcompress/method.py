@@ -1,4 +1,4 @@
-"""The contract of a compression method: what it is, and what it may ask of a network.
+"""The contract of a compression method: its inputs, its outputs, and the collectives that it may use.
 
 A method is a frozen value (its hyper-parameters) with a pure generator, :meth:`Method.exchange`. The generator
 *yields* the collectives it needs, is sent their results, and *returns* a :class:`Reduced`. It never sees Horovod,
@@ -10,8 +10,8 @@ MPI, PyTorch or TensorFlow: drivers do the I/O, so one method file runs under al
         shares = [self.decode(p, ctx, work) for p in payloads]     # what each rank sent
         return Reduced(total=add_shares(shares, work.ops), own=shares[ctx.rank])
 
-Most methods define only ``encode`` and ``decode``. Error feedback is not their concern: a method with the field
-``feedback`` set is given ``x = gradient + residual`` (``parts/feedback.py``).
+Most methods define only ``encode`` and ``decode``. Error feedback is not implemented by methods: if the field
+``feedback`` is set, the engine passes ``x = gradient + residual`` (``parts/feedback.py``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from hvdcompress.ops.scan import NOTHING, Found, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Array, Coded, Shares, Sparse
 
-# -- what a method and its driver hand each other ------------------------------------------------
+# -- data that the engine and a method exchange ------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known about a gradient before it is computed.
+    """Name, shape and dtype of a gradient, known before the gradient is computed.
 
-    A bucket of several joined tensors has a spec too: one dimension, and a name made from its members.
+    A bucket of several tensors has a spec too. It has one dimension, and its name is made from the names of its
+    members.
     """
 
     name: str
@@ -49,10 +50,10 @@ class TensorSpec:
     """The gradient's dtype, by numpy's name."""
     layout: Literal["oihw", "hwio"] = "oihw"
     """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
-    joined: tuple[int, ...] = ()
-    """Of a bucket: the sizes of the tensors that it joins, in their order."""
-    names: tuple[str, ...] = ()
-    """Of a bucket: the names of the tensors that it joins, in their order."""
+    member_sizes: tuple[int, ...] = ()
+    """For a bucket: the number of elements of each member tensor, in bucket order. Empty for a single tensor."""
+    member_names: tuple[str, ...] = ()
+    """For a bucket: the name of each member tensor, in bucket order. Empty for a single tensor."""
 
     @cached_property
     def size(self) -> int:
@@ -61,41 +62,44 @@ class TensorSpec:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Sizes of the tensors that the vector consists of: several for a bucket, otherwise (n,)."""
-        return self.joined or (self.size,)
+        """Number of elements of each tensor in the vector: several entries for a bucket, otherwise ``(n,)``."""
+        return self.member_sizes or (self.size,)
 
     def part(self, index: int) -> TensorSpec:
         """Return the spec of one of the tensors that the vector consists of, as a vector."""
-        return replace(self, name=self.names[index], shape=(self.joined[index],), joined=(), names=())
+        return replace(
+            self, name=self.member_names[index], shape=(self.member_sizes[index],), member_sizes=(), member_names=()
+        )
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One declared array of state, for one tensor on one rank.
+    """Declaration of one array of state, for one tensor on one rank.
 
-    The driver allocates it (as zeros), saves it in checkpoints and restores it.
+    The engine allocates the array (as zeros), saves it in checkpoints and restores it.
     """
 
     shape: tuple[int, ...]
-    """Shape of the array. Methods receive it flat."""
+    """Shape of the array. Methods receive it as a flat array."""
     dtype: str = "float32"
     """The array's dtype, by numpy's name."""
     scope: Literal["rank", "shared"] = "rank"
-    """Whether values differ between ranks. "rank": they do, as in a residual. "shared": they are equal on all ranks."""
+    """Whether values may differ between ranks. "rank": they may, as in a residual. "shared": all ranks hold equal
+    values."""
     merge: Literal["sum", "keep"] = "sum"
-    """What a restart with another number of ranks does: "sum" preserves the sum over ranks, "keep" copies any
-    rank's values."""
+    """How a checkpoint is converted to another number of ranks. "sum": the sum over ranks is preserved. "keep": the
+    values of any one rank are copied."""
 
 
 def add_shares(shares: list[Any], ops: Ops) -> Array | Shares:
-    """Sum several ranks' shares.
+    """Sum the shares of several ranks.
 
     Args:
         shares: one share per rank, either all dense [n] or all :class:`Sparse`.
         ops: the array backend.
 
     Returns:
-        The sum: dense [n], or the :class:`Shares`, which are added where they are written.
+        The sum: dense [n], or :class:`Shares`, which are added when the result is written.
     """
     return Shares(shares) if isinstance(shares[0], Sparse) else ops.add_all(shares)
 
@@ -105,23 +109,25 @@ class Reduced:
     """The result of an exchange."""
 
     total: Array | Sparse | Shares | Coded
-    """Sum over ranks of what was sent, dense [n], :class:`Sparse` or coded [n]; equal on all ranks. What is coded is
-    decoded where it is written (``ops/vectors.py``)."""
+    """Sum over ranks of the transmitted values: dense [n], :class:`Sparse`, or coded [n]; equal on all ranks. Coded
+    values are decoded when the result is written (``ops/vectors.py``)."""
     own: Array | Sparse | Coded | None = None
-    """This rank's share of ``total``, as the other ranks decoded it. May be None unless ``ctx.needs_own``."""
+    """This rank's contribution to ``total``, as the other ranks decode it. May be None if ``ctx.needs_own`` is
+    False."""
     state: dict[str, Array] = field(default_factory=dict)
-    """New values of the method's slots, in fresh arrays. The old arrays are never written to."""
+    """New values of the method's slots, in new arrays. A method must not write to the old arrays: a discarded step goes
+    back to them."""
     trigger: bool = False
-    """Whether this rank asks all ranks to restart their methods' phases (see :class:`Context`)."""
+    """Whether this rank requests a trigger: all ranks restart the phases of their methods (see :class:`Context`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The circumstances of one exchange: which rank, which step, which tensor. Methods call it ``ctx``.
+    """Read-only facts about one exchange: the rank, the step and the tensor. Methods call it ``ctx``.
 
-    A *trigger* restarts the phases of all methods on all ranks, for example when the learning rate dropped or the
-    loss rose. One rank may ask for it (:attr:`Reduced.trigger`, :meth:`Method.notices`); the ranks agree on it with
-    the status of the step, and it takes effect in the next step.
+    A *trigger* restarts the phases of all methods on all ranks, for example after the learning rate dropped or the loss
+    rose. Any rank may request one (:attr:`Reduced.trigger`, :meth:`Method.wants_trigger`). The ranks agree on it
+    through the status of the step, and it takes effect in the next step.
     """
 
     rank: int
@@ -129,53 +135,54 @@ class Context:
     world: int
     """Number of ranks, p."""
     step: int
-    """Number of exchanges this tensor has been through, from 0."""
+    """Number of exchanges of this tensor so far, from 0."""
     spec: TensorSpec
-    """The tensor, or the bucket of joined tensors."""
+    """The tensor, or the bucket of several tensors."""
     seed: int = 0
     """The plan's seed, equal on all ranks."""
     phase: int = 0
-    """Index into :attr:`Method.phases`, as :meth:`Method.phase_of` gave it."""
+    """Index into :attr:`Method.phases`, as returned by :meth:`Method.phase_of`."""
     triggers: int = 0
     """Number of triggers so far."""
     needs_own: bool = True
-    """Whether ``Reduced.own`` is used. It is False without feedback."""
+    """Whether the caller uses ``Reduced.own``. False without error feedback."""
 
 
 @dataclass(slots=True, eq=False)
 class Workspace:
-    """Memory, findings and counters of one exchange, and the array ops. Methods call it ``work``."""
+    """Buffers, scan results and counters of one exchange, and the array ops. Methods call it ``work``."""
 
     ops: Ops
-    """The array backend: every array function that a method may call."""
+    """The array backend. A method calls only these array functions, so that it runs on every backend."""
     scratch: dict[str, Array] = field(default_factory=dict)
-    """Arrays that are kept from step to step for :meth:`buffer`. They are not state: checkpoints leave them out."""
+    """Arrays that :meth:`buffer` reuses from step to step. They are not state: checkpoints do not contain them."""
     scanned: list[Found] | None = None
-    """What :meth:`Method.scan` asked for, in each part of the vector; None if nothing was scanned."""
+    """Results of :meth:`Method.scan`, one per part of the vector; None if nothing was scanned."""
     counters: dict[str, Any] = field(default_factory=dict)
-    """Numbers that the method adds to the ledger, such as "kept"."""
+    """Counts that the engine adds to the ledger, such as {"kept": 120}."""
     bucket: Workspace | None = None
-    """The workspace of the whole bucket, if the method runs on each tensor of a bucket."""
+    """The workspace of the whole bucket, if the method runs on each tensor of a bucket separately; otherwise None."""
     span: tuple[int, int] = (0, 0)
     """(start, stop) of the vector in the bucket's vector."""
 
     def buffer(self, name: str, n: int, dtype: str, like: Array) -> Array:
-        """Return an array [n] for large intermediate results of a step: the same array in every step.
+        """Return an array [n] for large intermediate results, the same array in every step.
 
-        Allocating fresh memory takes longer than writing to it. The contents are undefined. The array may be
-        ``Reduced.total`` or ``Reduced.own``, but not the new value of a slot.
+        Allocating fresh memory takes longer than writing to it. The contents are undefined. The array may become
+        ``Reduced.total`` or ``Reduced.own``, but not the new value of a slot, because the next step overwrites it.
 
         Args:
-            name: distinguishes the buffers of one tensor.
+            name: identifies the buffer among the buffers of this tensor.
             n: number of elements.
-            dtype: their dtype, by numpy's name.
-            like: an array on the device.
+            dtype: NumPy name of the dtype.
+            like: an array on the device on which to allocate.
         """
         found = self.scratch.get(name)
         if found is None or len(found) != n:
             bucket, (start, stop) = self.bucket, self.span
             if bucket is not None and n == stop - start:
-                # Buffers of neighbouring tensors are adjacent, so that their payloads travel together without a copy.
+                # Buffers of neighbouring tensors are slices of one bucket buffer, so that their payloads
+                # can be sent as one collective without a copy.
                 found = bucket.buffer(name, bucket.span[1], dtype, like)[start:stop]
             else:
                 found = self.ops.zeros(n, dtype, like)
@@ -183,7 +190,7 @@ class Workspace:
         return found
 
 
-# -- the collectives: everything a method may ask of a network ----------------------------------------
+# -- collectives: the only communication that a method may use ------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +201,11 @@ class AllReduce:
     """
 
     x: Array
-    """This rank's array: same length and dtype on all ranks."""
+    """This rank's array [n]. Length and dtype must be equal on all ranks."""
     op: Literal["sum", "max"] = "sum"
-    """The reduction."""
-    spent: bool = False
-    """Whether nobody reads ``x`` afterwards, so that the result may be written over it."""
+    """The reduction: "sum" or elementwise "max"."""
+    may_overwrite: bool = False
+    """Whether the result may be written into the memory of ``x``, because the method does not read ``x`` again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,30 +216,31 @@ class AllGather:
     """
 
     x: Array
-    """This rank's payload, uint8. Lengths may differ between ranks only if every payload starts with a wire header,
-    which contains its length (``parts/wire.py``)."""
-    fixed: bool = False
-    """Whether the payload has this length on all ranks and in every step of the phase. Networks that must know lengths
-    then ask for them in the phase's first step only."""
+    """This rank's payload, uint8 [bytes]. Lengths may differ between ranks only if every payload starts with a wire
+    header, which contains the length (``parts/wire.py``)."""
+    fixed_length: bool = False
+    """Whether the payload has the same length on all ranks and in every step of the phase. Networks that must know
+    lengths in advance then exchange them only in the first step of the phase."""
     lengths: tuple[int, ...] = ()
-    """The engine's: bytes of the payloads of several tensors that ``x`` consists of, as many on all ranks. The list
-    then has one array per rank and tensor, one rank's after another's."""
+    """Set by the engine only: byte lengths of the payloads of several tensors that were concatenated into ``x``. Every
+    rank has the same number of them. The result list then has one array per rank and tensor, rank by rank."""
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
     """Send one rank's payload to all ranks. The generator is sent the payload, on every rank.
 
-    Horovod neither fuses nor caches broadcasts. Drivers therefore send one as an int32 *sum* to which the other
-    ranks contribute zeros, and charge ``num_bytes`` to every rank.
+    Horovod neither fuses nor caches broadcasts. Drivers therefore send one as an int32 *sum* to which the other ranks
+    contribute zeros, and charge ``num_bytes`` to every rank.
     """
 
     make: Callable[[], Array]
-    """Returns the payload, uint8 [num_bytes]. It is a function because only the root needs to compute it."""
+    """Function that returns the payload, uint8 [num_bytes]. Only the root calls it, so the other ranks skip its
+    work."""
     root: int
     """The sending rank."""
     num_bytes: int
-    """Length of the payload in bytes: equal on all ranks, a multiple of 4."""
+    """Length of the payload in bytes. It must be equal on all ranks and a multiple of 4."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,32 +251,32 @@ class AllToAll:
     """
 
     x: Array
-    """The pieces one after another, uint8; the r-th goes to rank r. They have equal lengths unless ``splits`` is
-    given."""
+    """The concatenated pieces, uint8 [bytes]; piece r goes to rank r. All pieces have the same length unless ``splits``
+    is given."""
     splits: tuple[int, ...] | None = None
-    """Bytes that go to each rank. With zeros for all ranks but one this is a point-to-point send, which Horovod does
-    not have."""
+    """Bytes to send to each rank. With zeros for all ranks but one this is a point-to-point send, which Horovod does
+    not offer."""
     receives: tuple[int, ...] | None = None
-    """Bytes that come from each rank; required with ``splits``."""
+    """Bytes to receive from each rank; required with ``splits``."""
 
 
 Collective = AllReduce | AllGather | Broadcast | AllToAll
-#: what ``exchange`` is: yields collectives, is sent their results, returns a Reduced
+#: Type of ``Method.exchange``: it yields collectives, is sent their results, and returns a Reduced
 Communication = Generator[Collective, Any, Reduced]
 
 
-# -- types of hyper-parameters, shared by methods ------------------------------------------------
+# -- hyper-parameter types that several methods use ----------------------------------------------
 
 
 def _not_bool(value: object) -> object:
-    """Refuse booleans: YAML's ``yes`` is True, which Python accepts as the number 1."""
+    """Reject booleans: YAML's ``yes`` is True, which Python accepts as the number 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not a boolean")
     return value
 
 
 def _known_values(name: str) -> str:
-    """fp32 | fp16 | bf16 | qsgd2 … qsgd8 | rangefloat4 … rangefloat16, mantissa bits as in rangefloat10m6."""
+    """Reject unknown names of value formats; ``rangefloat10m6`` has 10 bits per value, 6 of them mantissa."""
     if not re.fullmatch(r"fp32|fp16|bf16|qsgd[2-8]|rangefloat([4-9]|1[0-6])(m([1-9]|1\d|2[0-2]))?", name):
         raise ValueError(
             "must be fp32, fp16, bf16, qsgd2 … qsgd8 (the number is the bits per value), or rangefloat4 … "
@@ -282,7 +290,7 @@ Density = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: kept elements / al
 Fraction = Annotated[float, Number, Field(gt=0.0, le=1.0)]  #: a number in (0, 1]
 Momentum = Annotated[float, Number, Field(ge=0.0, lt=1.0)]  #: a number in [0, 1)
 Count = Annotated[int, Number, Field(ge=1)]  #: a positive integer
-Values = Annotated[str, AfterValidator(_known_values)]  #: how values are written; the codecs are in ``parts/codecs.py``
+Values = Annotated[str, AfterValidator(_known_values)]  #: number format of sent values; codecs in ``parts/codecs.py``
 Route = Literal["gather", "scatter"]  #: how quantized tensors are summed; see ``parts/sums.py``
 FeedbackName = Literal["none", "plain", "lowpass", "momentum"]  #: see ``parts/feedback.py``
 OptimizerMomentum = Literal["adapt", "cancel", "keep"]  #: see ``parts/momentum.py``
@@ -296,105 +304,108 @@ Granularity = Literal["tensor", "part", "element"]  #: see :attr:`Method.granula
 class Method:
     """A compression method: a frozen, hashable value made of hyper-parameters.
 
-    A subclass lives in ``methods/<id>.py``, is decorated with :func:`method`, sets the class variables below, and
-    declares its hyper-parameters as dataclass fields. A value that does not fit its field raises a ``ValueError``
-    that names the field.
+    A subclass is a file ``methods/<id>.py`` with one class that is decorated with :func:`method`. It sets the class
+    variables below and declares its hyper-parameters as dataclass fields. A value that does not fit its field raises a
+    ``ValueError`` that names the field.
 
-    The argument ``state`` of its methods has the current values of the declared slots, by name. ``ctx`` and ``work``
-    are the :class:`Context` and the :class:`Workspace` of the exchange.
+    The argument ``state`` of the methods below maps slot names to their current arrays. ``ctx`` and ``work`` are the
+    :class:`Context` and the :class:`Workspace` of the exchange.
     """
 
     id: ClassVar[str] = ""
-    """The name of the file; :func:`method` sets it."""
+    """Name of the method in plans. :func:`method` sets it from the file name."""
     paper: ClassVar[str] = ""
-    """The citation, in one line."""
+    """Citation of the paper, in one line."""
     published: ClassVar[dict[str, Any]] = {}
-    """The paper's settings, where they are not the defaults: a plan asks for them with ``paper: true``."""
+    """Hyper-parameters of the paper that differ from the defaults. A plan selects them with ``paper: true``."""
     sends: ClassVar[str] = ""
-    """What a rank sends, in one line, for tables."""
+    """Description of the payload in one line, for tables in the documentation."""
     needs_feedback: ClassVar[bool] = False
-    """Whether training diverges or is badly biased without a residual."""
-    wide: ClassVar[bool] = False
-    """Whether float64 gradients are processed in float64. Otherwise they are converted to float32."""
+    """Whether training without a residual diverges or is strongly biased."""
+    keeps_float64: ClassVar[bool] = False
+    """Whether float64 gradients are processed in float64. Otherwise the engine converts them to float32."""
     sparse: ClassVar[bool] = False
-    """Whether the method sends some elements and leaves out the others. What it sends is exact up to rounding."""
-    waits: ClassVar[int] = 1
-    """About how many steps' gradients, with feedback, arrive together, of a method that is not ``sparse``: the
-    optimizer's momentum is adapted to it (``parts/momentum.py``). With 1 it is kept."""
-    fixed: ClassVar[tuple[str, ...]] = ()
-    """Hyper-parameters that no schedule may change, because the state's shape or meaning depends on them."""
+    """Whether the method sends some elements and omits the others. The sent values are exact up to rounding."""
+    delay: ClassVar[int] = 1
+    """Approximate number of steps over which a gradient arrives, with error feedback, for methods that are not
+    ``sparse``. The optimizer's momentum is adapted to it (``parts/momentum.py``). With 1 the momentum is left
+    unchanged."""
+    unschedulable: ClassVar[tuple[str, ...]] = ()
+    """Hyper-parameters that a schedule cannot change, because the shape or meaning of the state depends on them."""
     identity: ClassVar[bool] = False
-    """Whether the method, without feedback, sends the gradient itself, to be summed: the stock optimizer can do so."""
+    """Whether the method, without feedback, sums the gradient itself. The stock optimizer can then do the
+    all-reduce."""
     granularity: ClassVar[Granularity] = "tensor"
-    """How the method runs on a bucket whose tensors the driver joined unasked. A tensor's result never depends, to the
-    bit, on the tensors that it is joined with. "tensor": the method runs on each tensor, and their payloads travel
-    together (``engine/together.py``). "part": the method runs once, and goes by ``ctx.spec.parts``. "element": the
-    method runs once. What it sends of an element depends on that element alone, and it has no state of its own."""
-    uneven: ClassVar[bool] = False
-    """Whether payloads' lengths differ between ranks, or between steps of a phase: fewer bytes than :meth:`num_bytes`
-    says."""
+    """How the method runs on a bucket that the driver formed automatically. In every case the result of a tensor
+    equals, bit for bit, its result outside of a bucket. "tensor": the method runs on each tensor, and their payloads
+    are sent as one collective (``engine/fused.py``). "part": the method runs once and treats each of ``ctx.spec.parts``
+    separately. "element": the method runs once; the result of an element depends on that element only, and the method
+    has no state."""
+    variable_length: ClassVar[bool] = False
+    """Whether payload lengths may differ between ranks or between steps of a phase. :meth:`num_bytes` is then the upper
+    limit."""
     linear: ClassVar[bool] = True
-    """Whether the result is proportional to what was summed. Then a piggybacked payload may be averaged instead of
+    """Whether the result is proportional to the summed payload. A piggybacked payload may then be averaged instead of
     summed, and the result is the average (see :meth:`piggyback`)."""
     exact: ClassVar[bool] = True
-    """Whether all array backends send the same bytes. False where an FFT or a matrix product rounds differently."""
+    """Whether all array backends send the same bytes. False if an FFT or a matrix product rounds differently."""
     phases: ClassVar[tuple[str, ...]] = ("compress",)
-    """Names of the phases. Within a phase, the number, kinds and dtypes of the collectives are fixed."""
+    """Names of the phases. Within a phase the number, kinds and dtypes of the collectives are fixed."""
     examples: ClassVar[tuple[dict[str, Any], ...]] = ()
-    """More hyper-parameter settings for the tests to try."""
+    """Further hyper-parameter settings for the tests to try."""
 
     feedback: FeedbackName = "none"
-    """What happens to the part of the gradient that was not sent. "none": it is lost. "plain": it is kept as a
-    residual and added to the next gradient. "lowpass": like plain, with the residual low-pass filtered by ``beta``.
-    "momentum": like plain, on gradients that momentum was applied to locally (for use with plain SGD)."""
+    """What happens to the part of the gradient that was not sent. "none": it is lost. "plain": it is kept as a residual
+    and added to the next gradient. "lowpass": as "plain", with the residual low-pass filtered by ``beta``. "momentum":
+    as "plain", on gradients to which each rank applied momentum locally (for use with plain SGD)."""
     beta: Fraction = 1.0
-    """Low-pass factor of the residual, used with feedback "lowpass"; 1 is plain feedback."""
+    """Low-pass factor of the residual with feedback "lowpass"; 1 is the same as "plain"."""
     momentum: Momentum = 0.7
-    """Momentum factor of feedback "momentum", which takes the place of the optimizer's momentum. The effective learning
-    rate stays the optimizer's, whatever the factor."""
+    """Momentum factor of feedback "momentum", which replaces the momentum of the optimizer. The effective learning rate
+    remains that of the optimizer, for any factor."""
     optimizer_momentum: OptimizerMomentum = "adapt"
-    """What happens to the optimizer's momentum for tensors with a residual, which acts as momentum itself. "adapt": an
-    element has as much momentum as its waiting has not replaced. "cancel": it has none, at the same effective learning
-    rate. "keep": nothing happens."""
+    """What happens to the optimizer's momentum for tensors with a residual, because the residual itself acts as
+    momentum. "adapt": an element keeps the part of the momentum that its delay has not replaced. "cancel": momentum is
+    removed, at the same effective learning rate. "keep": momentum is left unchanged."""
     local_clip_norm: Annotated[float, Number, Field(gt=0.0, allow_inf_nan=False)] | None = None
-    """Norm that each tensor's gradient is clipped to, local_clip_norm/√p on each rank, before its residual is added;
-    null: no clipping."""
+    """Clip each tensor's gradient on each rank to the norm local_clip_norm/√p before its residual is added; null: no
+    clipping."""
 
     def __post_init__(self) -> None:
         if self.local_clip_norm is not None and self.feedback == "none":
             raise ValueError(
-                'local_clip_norm needs a feedback other than "none": only feedback removes the loss scale from '
-                "gradients"
+                'local_clip_norm needs feedback "plain", "lowpass" or "momentum": only error feedback divides '
+                "gradients by the loss scale before they are clipped"
             )
         if self.feedback == "momentum" and not self.sparse:
             raise ValueError(
-                'feedback "momentum" needs a method that leaves elements out, such as topk: it resets the momentum of '
-                'every element that was sent, and this method sends all of them. Use "plain", "lowpass" or "none"'
+                'feedback "momentum" needs a sparse method such as topk: it resets the momentum of every sent element, '
+                'and this method sends all elements. Use "plain", "lowpass" or "none"'
             )
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters by name, as a plan writes them."""
+        """Return {name: value} of the hyper-parameters, in the form in which a plan writes them."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    # What a plan and a driver ask before an exchange.
+    # Called by plans and drivers before an exchange.
 
     def suits(self, spec: TensorSpec) -> bool:
-        """Return whether the method is defined for tensors of ``spec``. A plan sends other tensors dense."""
+        """Return whether the method supports tensors of ``spec``. A plan sends unsupported tensors uncompressed."""
         return True
 
     def phase_of(self, age: int) -> int:
-        """Return the phase of a step.
+        """Return the phase that a step belongs to.
 
         Args:
-            age: steps since the method came into effect for the tensor, or since the last trigger.
+            age: number of steps since the method became active for the tensor, or since the last trigger.
 
         Returns:
             An index into :attr:`phases`.
         """
         return 0
 
-    def notices(self, metric: str, value: float, low: float, high: float) -> bool:
-        """Return whether a metric reported by the user calls for a trigger.
+    def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:
+        """Return whether a metric that the user reported should cause a trigger.
 
         Args:
             metric: the metric's name: "loss" or "learning_rate".
@@ -405,13 +416,13 @@ class Method:
         return False
 
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
-        """Return the method's slots for one tensor, by name. The residual is not among them (``parts/feedback.py``)."""
+        """Return {name: slot} of the method's state for one tensor, without the residual (``parts/feedback.py``)."""
         return {}
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        """Return the payload bytes that a rank hands to its collectives in one step.
+        """Return the payload bytes that a rank passes to its collectives in one step.
 
-        A method with several phases takes two more arguments: ``phase: int = 0`` and ``state = None``.
+        A method with several phases accepts two more arguments: ``phase: int = 0`` and ``state = None``.
 
         Args:
             spec: the tensor.
@@ -419,14 +430,14 @@ class Method:
         """
         raise NotImplementedError
 
-    def places(self, spec: TensorSpec) -> int:
-        """Return the number of positions that a sparse payload's indices refer to: elements or, say, frequencies."""
+    def num_positions(self, spec: TensorSpec) -> int:
+        """Return the number of positions that the indices of a sparse payload refer to: elements, or frequencies."""
         return spec.size
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
-        """Return the length of the method's only all-reduce, if that is all it does in this phase.
+        """Return the length of the payload if the whole exchange is one float32 sum.
 
-        Such a payload can travel inside the stock optimizer's own all-reduce, at no extra cost.
+        The stock optimizer's own all-reduce can carry such a payload, at no extra cost.
 
         Args:
             spec: the tensor.
@@ -434,25 +445,25 @@ class Method:
             state: the method's state.
 
         Returns:
-            The number of float32 elements; None if the exchange is anything but one float32 sum.
+            Number of float32 elements; None if the method uses any other collective.
         """
         return None
 
-    # The exchange, in the order of the calls: scan for each tensor as it comes, then exchange, which calls encode and
-    # decode.
+    # The exchange, in call order: scan() for each gradient as it arrives, then exchange(), which calls encode() and
+    # decode().
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
-        """Return what :meth:`exchange` needs to know about gradient + residual besides their values.
+        """Return the statistics that :meth:`exchange` needs from gradient + residual.
 
-        It is found in the one pass over memory that every gradient makes when it has come, while it is in the
-        processor's cache, and is in ``work.scanned[index]``.
+        The engine computes them in the pass over memory that it makes for every arriving gradient, while the values are
+        in the CPU cache. It puts them into ``work.scanned[index]``.
 
         Args:
-            index: which part of a bucket's vector the tensor is, from 0.
+            index: index of the tensor among the parts of the bucket.
             state: the method's state; read only.
-            ctx: rank, world, step and the tensor, or the bucket that it is part of.
-            work: memory, findings and counters of this exchange, and the array ops.
-            like: an array of the tensor's length on its device.
+            ctx: rank, world, step, and the tensor or the bucket that contains it.
+            work: buffers, scan results and counters of this exchange, and the array ops.
+            like: an array with the tensor's length, on its device.
         """
         return NOTHING
 
@@ -463,7 +474,7 @@ class Method:
             x: gradient + residual, float32 [n]; read only.
             state: the method's state.
             ctx: rank, world, step and tensor.
-            work: memory, findings and counters of this exchange, and the array ops.
+            work: buffers, scan results and counters of this exchange, and the array ops.
 
         Returns:
             The payload, uint8.
@@ -471,37 +482,37 @@ class Method:
         raise NotImplementedError
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array | Sparse:
-        """Decompress a payload of any rank.
+        """Decompress the payload of any rank.
 
         Args:
-            payload: what :meth:`encode` returned on some rank, uint8.
+            payload: uint8, as :meth:`encode` returned it on some rank.
             ctx: rank, world, step and tensor.
-            work: memory, findings and counters of this exchange, and the array ops.
+            work: buffers, scan results and counters of this exchange, and the array ops.
 
         Returns:
-            That rank's share of the sum: float32 [n], or :class:`Sparse`.
+            That rank's contribution to the sum: float32 [n], or :class:`Sparse`.
 
         Raises:
-            WireError: the bytes are not such a payload.
+            WireError: the bytes are not a valid payload of this method and tensor.
         """
         raise NotImplementedError
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        """Sum ``x`` over ranks, compressed. By default: encode, all-gather, decode and add.
+        """Sum ``x`` over ranks with compression. The default encodes, all-gathers, decodes and adds.
 
         Args:
-            x: gradient + residual, float32 [n] (float64 for a ``wide`` method); read only.
+            x: gradient + residual, float32 [n] (float64 if the method ``keeps_float64``); read only.
             state: the method's state; read only.
             ctx: rank, world, step and tensor.
-            work: memory, findings and counters of this exchange, and the array ops.
+            work: buffers, scan results and counters of this exchange, and the array ops.
 
         Yields:
-            The collectives; each ``yield`` evaluates to the collective's result.
+            Collectives; each ``yield`` evaluates to the result of its collective.
 
         Returns:
-            The sum, this rank's share of it, and the new state.
+            The sum, this rank's contribution to it, and the new state.
         """
-        pieces = yield AllGather(self.encode(x, state, ctx, work), fixed=not self.uneven)
+        pieces = yield AllGather(self.encode(x, state, ctx, work), fixed_length=not self.variable_length)
         shares = [self.decode(piece, ctx, work) for piece in pieces]
         return Reduced(total=add_shares(shares, work.ops), own=shares[ctx.rank])
 
@@ -521,18 +532,19 @@ def method(given: M) -> M: ...
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def method(given: M | str) -> M | Callable[[M], M]:
-    """Class decorator: make a method of a class, a frozen dataclass with validated fields.
+    """Class decorator: turn a class into a method, a frozen dataclass with validated fields.
 
-    ``@method("my_id")`` registers it under an id, wherever the class is: in a script, or in a notebook, where running
-    the cell again replaces it. ``@method`` alone gives it the name of its module, as for the files in ``methods/``.
+    ``@method("my_id")`` registers the class under an id. The class may be anywhere, for example in a script or a
+    notebook; running a notebook cell again replaces the registered class. ``@method`` without an id uses the name of
+    the module, as the files in ``methods/`` do.
 
     Raises:
-        ValueError: this library has a method with that id.
+        ValueError: the id belongs to a method of this library.
     """
     if not isinstance(given, str):
         return _made(given, given.__module__.rpartition(".")[2])
     if find_spec(f"hvdcompress.methods.{given}"):
-        raise ValueError(f"the id {given!r} is that of a method of hvdcompress: choose another one")
+        raise ValueError(f"the id {given!r} belongs to a method of hvdcompress; choose another id")
 
     def register(cls: M) -> M:
         made = REGISTERED[given] = _made(cls, given)
@@ -542,6 +554,6 @@ def method(given: M | str) -> M | Callable[[M], M]:
 
 
 def _made(cls: M, id: str) -> M:
-    """Return a class as a frozen dataclass with validated fields."""
+    """Set the id of a class and return it as a frozen dataclass with validated fields."""
     cls.id = id
     return pydantic_dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(cls)  # type: ignore

@@ -125,7 +125,7 @@ def may_adapt(plan: Plan) -> bool:
     return any(adapts(method) for program in programs for _, method in program.stages)
 
 
-def what_is_done(momenta: Iterable[tuple[bool, Momentum | None]]) -> str:
+def adaptation_summary(momenta: Iterable[tuple[bool, Momentum | None]]) -> str:
     """Return in words whether the optimizer's momentum is adapted; nothing if no tensor has any.
 
     Args:

@@ -1,7 +1,7 @@
-"""The registry: method ids and their classes.
+"""Registry of the compression methods: maps method ids to classes.
 
-Every file in ``methods/`` is a method, and its name is the id; so is every module that an entry point of the group
-``hvdcompress.methods`` names. A module is imported when its method is asked for. ``@method("my_id")`` adds a class.
+The methods are the files in ``methods/``, whose names are the ids, and the modules that packages name in the entry
+point group ``hvdcompress.methods``. A module is imported on first use. ``@method("my_id")`` registers further classes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["FieldError", "available", "classes", "docstring", "formula", "get", 
 
 
 class Classes(MutableMapping[str, type[Method]]):
-    """Method classes by id, sorted: those of ``@method("my_id")``, and those of modules, imported when asked for.
+    """Mapping from method id to class, sorted by id. Modules are imported on first access.
 
     Args:
-        modules: the name of each method's module, by id.
+        modules: {method id: name of the module that defines the method}.
     """
 
     def __init__(self, modules: Mapping[str, str]):
@@ -55,7 +55,7 @@ class Classes(MutableMapping[str, type[Method]]):
 
 
 def _class_in(name: str) -> type[Method]:
-    """Import a module and return the method that it defines."""
+    """Import a module and return the method class that it defines."""
     module = importlib.import_module(name)
     found = [
         item
@@ -63,15 +63,13 @@ def _class_in(name: str) -> type[Method]:
         if isinstance(item, type) and issubclass(item, Method) and item.__module__ == name and item.id
     ]
     if len(found) != 1:
-        raise RuntimeError(f"the module {name} must define one method, decorated with @method; found: {found}")
+        raise RuntimeError(f"module {name} must define exactly one class decorated with @method; found {found}")
     return found[0]
 
 
 @cache
 def classes() -> Classes:
-    """Return the classes of all known methods, by id.
-
-    An entry point of a third party names a module with a decorated class.
+    """Return the mapping of all known methods. It is created once per process.
 
     Raises:
         RuntimeError: two methods have the same id.
@@ -84,7 +82,7 @@ def classes() -> Classes:
     for name in names:
         id = name.rpartition(".")[2]
         if id in modules:
-            raise RuntimeError(f"two methods have the id {id!r}: {modules[id]} and {name}; rename one of these modules")
+            raise RuntimeError(f"method id {id!r} is defined by {modules[id]} and {name}; rename one of them")
         modules[id] = name
     return Classes(modules)
 
@@ -99,7 +97,7 @@ def available() -> list[str]:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` if ``word`` resembles one of ``known``, else an empty string."""
+    """Return ``" (did you mean 'x'?)"`` if ``word`` resembles one of ``known``, otherwise an empty string."""
     close = difflib.get_close_matches(str(word), known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -109,7 +107,7 @@ class FieldError(ValueError):
 
     Args:
         message: the error message.
-        field: the name of the hyper-parameter, or "method"; kept as an attribute.
+        field: name of the wrong hyper-parameter, or "method" if the id is unknown. Stored as an attribute.
     """
 
     def __init__(self, message: str, field: str):
@@ -118,17 +116,17 @@ class FieldError(ValueError):
 
 
 def get(id: str, /, **hyperparameters: Any) -> Method:
-    """Return a method.
+    """Create a method from its id and hyper-parameters.
 
     Args:
-        id: the method's id, one of :func:`available`.
-        **hyperparameters: its hyper-parameters; those not given have their defaults.
+        id: the method's id; :func:`available` lists all ids.
+        **hyperparameters: values by name. Hyper-parameters that are not given have their defaults.
 
     Returns:
-        The method, as a frozen value.
+        The method, a frozen dataclass instance.
 
     Raises:
-        ValueError: there is no such method, or a hyper-parameter is unknown, of the wrong type or out of range. The
+        ValueError: the id is unknown, or a hyper-parameter is unknown, of the wrong type or out of range. The
             message names it.
 
     >>> get("topk", density=0.01).density
@@ -138,7 +136,7 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
     if not isinstance(id, str) or id not in known:
         raise FieldError(f"unknown method {id!r}{suggest(id, list(known))}; available: {', '.join(known)}", "method")
     cls = known[id]
-    hyperparameters = written_out(cls, hyperparameters)
+    hyperparameters = expand_paper_settings(cls, hyperparameters)
     names = [f.name for f in fields(cls)]
     for name in hyperparameters:
         if name not in names:
@@ -149,19 +147,25 @@ def get(id: str, /, **hyperparameters: Any) -> Method:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""
-        given = f" {name} = {hyperparameters[name]!r}:" if name in hyperparameters else f" {name}:" if name else ""
-        raise FieldError(f"{id}:{given} {first['msg'].removeprefix('Value error, ')}", name or "method") from None
+        # Errors of __post_init__ concern several fields, so they have no location.
+        where = f" {name}:" if name else ""
+        if name in hyperparameters:
+            where = f" {name} = {hyperparameters[name]!r}:"
+        raise FieldError(f"{id}:{where} {first['msg'].removeprefix('Value error, ')}", name or "method") from None
 
 
-def written_out(cls: type[Method], given: dict[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters with ``paper: true`` replaced by what it stands for, :attr:`Method.published`.
+def expand_paper_settings(cls: type[Method], given: dict[str, Any]) -> dict[str, Any]:
+    """Replace ``paper: true`` in hyper-parameters by the settings in :attr:`Method.published`.
 
     Args:
         cls: the method's class.
-        given: hyper-parameters; a method whose paper's settings are its defaults has no "paper".
+        given: hyper-parameters. Methods without published settings have no key "paper".
+
+    Returns:
+        Hyper-parameters without the key "paper".
 
     Raises:
-        FieldError: "paper" is not a boolean, or one of the paper's settings is given with another value.
+        FieldError: "paper" is not a boolean, or a given hyper-parameter contradicts the paper's setting.
     """
     if "paper" not in given or not cls.published:
         return given
@@ -173,18 +177,19 @@ def written_out(cls: type[Method], given: dict[str, Any]) -> dict[str, Any]:
     for name, value in cls.published.items():
         if rest.get(name, value) != value:
             raise FieldError(
-                f"{cls.id}: {name} = {rest[name]!r}: paper: true sets {name} to {value!r}; leave one of the two out",
+                f"{cls.id}: {name} = {rest[name]!r} contradicts paper: true, which sets {name} to {value!r}; "
+                "remove one of the two",
                 name,
             )
     return {**rest, **cls.published}
 
 
 def formula(cls: type[Method]) -> str:
-    """Return the method's bytes formula in one line: the paragraph "Bytes:" of its docstring."""
+    """Return the paragraph "Bytes:" of a method's docstring in one line."""
     _, _, rest = docstring(cls).partition("\nBytes:")
     return " ".join(rest.partition("\n\n")[0].split())
 
 
 def docstring(cls: type[Method]) -> str:
-    """Return the method's documentation: the docstring of its file."""
+    """Return the documentation of a method: the docstring of its module."""
     return (sys.modules[cls.__module__].__doc__ or "").strip()

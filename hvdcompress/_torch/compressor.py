@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hvdcompress._torch.framework import TorchFramework, to_host
 from hvdcompress._torch.optimizers import Optimizers, TorchReader
 from hvdcompress.engine import compressor
-from hvdcompress.engine.agreement import Terms
+from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.engine.saving import snapshot
@@ -23,7 +23,7 @@ from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import warm_up
 from hvdcompress.method import TensorSpec
 from hvdcompress.ops.vectors import dtype_name
-from hvdcompress.optimizers import what_is_done
+from hvdcompress.optimizers import adaptation_summary
 from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
@@ -128,8 +128,8 @@ class TensorCompressor(compressor.Compressor):
         specs = self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
         self._adapts = any(map(momentum.adapts, methods))
-        self._terms = Terms(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
-        self.local.warn_of_what_is_idle(specs)
+        self._terms = SharedConfig(self.plan.to_dict(), {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs})
+        self.local.warn_about_unused(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
@@ -251,7 +251,7 @@ class TensorCompressor(compressor.Compressor):
             self._frozen = frozen
             plain = {name: text.removesuffix(FROZEN) for name, text in self._terms.tensors.items()}
             tensors = {name: text + FROZEN * (name in frozen) for name, text in plain.items()}
-            self._terms = Terms(self._terms.plan, tensors)
+            self._terms = SharedConfig(self._terms.plan, tensors)
 
     # -- the optimizer --------------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class TensorCompressor(compressor.Compressor):
             TypeError: it is no optimizer of PyTorch.
         """
         self._reader = self.local.optimizer = TorchReader(optimizer, self._tensors())
-        self._terms = Terms({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
+        self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._say_what_is_adapted(self._reader)
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
@@ -282,7 +282,7 @@ class TensorCompressor(compressor.Compressor):
     def _say_what_is_adapted(self, reader: TorchReader) -> None:
         """Log, on rank 0, what happens to the optimizer's momentum."""
         programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
-        done = what_is_done((momentum.adapts(program.main), reader(name)) for name, program in programs.items())
+        done = adaptation_summary((momentum.adapts(program.main), reader(name)) for name, program in programs.items())
         others = reader.others() if self._adapts else []
         if done and self.local.rank == 0:
             log.warn_once(done)

@@ -60,7 +60,7 @@ class TorchFramework(Framework):
         """
         name = bucket.spec.name
         known = step.exchanges.get(name)
-        dtype = known.setup.dtype if known else step.local.turn(bucket).dtype
+        dtype = known.setup.dtype if known else step.local.next_step(bucket).dtype
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
             return self.flat(gradient)
         flat = self.flat(gradient.to(DTYPES[dtype]).contiguous())

@@ -57,7 +57,7 @@ def without_beta1(optimizers: Optimizers | None, rank: int) -> None:
     for one in listed(optimizers):
         if "betas" not in one.param_groups[0] or not _first_factor(one):
             continue
-        before = in_words(one)
+        before = describe_method(one)
         without_momentum(one)
         if rank == 0:
             log.warn_once(
@@ -154,12 +154,12 @@ class TorchReader:
 
     def kinds(self) -> list[str]:
         """Return a line for each optimizer: its class and its momentum, or beta1."""
-        return [in_words(optimizer) for known in self._optimizers if (optimizer := known())]
+        return [describe_method(optimizer) for known in self._optimizers if (optimizer := known())]
 
     def others(self) -> list[str]:
         """Return the lines of those whose momentum cannot be adapted, and is not 0."""
         there = [optimizer for known in self._optimizers if (optimizer := known())]
-        return [in_words(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
+        return [describe_method(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
 
 
 def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
@@ -172,7 +172,7 @@ def _first_factor(optimizer: torch.optim.Optimizer) -> float:
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
-def in_words(optimizer: torch.optim.Optimizer) -> str:
+def describe_method(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class and its momentum, such as "AdamW with beta1 = 0.9"."""
     what = "beta1" if "betas" in optimizer.param_groups[0] else "momentum"
     return f"{type(optimizer).__name__} with {what} = {_first_factor(optimizer):g}"

@@ -286,7 +286,7 @@ class Compressor(TensorCompressor):
         self.local.begin_round()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
         step.factor = 1.0 / self.local.world
-        with step.errors_wait:
+        with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
         step.run(lambda: self._add_all(step, arrivals))
         self.ledger.steps += step.finite

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hvdcompress.engine.agreement import PeerError, failure
-from hvdcompress.engine.safety.alarm import Alarm, Call, missing
+from hvdcompress.engine.agreement import PeerError, peer_error
+from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.safety.watchdog import Watchdog
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
@@ -69,8 +69,8 @@ class ProcessGroupTransport:
     """
 
     ordered = True
-    broadcasts = False
-    unequal = False
+    native_broadcast = False
+    variable_lengths = False
 
     def __init__(self, parent: Any, device: torch.device):
         theirs = parent._get_backend(device)  # dist.get_backend() may name several: "cpu:gloo,cuda:nccl"
@@ -105,8 +105,16 @@ class ProcessGroupTransport:
         is_numpy = not isinstance(request.payload, torch.Tensor)
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload.contiguous()
         dtype = dtype_name(payload)
-        call = Call(request.kind, dtype, len(payload), request.op, request.gives, request.gets, payload.device.type)
-        return self._begin(call, payload, request.spent, is_numpy)
+        call = Call(
+            request.kind,
+            dtype,
+            len(payload),
+            request.op,
+            request.send_lengths,
+            request.recv_lengths,
+            payload.device.type,
+        )
+        return self._begin(call, payload, request.may_overwrite, is_numpy)
 
     def ready(self, handle: Handle) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -134,30 +142,30 @@ class ProcessGroupTransport:
         """Wait for a moment."""
         time.sleep(PAUSE)
 
-    def _begin(self, call: Call, payload: torch.Tensor, spent: bool = False, is_numpy: bool = False) -> Handle:
+    def _begin(self, call: Call, payload: torch.Tensor, may_overwrite: bool = False, is_numpy: bool = False) -> Handle:
         """Call torch.distributed, and note what was called."""
         try:
-            works, out = self._called(call, payload, spent)
+            works, out = self._called(call, payload, may_overwrite)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._calls.append(call)
         self._running.append(Handle(works, out, payload, is_numpy))
         return self._running[-1]
 
-    def _called(self, call: Call, payload: torch.Tensor, spent: bool) -> tuple[list[Any], torch.Tensor]:
+    def _called(self, call: Call, payload: torch.Tensor, may_overwrite: bool) -> tuple[list[Any], torch.Tensor]:
         asynchronous: dict[str, Any] = {"group": self.group, "async_op": True}
         if call.kind == "all_reduce":
-            out = payload if spent else payload.clone()
+            out = payload if may_overwrite else payload.clone()
             return ([dist.all_reduce(out, OPS[call.op], **asynchronous)] if len(out) else []), out
-        gets = list(call.gets or ())
-        out = payload.new_empty(sum(gets))
+        recv_lengths = list(call.recv_lengths or ())
+        out = payload.new_empty(sum(recv_lengths))
         if call.kind == "all_to_all":
-            gives = list(call.gives or ())
-            return [dist.all_to_all_single(out, payload, gets, gives, **asynchronous)], out
-        if len(set(gets)) == 1:
+            send_lengths = list(call.send_lengths or ())
+            return [dist.all_to_all_single(out, payload, recv_lengths, send_lengths, **asynchronous)], out
+        if len(set(recv_lengths)) == 1:
             return ([_all_gather(out, payload, **asynchronous)] if len(out) else []), out
         # gloo gathers equal lengths alone: each rank broadcasts its payload, as padding would cost bytes
-        pieces = list(out.split(gets))
+        pieces = list(out.split(recv_lengths))
         pieces[self.rank].copy_(payload)
         ranks = dist.get_process_group_ranks(self.group)
         works = [
@@ -185,13 +193,13 @@ class ProcessGroupTransport:
         text = "" if error is None else str(error) or type(error).__name__
         try:
             texts, calls = zip(*self._tell_all(text), strict=True)
-            for call in missing(calls, self.rank):
+            for call in missing_calls(calls, self.rank):
                 self._begin(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
             for handle in list(self._running):
                 self._end(handle)
         except PeerLost as lost:
             return lost
-        return failure(texts)
+        return peer_error(texts)
 
     def _tell_all(self, text: str) -> list[tuple[str, list[Call]]]:
         """Every rank's text and what it has begun, by the store."""
@@ -253,11 +261,11 @@ def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGrou
     def come() -> list[int]:
         return [each for each, key in enumerate(keys) if store.check([key])]
 
-    with watchdog.meeting("every rank's first backward pass", come):
+    with watchdog.rendezvous("every rank's first backward pass", come):
         try:
             timeout = parent._get_backend(device).options._timeout
             watchdog.patience = timeout.total_seconds()
-            watchdog.meet(tell_all(store, keys, rank, watchdog.address(), timeout))
+            watchdog.set_peers(tell_all(store, keys, rank, watchdog.endpoint(), timeout))
         except TimeoutError as error:
             raise PeerLost(f"not all ranks have come to their first backward pass; rank {rank}: {error}") from error
         return ProcessGroupTransport(parent, device)

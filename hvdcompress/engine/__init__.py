@@ -1,1 +1,1 @@
-"""One rank's side of every exchange, without I/O: state, steps, agreement; drivers add a transport."""
+"""The engine: exchanges of one rank without I/O (state, steps, agreement). Drivers add a transport."""

@@ -1,4 +1,8 @@
-"""What ranks must agree on in a step, and the error that all of them raise where they do not."""
+"""Agreement of the ranks in a step: shared configuration, the status of a step, and the errors of disagreement.
+
+Ranks exchange one :class:`Status` per agreement, as an elementwise maximum. Only if it shows a difference do they
+gather texts, to raise the same :class:`PeerError` with the same message everywhere.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isclose
-from typing import Any
+from typing import Any, NoReturn
 
 
 class PeerError(RuntimeError):
-    """A rank failed, or ranks do not agree; every rank raises this, with the same message."""
+    """A rank failed, or the ranks disagree. Every rank raises it with the same message."""
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
-    """What ranks must have alike, apart from the steps they have done.
+class SharedConfig:
+    """The plan and the tensors, which must be equal on all ranks.
 
     Attributes:
-        plan: the plan as a dict, and whatever else is a setting.
-        tensors: shape and dtype in words, by tensor name.
+        plan: the plan as a dict, plus further settings that must be equal, such as the op.
+        tensors: {tensor name: shape and dtype as text}.
     """
 
     plan: Mapping[str, Any]
@@ -28,87 +32,104 @@ class Terms:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of both."""
+        """SHA-256 of the plan and the tensors, in hexadecimal."""
         return hashlib.sha256(repr([sorted(self.plan.items()), sorted(self.tensors.items())]).encode()).hexdigest()
 
     def fingerprint(self, steps: Sequence[tuple[str, int]], checksums: Mapping[str, int]) -> float:
-        """A hash of both, of the steps done by each tensor, and of checksums, if there are any; for :class:`Status`."""
+        """Return a hash of the configuration, the steps done by each tensor, and checksums, for :class:`Status`.
+
+        Args:
+            steps: (tensor name, number of steps), sorted.
+            checksums: {name: checksum}; empty in steps without a comparison.
+        """
         return fingerprint(self.digest, steps, sorted(checksums.items()))
 
 
-def compare_terms(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
-    """Make sure that all ranks have the same plan and the same tensors.
+def compare_configs(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+    """Raise an error unless all ranks have the same plan and the same tensors.
 
     Args:
-        everyone: of each rank, :class:`Terms`' plan and tensors; both empty where the rank had an error before it
-            knew them.
+        everyone: for each rank, the plan and the tensors of its :class:`SharedConfig`. Both are empty if the rank
+            failed before it knew them.
 
     Raises:
-        PeerError: they differ; it names the first key that does, and two ranks.
+        PeerError: they differ. The message names the first differing key and two ranks.
     """
     known = [(rank, plan, tensors) for rank, (plan, tensors) in enumerate(everyone) if plan or tensors]
     for rank, plan, tensors in known[1:]:
         first, first_plan, first_tensors = known[0]
-        for what, a, b in (("plan key", first_plan, plan), ("tensor", first_tensors, tensors)):
+        for kind, a, b in (("plan key", first_plan, plan), ("tensor", first_tensors, tensors)):
             for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "method", key)):
                 if a.get(key) != b.get(key):
                     raise PeerError(
-                        f"ranks disagree: {what} {key!r} is {a.get(key)!r} on rank {first} and {b.get(key)!r} on rank "
+                        f"ranks disagree: {kind} {key!r} is {a.get(key)!r} on rank {first} and {b.get(key)!r} on rank "
                         f"{rank}; give every rank the same plan and the same model"
                     )
 
 
 def fingerprint(*facts: Any) -> float:
-    """A hash of what ranks must have alike: 52 bits, so that a float64 and its negative hold it exactly."""
+    """Return a 52-bit hash of any values, as a float64: the hash and its negative are exact."""
     return float(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little") >> 12)
 
 
-def failure(texts: Sequence[str]) -> PeerError:
-    """The error that every rank raises when some failed; ``texts``: what each rank says, empty where all is well."""
+def peer_error(texts: Sequence[str]) -> PeerError:
+    """Return the error that every rank raises after a failure.
+
+    Args:
+        texts: the error message of each rank, in rank order; an empty string for ranks without an error.
+    """
     message = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
     return PeerError(f"a gradient exchange failed, so every rank stops. {message}")
 
 
-JOIN = (
-    "hvd.join() does not go with compression, as a rank that has joined gives zeros: take as many steps on every rank"
+JOIN_MESSAGE = (
+    "hvd.join() is not supported with compression, because a joined rank contributes zeros: run the same number of "
+    "steps on every rank"
 )
 
 
 def factor_of(probe: Sequence[float], world: int) -> float:
-    """What a stock all-reduce does, by what became of the ranks' probes [1/p, (rank + 1)/p²].
+    """Find out from a probe whether a stock all-reduce averages or sums.
+
+    Args:
+        probe: the reduced probe. Rank r contributed [1/p, (r + 1)/p²].
+        world: number of ranks, p.
 
     Returns:
-        1/p if it averages, 1 if it sums.
+        1/p for an average, 1 for a sum.
 
     Raises:
-        PeerError: it does something else, or not all ranks gave theirs.
+        PeerError: the all-reduce does anything else, or not all ranks contributed.
     """
     for factor in (1.0 / world, 1.0):
         second = factor * (world + 1) / (2 * world)
         if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
             return factor
     raise PeerError(
-        "gradients were neither averaged nor summed over all ranks: the optimizer's op must be hvd.Average or hvd.Sum "
-        f"(Min, Max, Product and Adasum are refused); and {JOIN}"
+        "gradients were neither averaged nor summed over all ranks; set the optimizer's op to hvd.Average or hvd.Sum "
+        f"(Min, Max, Product and Adasum are not supported). Also, {JOIN_MESSAGE}"
     )
 
 
-NUMBERS = 8  #: of a status
+NUMBERS = 8  #: length of the array that encodes a status
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a step stands, in eight numbers whose *maxima* over ranks all ranks then read.
+    """State of a step, encoded in eight numbers that the ranks all-reduce with max.
 
-    A maximum of (f, −f) shows any difference in f; an average could hide one.
+    The maximum of (f, −f) reveals any difference in f between ranks; an average could hide it.
 
     Attributes:
-        failed, non_finite, triggered: flags; of all ranks together, whether any has it.
-        replaced: the same: a state was loaded, released or regrouped, so ranks may not know lengths of payloads alike.
-        state: :func:`fingerprint` of what must be alike.
-        loss_scale: the greatest over ranks.
-        alike: the ranks have one ``state``.
-        least_loss_scale: over ranks.
+        failed: whether this rank has an error; in a reduced status, whether any rank has one.
+        non_finite: whether a gradient has an Inf or a NaN; reduced: on any rank.
+        triggered: whether this rank requests a restart of the phases; reduced: any rank.
+        replaced: whether a state was loaded, released or regrouped, so that known payload lengths may differ between
+            ranks; reduced: on any rank.
+        state: :func:`fingerprint` of the values that must be equal on all ranks.
+        loss_scale: this rank's loss scale; reduced: the greatest.
+        alike: whether ``state`` is equal on all ranks.
+        least_loss_scale: the smallest loss scale of all ranks; None before the reduction.
     """
 
     failed: bool = False
@@ -121,30 +142,30 @@ class Status:
     least_loss_scale: float | None = None
 
     def numbers(self) -> list[float]:
-        """The eight numbers, to be all-reduced by their maximum."""
-        # As maxima are taken, (f, −f) shows whether all ranks have the same f
+        """Return the status as eight numbers, to be all-reduced with max."""
+        # Under max, (f, −f) becomes (greatest f, −smallest f): equal magnitudes mean that all ranks have the same f
         flags = map(float, (self.failed, self.non_finite, self.triggered, self.replaced))
         return [*flags, self.state, -self.state, self.loss_scale, -self.loss_scale]
 
     @classmethod
     def of(cls, maxima: Sequence[float]) -> Status:
-        """What all ranks together say."""
+        """Decode the elementwise maxima over all ranks."""
         failed, non_finite, triggered, replaced = map(bool, maxima[:4])
         high, low, scale, negative = maxima[4:]
         return cls(failed, non_finite, triggered, replaced, high, scale, high == -low, -negative)
 
     @property
-    def joined(self) -> bool:
-        """Whether a rank gave zeros in the place of its numbers, as in Horovod's ``join()``: scales are positive."""
+    def saw_join(self) -> bool:
+        """Whether a rank contributed zeros, as after Horovod's ``join()``. Loss scales of other ranks are positive."""
         return self.least_loss_scale == 0
 
     @property
     def agreed(self) -> bool:
-        """Whether the ranks have the same terms, steps and loss scale."""
+        """Whether the ranks have the same configuration, steps and loss scale."""
         return self.alike and self.least_loss_scale in (None, self.loss_scale)
 
-    def explain(self) -> None:
-        """Raise what ranks disagree on, where their terms are alike.
+    def raise_disagreement(self) -> NoReturn:
+        """Raise the error for a status with ``agreed`` False, after the configurations were compared and are equal.
 
         Raises:
             PeerError: always.
@@ -152,4 +173,4 @@ class Status:
         if self.alike:
             scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
             raise PeerError(f"ranks disagree on the loss scale: {scales}")
-        raise PeerError("ranks disagree on the step: load every rank's own state, of the same step")
+        raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")

@@ -1,8 +1,8 @@
-"""What a rank keeps of one bucket between steps, as a value.
+"""State of one bucket on one rank between steps, as an immutable value.
 
-Nobody writes to the arrays of a :class:`BucketState`. A step builds new arrays in second buffers, which
-:class:`Memory` owns, and a commit swaps the whole value. So an error, a NaN or ``discard()`` needs no undoing: the
-value of before is still there.
+Nobody writes to the arrays of a :class:`BucketState`. A step writes new arrays, in second buffers that :class:`Memory`
+owns, and the commit replaces the whole value. An error, a NaN or ``discard()`` therefore undoes nothing: the old value
+is still intact.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hvdcompress.plan import Bucket
 
 @dataclass(frozen=True, eq=False)
 class MomentumState:
-    """What is known about the optimizer's momentum buffer; ``engine/momentum.py`` uses it.
+    """Contents of the optimizer's momentum buffer, as far as they are known; used by ``engine/momentum.py``.
 
     Attributes:
-        content: what the buffer contains of gradients whose momentum is cancelled. Empty for nothing.
-        before: the content before the last exchange, in case the optimizer skips the step. A dense one may be
-            overwritten by the next exchange that finds that the optimizer has not skipped it.
-        arrived: the step in which each element last arrived, modulo 2^8, [size] int8; None where none is kept.
-        updates: ``Momentum.updates`` of each tensor at the last exchange; empty for none.
-        foreign: of each tensor, whether the result of the last exchange is not in ``content``, because the gradient was
-            averaged in a pause, or because no rank uses the result. Empty for none.
+        content: the part of the buffer that comes from gradients with cancelled momentum. Empty for zero.
+        before: the content before the last exchange, needed if the optimizer skips the step. The next exchange may
+            overwrite a dense one as soon as it knows that the optimizer did not skip.
+        arrived: the step in which each element was last sent, modulo 2^8, int8 [size]; None if not tracked.
+        updates: ``Momentum.updates`` of each tensor at the last exchange. Empty if unknown.
+        foreign: for each tensor, whether ``content`` lacks the result of the last exchange: the gradient was averaged
+            in a paused step, or no rank used the result. Empty if none is foreign.
     """
 
     content: Pieces = ()
@@ -43,16 +43,16 @@ class MomentumState:
 
 @dataclass(frozen=True, eq=False)
 class BucketState:
-    """One bucket's state on one rank.
+    """State of one bucket on one rank.
 
     Attributes:
-        bucket: the tensors that are exchanged in one go.
-        slots: the value of each declared slot, flat.
-        members: of a bucket whose method runs on each tensor, the slots that it declares for each.
-        momentum: what is known about the optimizer's momentum buffer.
-        step: number of exchanges.
-        triggers: how often all ranks agreed to restart the method's schedule.
-        restart: (triggers acted upon, the step of the last of them).
+        bucket: the bucket.
+        slots: {slot name: flat array} of the bucket as a whole.
+        members: {slot name: flat array} for each tensor, if the method runs on each tensor; otherwise empty.
+        momentum: contents of the optimizer's momentum buffer.
+        step: number of exchanges so far.
+        triggers: number of triggers on which all ranks agreed.
+        restart: (number of triggers that took effect, step in which the last of them did).
     """
 
     bucket: Bucket
@@ -65,7 +65,7 @@ class BucketState:
 
     @classmethod
     def zeros(cls, bucket: Bucket, like: Array, ops: Ops) -> BucketState:
-        """Return the state before the first step; ``like`` is an array on the device."""
+        """Return the state before the first step, all zeros, on the device of ``like``."""
 
         def zeros(declared: Mapping[str, Slot]) -> dict[str, Array]:
             return {name: ops.zeros(prod(slot.shape), slot.dtype, like) for name, slot in declared.items()}
@@ -82,24 +82,24 @@ class BucketState:
 
 @dataclass(eq=False)
 class Memory:
-    """Memory of one bucket that is reused from step to step, because fresh memory is expensive. It is not state.
+    """Buffers of one bucket that are reused from step to step, because allocation is slow. They are not state.
 
     Attributes:
-        scratch: arrays that the method uses within a step, by name.
-        members: of a bucket whose method runs on each tensor, the same for each.
-        joined: the gradients of all tensors one after another; None if it was not needed yet.
-        lengths: of all-gathers of fixed length, by ``Exchange.call``, the length of all ranks' payloads in the phase.
+        scratch: {name: array} that the method uses within a step.
+        members: the same for each tensor, if the method runs on each tensor.
+        flat: buffer for the concatenated gradients of all tensors; None if not needed so far.
+        lengths: {``Exchange.collective_key``: payload bytes on all ranks} of fixed-length all-gathers in this phase.
     """
 
     scratch: dict[str, Array] = field(default_factory=dict)
     members: list[dict[str, Array]] = field(default_factory=list)
-    joined: Array | None = None
+    flat: Array | None = None
     lengths: dict[Hashable, int] = field(default_factory=dict)
-    _pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # of slots, the buffers that take turns
+    _pairs: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # {slot: its two alternating buffers}
 
     def second_buffer(self, slot: str, current: Array, dtype: str, ops: Ops) -> Array:
-        """Return the buffer that a step writes the new value of a slot to: not the one that holds the current value."""
-        # By identity, and not in turn: after discard() the current array is the same as two steps ago
+        """Return the buffer for the new value of a slot, which is never the buffer of the current value."""
+        # Compare identities instead of alternating: after discard() the current array is the one of two steps ago
         for buffer in self._pairs.get(slot, ()):
             if buffer is not current and len(buffer) == len(current):
                 return buffer
@@ -107,35 +107,35 @@ class Memory:
         self._pairs[slot] = (current, buffer)
         return buffer
 
-    def joined_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
-        """Return the buffer for the gradients of all tensors."""
-        if self.joined is None or itemsize(dtype) * size != self.joined.nbytes:
-            self.joined = ops.zeros(size, dtype, like)
-        return self.joined
+    def flat_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
+        """Return the buffer for the concatenated gradients of all tensors, uninitialised, [size]."""
+        if self.flat is None or itemsize(dtype) * size != self.flat.nbytes:
+            self.flat = ops.zeros(size, dtype, like)
+        return self.flat
 
     def of_member(self, index: int) -> dict[str, Array]:
-        """Return the scratch arrays of one tensor."""
+        """Return the scratch arrays of one tensor of the bucket."""
         while len(self.members) <= index:
             self.members.append({})
         return self.members[index]
 
     def clear_scratch(self) -> None:
-        """Drop the scratch arrays, where a collective of a failed step may still write."""
+        """Forget the scratch arrays, because an abandoned collective may still write to them."""
         self.scratch.clear()
         self.members.clear()
 
     def arrays(self) -> list[Array]:
-        """Return every array, those of the current state included."""
+        """Return all arrays, including those that the current state uses."""
         pairs = [array for pair in self._pairs.values() for array in pair]
         scratch = [array for each in (self.scratch, *self.members) for array in each.values()]
-        return [*pairs, *scratch] if self.joined is None else [*pairs, *scratch, self.joined]
+        return [*pairs, *scratch] if self.flat is None else [*pairs, *scratch, self.flat]
 
 
 def declared_slots(bucket: Bucket) -> dict[str, Slot]:
-    """Return every slot of the bucket as a whole that any stage of its program declares."""
+    """Return {name: slot} of the bucket as a whole, over all stages of its program."""
     declared: dict[str, Slot] = {}
     for _, method in bucket.program.stages:
-        if bucket.apart(method):
+        if bucket.runs_per_tensor(method):
             declared.update({name: Slot((bucket.spec.size,)) for name in feedback.names(method)})
         else:
             declared.update(feedback.slots(method, bucket.spec))
@@ -143,13 +143,13 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
 
 
 def declared_by_members(bucket: Bucket) -> list[dict[str, Slot]]:
-    """Return every slot of each tensor by itself; an empty list where there are none."""
-    methods = [method for _, method in bucket.program.stages if bucket.apart(method)]
+    """Return {name: slot} of each tensor, over all stages of the program; an empty list if there are none."""
+    methods = [method for _, method in bucket.program.stages if bucket.runs_per_tensor(method)]
     if not methods:
         return []
     return [{k: slot for method in methods for k, slot in method.state(spec).items()} for spec in bucket.members]
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the bytes of one element. NumPy does not know bfloat16."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

@@ -1,14 +1,14 @@
-"""From a method's collectives to what is really sent, and back: written once, for every transport.
+"""Translation of a method's collectives into requests to a transport, and of the results back, for all transports.
 
-===========  ===========================================================================
-collective         what is sent
-===========  ===========================================================================
-all-reduce   as it is
-all-gather   as it is; before it, where a transport must know lengths that are not
-             fixed or not known yet, 8 bytes
-all-to-all   as it is
-broadcast    as it is, or as an int32 sum to which the other ranks give zeros
-===========  ===========================================================================
+==========  ===================================================================================
+collective  request
+==========  ===================================================================================
+all-reduce  unchanged
+all-gather  unchanged; preceded by an all-gather of 8 bytes per rank if the transport needs
+            lengths that are not known yet
+all-to-all  unchanged
+broadcast   unchanged, or an int32 sum to which the other ranks contribute zeros
+==========  ===================================================================================
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdcompress.parts import wire
 
 
 def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
-    """Consecutive pieces of ``x`` of these lengths, as views.
+    """Split ``x`` into consecutive pieces of these lengths. The pieces are views.
 
     Raises:
         RuntimeError: the lengths do not add up to ``len(x)``.
@@ -41,49 +41,63 @@ def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
-def lower(collective: Collective, rank: int, world: int, ops: Ops, like: Array, broadcasts: bool = False) -> Request:
-    """What ``rank`` sends for a collective.
+def lower(
+    collective: Collective, rank: int, world: int, ops: Ops, like: Array, native_broadcast: bool = False
+) -> Request:
+    """Return the request to the transport for a collective of a method.
 
     Args:
-        collective: what the method asks for.
+        collective: the collective that the method yielded.
         rank: this rank.
         world: number of ranks.
         ops: the array ops of the payload's library.
-        like: an array on the device that every rank's payload must lie on.
-        broadcasts: send a broadcast as it is, not as a sum.
+        like: an array on the device on which every rank's payload must be.
+        native_broadcast: whether to request a broadcast, and not a sum.
     """
     if isinstance(collective, AllReduce):
-        return Request("all_reduce", collective.x, collective.op, spent=collective.spent)
+        return Request("all_reduce", collective.x, collective.op, may_overwrite=collective.may_overwrite)
     if isinstance(collective, AllGather):
         return Request("all_gather", collective.x)
     if isinstance(collective, AllToAll):
         equal = (len(collective.x) // world,) * world
-        return Request("all_to_all", collective.x, gives=collective.splits or equal, gets=collective.receives or equal)
+        return Request(
+            "all_to_all",
+            collective.x,
+            send_lengths=collective.splits or equal,
+            recv_lengths=collective.receives or equal,
+        )
     root = int(collective.root)
     made = collective.make() if rank == root else None
-    if broadcasts:
-        return Request("broadcast", made, gives=(collective.num_bytes,), root=root)
+    if native_broadcast:
+        return Request("broadcast", made, send_lengths=(collective.num_bytes,), root=root)
     zeros_or_made = (
         ops.zeros(collective.num_bytes // 4, "int32", like) if made is None else ops.from_bytes(made, "int32")
     )
-    return Request("all_reduce", zeros_or_made, spent=made is None)
+    return Request("all_reduce", zeros_or_made, may_overwrite=made is None)
 
 
 def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -> Any:
-    """A collective's result as the method expects it; ``lengths``: of the pieces that came, in rank order."""
+    """Convert the result of a transport into the form that the method expects.
+
+    Args:
+        collective: the collective that the method yielded.
+        out: the flat result of the transport.
+        lengths: byte lengths of the received pieces, in rank order; for all-gather and all-to-all only.
+        ops: the array ops of the payload's library.
+    """
     if isinstance(collective, AllGather | AllToAll):
         return cut(out, lengths)
     return ops.to_bytes(out) if isinstance(collective, Broadcast) else out
 
 
 def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) -> list[int]:
-    """The lengths of the payloads in a gathered buffer, by rank and, where it was for several tensors, by tensor.
+    """Return the byte lengths of the payloads in a gathered buffer, by rank, and within a rank by tensor.
 
-    They are this rank's where ``world`` times these fill the buffer, and all headers, if there are any, are alike:
-    other lengths might have the same sum. Otherwise the headers tell.
+    If the buffer has ``world`` times this rank's length and all headers are equal, the lengths equal this rank's. The
+    size alone does not prove it, because other lengths could have the same sum. Otherwise the headers are read.
 
     Raises:
-        WireError: the payloads' headers do not fill the buffer.
+        WireError: the lengths in the headers do not add up to the length of the buffer.
     """
     mine = collective.x
     own = len(collective.x)
@@ -95,12 +109,15 @@ def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) ->
             slice(start, start + min(length, wire.NUM_BYTES)) for start, length in zip(starts, lengths, strict=True)
         ]
         heads = ops.concat([each for span in spans for each in (mine[span], ranks[:, span].reshape(-1))])
-        known = ops.head_bytes(heads, len(heads))  # all of them at once: each call may wait for a device
-        place = 0
+        # One copy to the host for all headers: each call may synchronise with the device
+        known = ops.head_bytes(heads, len(heads))
+        offset = 0
         for span, length in zip(spans, lengths, strict=True):
             width = span.stop - span.start
-            head, everyones = known[place : place + width], known[place : (place := place + width * (world + 1))]
-            if everyones != head * (world + 1) and wire.is_header(head, length):
+            head = known[offset : offset + width]
+            heads_of_all = known[offset : offset + width * (world + 1)]
+            offset += width * (world + 1)
+            if heads_of_all != head * (world + 1) and wire.is_header(head, length):
                 break
         else:
             return list(lengths) * world
@@ -108,13 +125,13 @@ def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) ->
 
 
 def by_rank(lengths: Sequence[int], world: int) -> list[int]:
-    """The bytes of each rank, from those of its payloads."""
+    """Return the bytes of each rank, given the bytes of all payloads, rank by rank."""
     return np.reshape(lengths, (world, -1)).sum(axis=1).tolist()
 
 
 @dataclass(eq=False)
 class Running:
-    """A collective under way, and its result once it is there."""
+    """A collective in flight, and its result once it is available."""
 
     handle: Handle
     out: Array | None = None
@@ -122,11 +139,11 @@ class Running:
 
 @dataclass(eq=False)
 class Pending:
-    """A collective under way.
+    """A method's collective in flight. It may take two collectives of the transport: lengths, then payloads.
 
     Attributes:
-        running: its collective.
-        lengths: of an all-gather or all-to-all, the bytes from each rank, once they are known.
+        running: the transport's current collective.
+        lengths: for all-gather and all-to-all, the bytes from each rank; None until they are known.
     """
 
     name: str
@@ -138,11 +155,11 @@ class Pending:
 
 
 class Collectives:
-    """The collectives of one rank's exchanges over a transport, told to observers.
+    """The collectives of one rank over a transport; reports them to observers.
 
     Args:
         transport: the network.
-        observers: told of what is sent and of the time spent waiting; the list may grow.
+        observers: receive the payloads and the time spent waiting. The list may grow.
     """
 
     def __init__(self, transport: Transport, observers: Sequence[Observer]):
@@ -163,98 +180,114 @@ class Collectives:
         like: Array | None = None,
         equal: bool = False,
     ) -> Pending:
-        """Start the collective of a collective; returns at once.
+        """Start a method's collective without waiting.
 
         Args:
-            name: the tensor or bucket.
-            round: which of its collectives this is in this step, from 0.
-            collective: what the method asks for.
-            ops: the array ops of its payload's library (default: the fast CPU one).
+            name: name of the tensor or bucket.
+            round: index of the collective in its exchange, from 0.
+            collective: the collective that the method yielded.
+            ops: the array ops of the payload's library; by default those of NumPy.
             like: an array on the payloads' device.
-            equal: of an all-gather, whether all ranks' payloads are known to be as long as this one's.
+            equal: for an all-gather, whether all payloads are known to be as long as this rank's.
         """
         ops = ops or hvdcompress.ops.fast
-        # Made before observers are told, as the root computes its payload here
-        request = lower(collective, self.rank, self.world, ops, like, self.transport.broadcasts)
+        # Before observers are notified, because the root computes its payload here
+        request = lower(collective, self.rank, self.world, ops, like, self.transport.native_broadcast)
         full = f"{name}.round{round}"
         if isinstance(collective, AllGather):
             own = collective.x
             if equal:
                 lengths = (len(own),) * self.world
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
-                request = Request("all_gather", own, gets=lengths)
-            elif not self.transport.unequal:  # MPI and torch.distributed want all lengths before the payloads
+                request = Request("all_gather", own, recv_lengths=lengths)
+            elif not self.transport.variable_lengths:  # MPI and torch.distributed need all lengths before the payloads
                 length = np.array([len(own)], np.int64).view(np.uint8)
                 self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
-                asked = Request("all_gather", length, gets=(8,) * self.world)
-                return Pending(name, collective, request, ops, self._start(f"{full}.lengths", asked))
+                request_lengths = Request("all_gather", length, recv_lengths=(8,) * self.world)
+                return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
         else:
-            root = isinstance(collective, Broadcast) and self.rank == int(collective.root)
-            payload = collective.x if not isinstance(collective, Broadcast) else request.payload if root else None
-            num_bytes = collective.num_bytes if isinstance(collective, Broadcast) else int(collective.x.nbytes)
+            if isinstance(collective, Broadcast):
+                payload = request.payload if self.rank == int(collective.root) else None
+                num_bytes = collective.num_bytes
+            else:
+                payload = collective.x
+                num_bytes = int(collective.x.nbytes)
             splits = collective.splits if isinstance(collective, AllToAll) else None
             self._sent(name, Sent(type(collective).__name__, payload, num_bytes, splits=splits))
-        return Pending(name, collective, request, ops, self._start(full, request), request.gets)
+        return Pending(name, collective, request, ops, self._start(full, request), request.recv_lengths)
 
     def ready(self, pending: Pending) -> bool:
-        """Whether :meth:`advance` would return at once."""
+        """Return whether :meth:`advance` would not block."""
         return pending.running.out is not None or self.transport.ready(pending.running.handle)
 
     def advance(self, pending: Pending) -> bool:
-        """Wait for what is under way; whether the collective is done. If not, it has gone on to its next collective."""
+        """Wait for the transport's current collective.
+
+        Returns:
+            Whether the method's collective is done. If False, its lengths have arrived and its payloads are in flight.
+        """
         out = self._wait(pending.running)
         if not isinstance(pending.collective, AllGather):
             return True
         own = pending.collective.x
-        if pending.lengths is None and not self.transport.unequal:
+        if pending.lengths is None and not self.transport.variable_lengths:
             pending.lengths = np.asarray(out).view(np.int64).tolist()
             self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
-            request = Request("all_gather", own, gets=tuple(pending.lengths))
+            request = Request("all_gather", own, recv_lengths=tuple(pending.lengths))
             pending.running = self._start(pending.name, request)
             return False
-        # Of several tensors that travel together, only the headers tell where each payload begins
-        told = pending.lengths is not None
-        if not told or pending.collective.lengths:
+        # For fused payloads, only the headers tell where the payload of each tensor begins
+        were_known = pending.lengths is not None
+        if not were_known or pending.collective.lengths:
             lengths = pending.lengths = gathered_lengths(out, pending.collective, self.world, pending.ops)
-        if not told:
+        if not were_known:
             self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world)))
         return True
 
     def result(self, pending: Pending) -> Any:
-        """What a collective that is done has brought, as the method expects it."""
+        """Return the result of a finished collective, in the form that the method expects."""
         assert pending.running.out is not None
         return lift(pending.collective, pending.running.out, pending.lengths or (), pending.ops)
 
-    def progress(self, under_way: Sequence[Any]) -> None:
-        """Let a transport that has no thread of its own work on the oldest of these exchanges' collectives."""
-        if under_way:
-            self.transport.ready(under_way[0].pending.running.handle)
+    def progress(self, in_flight: Sequence[Any]) -> None:
+        """Let a transport without a thread of its own work on the oldest collective.
+
+        Args:
+            in_flight: exchanges with a collective in flight, oldest first.
+        """
+        if in_flight:
+            self.transport.ready(in_flight[0].pending.running.handle)
 
     def idle(self, pending: Pending) -> None:
-        """Nothing is there: let the transport go on until ``pending`` may be, or for a moment."""
+        """Let the transport work until the result of ``pending`` may be available, or for a moment."""
         self._timed(self.transport.idle, pending.running.handle)
 
-    # -- sums of texts, for errors and comparisons ---------------------------------------------------------
+    # -- collectives of the engine itself, for statuses, errors and comparisons --------------------------------
 
     def run(self, name: str, collective: Collective, round: int = 0) -> Any:
-        """The result of a collective on numpy arrays; waits."""
+        """Run a collective on NumPy arrays and return its result. Blocks."""
         pending = self.start(name, round, collective)
         while not self.advance(pending):
             pass
         return self.result(pending)
 
-    def gather_text(self, what: str, text: str) -> list[str]:
-        """Every rank's text, in rank order; waits."""
+    def gather_text(self, name: str, text: str) -> list[str]:
+        """Gather one text per rank, in rank order. Blocks.
+
+        Args:
+            name: name of the collective; also of its bytes in the ledger.
+            text: the text of this rank.
+        """
         data = np.frombuffer(text.encode(), np.uint8).copy()
-        sizes = cut(self._gather(f"{what}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
+        sizes = cut(self._gather(f"{name}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
         lengths = [int(size.view(np.int64)[0]) for size in sizes]
-        joined = self._gather(what, data, lengths)
-        self._sent(what, Sent("AllGather", data, len(data) + 8, [length + 8 for length in lengths]))
+        joined = self._gather(name, data, lengths)
+        self._sent(name, Sent("AllGather", data, len(data) + 8, [length + 8 for length in lengths]))
         return [piece.tobytes().decode() for piece in cut(joined, lengths)]
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
-        gets = tuple(lengths or [len(data)] * self.world)
-        return self._wait(self._start(name, Request("all_gather", data, gets=gets)))
+        recv_lengths = tuple(lengths or [len(data)] * self.world)
+        return self._wait(self._start(name, Request("all_gather", data, recv_lengths=recv_lengths)))
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -274,6 +307,6 @@ class Collectives:
             observer.waited(self.rank, seconds)
         return result
 
-    def _sent(self, name: str, what: Sent) -> None:
+    def _sent(self, name: str, event: Sent) -> None:
         for observer in self.observers:
-            observer.sent(self.rank, name, what)
+            observer.sent(self.rank, name, event)

@@ -1,4 +1,4 @@
-"""The commit of a step: keep all new states, or none."""
+"""Commit of a step: keep all new states, or none."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hvdcompress.engine.exchange import Exchange
-from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.state import NextStep, RankState
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step has ended on all ranks.
+    """Result of a step, equal on all ranks.
 
     Attributes:
         finite: whether no rank had an Inf or a NaN.
-        triggered: whether the ranks agreed to restart their schedules.
-        unused: tensors whose results no rank uses: they keep their state.
+        triggered: whether the ranks agreed to restart the phases of their methods.
+        unused: names of the tensors whose results no rank uses; their state is kept as it was.
     """
 
     finite: bool = True
@@ -24,37 +24,44 @@ class Outcome:
     unused: Collection[str] = ()
 
 
-def conclude(
-    local: RankState, exchanges: Collection[Exchange], passed: Collection[Turn], outcome: Outcome, alone: bool = False
+def commit_step(
+    local: RankState,
+    exchanges: Collection[Exchange],
+    passed_through: Collection[NextStep],
+    outcome: Outcome,
+    per_bucket: bool = False,
 ) -> None:
-    """Commit a step: swap the new states in, or fill the results with NaN.
+    """Replace the states by the new ones, or fill the results with NaN.
 
     Args:
         local: this rank's state.
-        exchanges: those whose results are written.
-        passed: buckets whose gradients the driver's framework has reduced.
-        outcome: how the step has ended.
-        alone: a trigger restarts the schedules of these buckets only, as under TensorFlow, where the ranks agree for
-            each tensor by itself.
+        exchanges: exchanges in stage DELIVERED.
+        passed_through: buckets whose gradients the driver's framework has reduced.
+        outcome: the result of the step.
+        per_bucket: whether a trigger restarts only these buckets. TensorFlow needs it, because there the ranks agree on
+            each tensor separately.
     """
-    # Tensors are known from their first step on, even if that has a NaN or is discarded
-    first = [*(exchange.setup.state for exchange in exchanges), *(turn.state for turn in passed if turn.state)]
-    local.put(state for state in first if state.bucket.spec.name not in local.states)
+    # A tensor must be known from its first step on, even if this step has a NaN or is discarded: otherwise ranks would
+    # disagree on which tensors exist.
+    begun = [exchange.setup.state for exchange in exchanges]
+    begun += [each.state for each in passed_through if each.state]
+    local.put(state for state in begun if state.bucket.spec.name not in local.states)
     if not outcome.finite:
         for exchange in exchanges:
             exchange.abandon(fill=True)
         return
-    # All states are made before the first is kept, so an exception leaves the step without effect
+    # All new states are built before the first one is stored, so that an exception leaves the step without effect.
     new = {exchange.name: exchange.new_state(outcome.unused) for exchange in exchanges}
-    for turn in () if local.uncompressed else passed:
-        name = turn.bucket.spec.name
-        before = new.get(name) or local.states[name]  # a graph of TensorFlow may have several steps of a tensor
-        new[name] = replace(before, step=before.step + 1, restart=turn.restart)
+    for each in () if local.uncompressed else passed_through:
+        name = each.bucket.spec.name
+        # A TensorFlow graph may contain several steps of one tensor, hence the lookup in ``new``.
+        before = new.get(name) or local.states[name]
+        new[name] = replace(before, step=before.step + 1, restart=each.restart)
     local.swap(new, min((exchange.setup.begun_in for exchange in exchanges), default=None))
     for exchange in exchanges:
         exchange.close()
-    for turn in passed:
+    for each in passed_through:
         for observer in local.observers:
-            observer.committed(local.rank, turn.bucket.spec.name, {})
+            observer.committed(local.rank, each.bucket.spec.name, {})
     if outcome.triggered:
-        local.restart(new.keys() if alone else local.states.keys())
+        local.restart(new.keys() if per_bucket else local.states.keys())

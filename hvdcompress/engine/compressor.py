@@ -1,4 +1,4 @@
-"""What the Compressors of all drivers have in common: a plan, one rank's state, its ledger and its observers."""
+"""Framework-independent base class of all Compressors: a plan, the state of one rank, its ledger and its observers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.fallback import Verdict
-from hvdcompress.engine.safety.watchdog import Limits, Place, Watchdog
+from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step, loss_scale_now
@@ -30,21 +30,21 @@ from hvdcompress.plan import Bucket, Plan
 
 
 class Compressor(ABC):
-    """A driver's Compressor, as far as it does without a framework.
+    """Framework-independent base class of all Compressors.
 
     Args:
-        plan: what each tensor gets.
+        plan: assigns a method to each tensor.
         rank: this rank.
         world: number of ranks.
-        loss_scale: a number, or a function that returns one, by which the loss was multiplied.
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns the current number.
 
     Attributes:
         plan: the plan.
         local: this rank's state.
-        ledger: bytes and seconds so far, on this rank.
+        ledger: bytes and seconds of this rank so far.
     """
 
-    never_falls_back = ""  #: why the driver does not compare steps with uncompressed ones; empty if it does
+    no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
         self.plan = plan
@@ -52,140 +52,145 @@ class Compressor(ABC):
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
         if world == 1:
-            log.warn_once("there is one rank, so nothing is exchanged or compressed: start several")
-        if self.local.fallback.on and self.never_falls_back:
+            log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
+        if self.local.fallback.on and self.no_fallback_reason:
             self.local.fallback.on = False
             if rank == 0:
-                log.warn_once(f"fallback has no effect: {self.never_falls_back}. Compression is kept in any case")
+                log.warn_once(f"fallback is ignored, and compression is always kept: {self.no_fallback_reason}")
+        # The watchdog's thread must not keep the Compressor alive
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
-        self.watchdog = Watchdog(rank, world, lambda: _place(myself()), lambda: _pulse(myself()), limits)
+        self.watchdog = Watchdog(rank, world, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
 
     # -- state ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def residual(self, name: str) -> Any:
-        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
 
         Raises:
-            KeyError: there is no such tensor.
+            KeyError: there is no tensor of that name.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file per rank."""
+        """Return this rank's state: plan, steps and residuals. Ranks differ, so save the state of every rank."""
         return self.local.state_dict()
 
     @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+        """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.
 
         Raises:
-            ValueError: it is of another rank or world, or of other tensors; nothing is changed then.
+            ValueError: rank, number of ranks or tensors do not match. Then nothing is changed.
         """
 
     def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file in ``folder``; call it on every rank, after the same step.
+        """Write this rank's state to its own file in ``folder``. Call it on every rank, after the same step.
 
-        The file's name has the step. Files older than those of the save before are removed.
+        The file name contains the step. Files older than the previous save are removed.
 
         Returns:
-            The file.
+            The path of the file.
 
         Raises:
-            OSError: it cannot be written, as on a full disk; what was saved before is as it was.
+            OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
         """
         return checkpoint.save(self.state_dict(), folder)
 
     def load(self, folder: str | Path) -> None:
-        """Read this rank's state from ``folder``; the states of another number of ranks are re-sharded.
+        """Load this rank's state from ``folder``. States of a different number of ranks are re-sharded.
 
-        The newest step that all ranks have saved is taken. If a newer one is incomplete or damaged, a warning says so.
+        The newest step that all ranks have saved is loaded. A warning names newer files that are incomplete or damaged.
 
         Raises:
-            FileNotFoundError: the folder holds no saved state, or none of all ranks.
-            ValueError: what is there is damaged, or the state does not fit; nothing is changed then.
+            FileNotFoundError: the folder has no complete set of saved states.
+            ValueError: the files are damaged, or the state does not match. Then nothing is changed.
         """
         self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world))
 
     def release(self) -> None:
-        """Give back the memory of residuals and other state; the Compressor begins again."""
+        """Delete residuals and other state, and free their memory. Tensors start again from step 0."""
         self.local.release()
 
     @abstractmethod
     def _waits_for(self) -> str | None:
-        """What a step that is under way waits for, in words; None outside of a step. The watchdog's thread asks."""
+        """Describe what the current step waits for; None outside of a step. The watchdog's thread calls it."""
 
     def _is_over(self) -> bool:
-        """Whether the ranks that this Compressor was made for are no more, as after a reset of an elastic training."""
+        """Return whether the ranks of this Compressor are gone, as after a reset of elastic training."""
         return False
 
     def _end_step(self, step: Step) -> None:
-        """At the end of a step: say what the first one did; go on compressing or not, if the ranks have compared."""
+        """Finish a step: log a report after the first one, and update the fallback with the ranks' votes."""
         fallback = self.local.fallback
         if self.local.paused or not step.finite:
             return
         if self.ledger.steps == 1 and self.local.rank == 0:
-            self._say_what_is_done()
+            self._log_first_step()
         before = fallback.verdict
         gives_up = fallback.end_step()
-        fallback.decide(step.voted)
-        if self.local.rank == 0 and (gives_up or (before, fallback.verdict) == (Verdict.OPEN, Verdict.COMPRESS)):
+        fallback.decide(step.max_votes)
+        keeps = before is Verdict.OPEN and fallback.verdict is Verdict.COMPRESS
+        if self.local.rank == 0 and (gives_up or keeps):
             log.warn_once(str(fallback))
 
-    def _say_what_is_done(self) -> None:
-        """After the first step, log what is compressed, or that nothing is."""
+    def _log_first_step(self) -> None:
+        """Log which tensors the first step compressed, or warn that it compressed none."""
         buckets = self._buckets()
         if done := first_step(buckets, self.ledger.dense_bytes(), self.ledger.bytes_sent()):
             log.say_once(done)
         elif self.plan.program.main.id != "none":
             largest = max((member.size for bucket in buckets for member in bucket.members), default=0)
             log.warn_once(
-                f"nothing is compressed: min_elements is {self.plan.min_elements}, the largest tensor has {largest} "
-                "elements, and rules may send others uncompressed"
+                f"no tensor is compressed: min_elements is {self.plan.min_elements}, the largest tensor has {largest} "
+                "elements, and rules may select uncompressed methods"
             )
 
     def _decision(self) -> str:
         fallback = self.local.fallback
         return f"\n{fallback}" if fallback.on and not fallback.compares else ""
 
-    # -- what users say and ask -----------------------------------------------------------------------------
+    # -- user interface -------------------------------------------------------------------------------------
 
     def observe(self, **metrics: float) -> None:
-        """Show metrics to the methods, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them.
+        """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``.
 
-        Call it on any rank or on all, at any time: what one rank notices, all act on, after the next step. GradiVeQ
-        trains its basis again when the learning rate drops; FFT sends more when the loss gets worse.
+        Call it on one rank or on several, at any time. If a method requests a restart of the phases on one rank, all
+        ranks restart them in the next step. GradiVeQ recomputes its basis when the learning rate drops; FFT sends more
+        when the loss gets worse.
         """
         self.local.observe(metrics)
 
     def trigger(self) -> None:
-        """Restart every method's schedule on all ranks after the next step; one rank's call is enough."""
-        self.local.asks_for_trigger = True
+        """Restart the phases of all methods on all ranks in the next step. A call on one rank is enough."""
+        self.local.trigger_requested = True
 
     def discard(self) -> None:
-        """Take the last step back: all state is as before it, except that a restart of schedules stays agreed.
+        """Undo the last step: all state is restored, except for an agreed restart of the phases.
 
-        For gradients that are thrown away, as by ``zero_grad()`` after a backward pass for another network: error
-        feedback would send in later steps what it has kept of them. Call it on every rank, before the next gradient.
-        A step that had an Inf or a NaN has changed nothing, so nothing is to be taken back.
+        Use it when gradients are thrown away, for example by ``zero_grad()`` after a backward pass for another network:
+        otherwise error feedback sends the residuals of these gradients in later steps. Call it on every rank, before
+        the next gradient. After a step with an Inf or a NaN it is a no-op.
 
         Raises:
-            RuntimeError: a step is under way, or there is none to take back.
+            RuntimeError: a step is in progress, or there is no step to undo.
         """
-        self._refuse_in_step("discard() the step when it is over: after backward() under DDP, after synchronize()")
+        self._refuse_in_step(
+            "call discard() after the step: after backward() under DDP, after synchronize() under Horovod"
+        )
         self.local.discard()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: gradients are averaged uncompressed; residuals, step counts and schedules do not move.
+        """Context manager that averages gradients uncompressed and leaves residuals, step counts and phases unchanged.
 
-        For gradients whose exact average is needed, or which are not the training's. Enter and leave it on every rank,
-        between steps. The momentum of an optimizer that uses these gradients is not adapted.
+        Use it for gradients whose exact average is needed, or that do not belong to the training. Enter and leave it on
+        every rank, between steps. The momentum of an optimizer that uses these gradients is not adapted.
 
         Raises:
-            RuntimeError: a step is under way.
+            RuntimeError: a step is in progress.
         """
-        between = "enter and leave paused() between steps: with synchronize() inside of it, under Horovod"
+        between = "enter and leave paused() between steps; under Horovod, call synchronize() inside of it"
         self._refuse_in_step(between)
         before = self.local.paused
         self.local.paused = True
@@ -197,25 +202,27 @@ class Compressor(ABC):
 
     def _refuse_in_step(self, instead: str) -> None:
         if self._waits_for() is not None:
-            raise RuntimeError(f"a step is under way: {instead}")
+            raise RuntimeError(f"a step is in progress: {instead}")
 
     def watch(self, observer: Observer) -> None:
-        """Tell an observer of every event from now on: what is encoded, sent, waited for, decoded and kept."""
+        """Register an observer for the events of all later exchanges: encoding, sending, waiting, decoding, commits."""
         self.local.observers.append(observer)
 
     def describe(self) -> str:
-        """Which method each group of tensors gets, the memory of its state on this rank, and whether it is kept."""
+        """Return the method, the tensors and the memory of state of each group of tensors, one line per group."""
         return describe(self._buckets()) + self._decision()
 
     def summary(self, link_gbits: float | None = None) -> str:
-        """Return what was done so far on this rank, and why it is not faster, within 80 columns.
+        """Return a table of this rank's work so far and an analysis of the step time, at most 80 columns wide.
 
-        First a table with a line for each program of methods, as :func:`hvdcompress.engine.telemetry.summary.summary`
-        says. Then, where the driver sees steps (not TensorFlow and FSDP2), the means of recent steps: computing, codec,
-        waiting, bytes, and what uncompressed steps take, if some were measured. Times are those of the host.
+        The table has one line per program of methods; see :func:`hvdcompress.engine.telemetry.summary.summary`. If the
+        driver sees steps (not TensorFlow and FSDP2), the analysis gives the means of recent steps: computing, codec
+        time, waiting, bytes, and the duration of uncompressed steps if some were measured. All times are measured on
+        the host.
 
         Args:
-            link_gbits: speed of this rank's link in Gbit/s, to tell the link from waiting for slower ranks.
+            link_gbits: speed of this rank's network link in Gbit/s. It separates the time of the link from waiting for
+                slower ranks.
         """
         table = summary(self.figures(), self.ledger, self.local.rank)
         step = self.local.times.mean()
@@ -224,7 +231,7 @@ class Compressor(ABC):
         return f"{table}\n{explanation(step, self._uncompressed_steps(), link_gbits)}"
 
     def _uncompressed_steps(self) -> str:
-        """Return what is known of the time that steps take without compression, in words."""
+        """Describe the measured duration of uncompressed steps."""
         fallback = self.local.fallback
         if not fallback.on:
             return "uncompressed steps: not measured; fallback: true in the plan measures some"
@@ -234,32 +241,35 @@ class Compressor(ABC):
         return f"uncompressed steps: {dense:.1f} ms, compressed {compressed:.1f} ms; compression is {fallback.outcome}"
 
     def log_to(self, writer: Writer, step: int | None = None) -> None:
-        """Write this rank's figures to a writer of TensorBoard's events, under ``hvdcompress/``.
+        """Write this rank's figures to a TensorBoard writer, under ``hvdcompress/``.
 
         Args:
-            writer: has ``add_scalar(tag, value, step)``, as torch.utils.tensorboard's SummaryWriter.
-            step: of the training; by default the steps that were done.
+            writer: an object with ``add_scalar(tag, value, step)``, such as torch.utils.tensorboard.SummaryWriter.
+            step: step of the training; by default the number of steps done.
         """
         step = self.ledger.steps if step is None else step
         for tag, value in scalars(self.figures(), self.ledger, self.local.rank).items():
             writer.add_scalar(tag, value, step)
 
     def openmetrics(self, **labels: str) -> str:
-        """This rank's figures as OpenMetrics text; ``labels``: further labels of every sample, such as ``job="a"``.
+        """Return this rank's figures as OpenMetrics text.
+
+        Args:
+            **labels: further labels of every sample, such as ``job="a"``.
 
         Raises:
-            ValueError: a label's name is none, or "rank", "program" or "counter".
+            ValueError: a label name is malformed, or is "rank", "program" or "counter".
         """
         return openmetrics(self.figures(), self.ledger, self.local.rank, labels)
 
     def figures(self) -> list[Figures]:
-        """This rank's figures by program, as numbers; reads every residual once."""
+        """Return this rank's figures by program, as numbers. It reads every residual once."""
         return figures(self.local, self.ledger, self._buckets(), self._to_host)
 
     def gradient_norm(self) -> float:
-        """Return the norm of the reduced gradients of the last step, all tensors together, before clipping.
+        """Return the l2-norm of the reduced gradients of all tensors in the last step, before clipping.
 
-        It is that of the gradients themselves, with the loss scale and adapted momentum left out of account.
+        The norm excludes the loss scale and the adaptation of momentum.
 
         Raises:
             RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
@@ -267,24 +277,24 @@ class Compressor(ABC):
         return self.local.measured_norm()
 
     def _to_host(self, array: Any) -> np.ndarray[Any, Any]:
-        """An array of state, as one of numpy's."""
+        """Convert an array of state to a NumPy array."""
         return np.asarray(array)
 
     def _buckets(self) -> list[Bucket]:
-        """The buckets that are known by now."""
+        """Return the buckets that are known so far."""
         return self.local.buckets()
 
     def current_loss_scale(self) -> float:
-        """The loss scale that is on now.
+        """Return the current loss scale.
 
         Raises:
-            ValueError: it is not a positive finite number.
+            ValueError: the loss scale is not a positive finite number.
         """
         return loss_scale_now(self.loss_scale)
 
 
-def has_changed(process_set: Any, world: int) -> bool:
-    """Whether a process set of Horovod's has another number of ranks than it had, or none, as Horovod has ended."""
+def process_set_changed(process_set: Any, world: int) -> bool:
+    """Return whether a Horovod process set has changed its number of ranks, or Horovod was shut down."""
     try:
         return bool(process_set.size() != world)
     except ValueError:
@@ -292,43 +302,45 @@ def has_changed(process_set: Any, world: int) -> bool:
 
 
 def is_elastic() -> bool:
-    """Whether Horovod's elastic launcher has started this rank."""
+    """Return whether Horovod's elastic launcher started this process."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-def next_number(numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog) -> int:
-    """The next Compressor's number within its process set: collectives are named by it.
+def next_compressor_number(
+    numbers: Counter[int], set_id: int, largest: Callable[[int], int], watchdog: Watchdog
+) -> int:
+    """Return the number of a new Compressor within its process set. It is part of the names of its collectives.
 
-    Ranks make their Compressors in one order, and ranks outside of a set make none; but one that joins an elastic
-    training of Horovod's begins to count.
+    Ranks create their Compressors in the same order, and ranks outside of a set create none. But a rank that joins an
+    elastic training starts to count at 0, so there the ranks agree on the largest number.
 
     Args:
-        numbers: the next ones, by process set.
-        set_id: the process set's.
-        largest: brings the largest of all ranks' numbers.
-        watchdog: the new Compressor's.
+        numbers: {process set id: number of the next Compressor}; updated.
+        set_id: id of the process set.
+        largest: function that returns the maximum of a number over all ranks.
+        watchdog: watchdog of the new Compressor.
     """
     number = numbers[set_id]
     if is_elastic():
-        with watchdog.meeting("every rank's Compressor"):
+        with watchdog.rendezvous("every rank's Compressor"):
             number = largest(number)
     numbers[set_id] = number + 1
     return number
 
 
-def _place(compressor: Compressor | None) -> Place | None:
-    """Where a rank is, for its watchdog; one that has no Compressor any more is nowhere."""
+def _progress_of(compressor: Compressor | None) -> Progress | None:
+    """Return the progress of a rank for its watchdog."""
     if compressor is None:
-        return Place(0, None)
+        return Progress(0, None)
     if compressor._is_over():
         return None
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
-    return Place(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
+    return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 
 
 def _pulse(compressor: Compressor | None) -> Any:
-    """What changes when a step moves: waiting alone does not."""
+    """Return a value that changes whenever the step makes progress."""
     if compressor is None:
         return None
     ledger = compressor.ledger
-    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["select"]
+    return ledger.steps, ledger.collectives(), ledger.dense_bytes(), ledger.seconds()["codec"]

@@ -1,8 +1,8 @@
-"""How far compressed gradients point in the direction of the uncompressed average, every ``cosine_every`` steps.
+"""Cosine between the compressed result and the uncompressed average of the gradients, every ``cosine_every`` steps.
 
-In such a step each rank keeps a copy of its gradients. When all exchanges are done, the copies are averaged by dense
-all-reduces, in one order on all ranks, and compared with what the methods have brought: before clipping, and before the
-optimizer's momentum is adapted. Results and states are what they would be without the comparison.
+In such a step each rank copies its gradients. When all exchanges are done, dense all-reduces average the copies, in the
+same order on all ranks, and the averages are compared with the results of the methods, before clipping and before
+momentum is adapted. Results and states are the same as without the comparison.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hvdcompress.engine.telemetry.observer import Compared
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 
-NAME = "cosine"  #: of the all-reduces, and of their bytes in the ledger
+NAME = "cosine"  #: name of these all-reduces and of their bytes in the ledger
 
 
 @dataclass(frozen=True)
 class Product:
-    """The scalar product of a result and of the uncompressed average, and the squares of their norms."""
+    """Scalar product of a result and the uncompressed average, and the squared norms of both."""
 
     dot: float = 0.0
     result: float = 0.0
@@ -35,7 +35,7 @@ class Product:
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between them; 0 if only one of them is 0, NaN if both are."""
+        """Cosine of the angle between them; 0 if one of them is zero, NaN if both are."""
         if not self.result and not self.dense:
             return math.nan
         norms = math.sqrt(self.result) * math.sqrt(self.dense)
@@ -43,23 +43,28 @@ class Product:
 
     @classmethod
     def exact(cls, norm: float, factor: float) -> Product:
-        """Return that of a result that is ``factor`` times the average."""
+        """Return the product for a result that equals ``factor`` times the average.
+
+        Args:
+            norm: l2-norm of the result.
+            factor: ratio of the result and the average.
+        """
         return cls(norm * norm / factor, norm * norm, (norm / factor) ** 2)
 
     @classmethod
     def of(cls, result: Array, dense: Array, ops: Ops) -> Product:
-        """Return that of two vectors."""
+        """Return the product of two vectors [n]."""
         a = ops.l2_norm(result)
         b = ops.l2_norm(dense)
         if not a or not b:
             return cls(0.0, a * a, b * b)
-        # The norm of the difference of unit vectors needs no product in float64, which not every library has
+        # ‖a − b‖² = 2 − 2·cos for unit vectors: this needs no float64 dot product, which some array libraries lack
         angle = ops.l2_norm(result * (1.0 / a) - dense * (1.0 / b))
         return cls((1.0 - 0.5 * angle * angle) * a * b, a * a, b * b)
 
 
 class Comparison:
-    """The copies and the results of one step.
+    """Gradient copies and results of one step.
 
     Args:
         local: this rank's state.
@@ -67,12 +72,12 @@ class Comparison:
 
     def __init__(self, local: RankState):
         self.local = local
-        self._copies: dict[str, Array] = {}  # by bucket
+        self._copies: dict[str, Array] = {}  # {bucket name: gradients / world}
         self._results: dict[str, list[Array]] = {}
-        self._under_way: list[tuple[Exchange, Pending]] = []
+        self._in_flight: list[tuple[Exchange, Pending]] = []
 
     def keep(self, exchange: Exchange, indices: Sequence[int], gradients: Sequence[Array]) -> None:
-        """Copy gradients, divided by the number of ranks, before an exchange takes them."""
+        """Copy gradients, divided by the number of ranks, before an exchange consumes them."""
         setup = exchange.setup
         if exchange.name not in self._copies:
             self._copies[exchange.name] = setup.ops.zeros(setup.bucket.spec.size, setup.dtype, setup.like)
@@ -81,31 +86,31 @@ class Comparison:
             setup.ops.write(self._copies[exchange.name][start:stop], gradient, 1.0 / setup.group.world)
 
     def note_result(self, exchange: Exchange, factor: float) -> None:
-        """Copy the results of an exchange that is about to deliver ``factor`` times its totals."""
+        """Copy the results of an exchange before it delivers ``factor`` times its totals."""
         setup = exchange.setup
         outs = [setup.ops.zeros(member.size, setup.dtype, setup.like) for member in setup.bucket.members]
         exchange.write_totals(factor, outs)
         self._results[exchange.name] = outs
 
     def start(self, collectives: Collectives, exchanges: Collection[Exchange]) -> None:
-        """Start the all-reduces of the copies, once all ranks know that the step is good."""
-        # Sorted, because every rank has to start them in one order, and gradients may have come in different ones
+        """Start the all-reduces of the copies, after all ranks know that the step is finite."""
+        # Ordered transports need the same order on all ranks, and gradients may have arrived in different orders
         for number, exchange in enumerate(sorted(exchanges, key=lambda each: each.name)):
             setup = exchange.setup
             if exchange.name in self._copies and setup.bucket.spec.size:
-                collective = AllReduce(self._copies[exchange.name], "sum", spent=True)
-                self._under_way.append((exchange, collectives.start(NAME, number, collective, setup.ops, setup.like)))
+                collective = AllReduce(self._copies[exchange.name], "sum", may_overwrite=True)
+                self._in_flight.append((exchange, collectives.start(NAME, number, collective, setup.ops, setup.like)))
 
     def finish(self, collectives: Collectives, exact: Mapping[str, Product], unused: Collection[str]) -> None:
-        """Wait for the all-reduces, compare, and tell observers.
+        """Wait for the all-reduces, compare, and report to the observers.
 
         Args:
             collectives: the network.
-            exact: of tensors that the driver's framework has averaged.
-            unused: tensors whose results no rank uses.
+            exact: {tensor name: product} of the tensors that the driver's framework averaged.
+            unused: names of the tensors whose results no rank uses.
         """
         products = dict(exact)
-        for exchange, pending in self._under_way:
+        for exchange, pending in self._in_flight:
             collectives.advance(pending)
             average = collectives.result(pending)
             bucket = exchange.setup.bucket
@@ -116,9 +121,9 @@ class Comparison:
         used = {name: product for name, product in products.items() if name not in unused}
         cosines = {name: product.cosine for name, product in used.items() if not math.isnan(product.cosine)}
         if cosines:
-            self._tell(sum(used.values(), Product()).cosine, cosines)
+            self._report(sum(used.values(), Product()).cosine, cosines)
 
-    def _tell(self, whole: float, cosines: Mapping[str, float]) -> None:
+    def _report(self, whole: float, cosines: Mapping[str, float]) -> None:
         local = self.local
         name = min(cosines, key=lambda each: cosines[each])
         compared = Compared(local.steps_done() + 1, whole, name, cosines[name])

@@ -1,15 +1,15 @@
-"""One bucket in one step: from its gradients to its next state, without I/O.
+"""One bucket in one step, from its gradients to its new state, without I/O.
 
-An exchange goes through the stages of :class:`Stage`, in their order::
+An exchange passes through the stages of :class:`Stage` in this order::
 
-    add … add          FILLING     gradients come in
+        add … add          FILLING     gradients arrive
     start              RUNNING     the method waits for a collective
-    resume … resume    REDUCED     the method has returned
-    deliver            DELIVERED   the reduced gradients are in ``outs``
-    new_state, close   CLOSED      the step is good; or abandon, at any stage
+        resume … resume    REDUCED     the method has returned its result
+        deliver            DELIVERED   the reduced gradients are in ``outs``
+        new_state, close   CLOSED      the step is committed; or abandon, from any stage
 
-Whoever carries collectives out calls :meth:`Exchange.resume` with each result. The state that an exchange began with is
-never written to, so :meth:`Exchange.abandon` has nothing to undo.
+The caller performs the collectives and calls :meth:`Exchange.resume` with each result. An exchange never writes to the
+state that it began with, so :meth:`Exchange.abandon` has nothing to restore.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, MomentumState
 from hvdcompress.engine.collectives import Pending, by_rank
+from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.intake import Intake, Tiles, Whole, suits_whole
 from hvdcompress.engine.momentum import Adapter
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.telemetry.observer import Answer
-from hvdcompress.engine.together import Together
+from hvdcompress.engine.telemetry.observer import Completed
 from hvdcompress.method import AllGather, Array, Broadcast, Collective, Communication, Reduced
 from hvdcompress.ops.vectors import FP16_MAX, Flag, Outer, Spectra
 from hvdcompress.parts import feedback, momentum
 
-UNEVEN = "; where lengths differ, the method says `uneven = True`, or its AllGather `fixed=False`"
+VARIABLE_LENGTH_HINT = "; if lengths may differ, set `variable_length = True` or yield AllGather(fixed_length=False)"
 
 
 class ExchangeError(RuntimeError):
-    """An exchange failed; the message names the tensor, the method, the round and the rank."""
+    """The method of an exchange failed. The message names the tensor, the method, the round and the rank."""
 
 
 class Stage(IntEnum):
-    """Where an exchange is."""
+    """Stage of an exchange."""
 
     FILLING = 0
     RUNNING = 1
@@ -54,17 +54,17 @@ class Exchange:
     """One bucket in one step.
 
     Args:
-        setup: what it works with.
+        setup: the state, buffers and settings of the exchange.
 
     Attributes:
-        stage: where the exchange is.
+        stage: the current stage.
         name: the name of the bucket.
-        outs: the flat arrays that receive the reduced gradients, in the order of the bucket.
-        collective: in stage RUNNING, the collective that the method waits for.
-        reduced: from stage REDUCED on, what the method returned; one for the bucket, or one for each tensor where the
-            method runs on each.
-        round: the number of the collective that the method waits for.
-        pending: that collective under way.
+        outs: flat arrays that receive the reduced gradients, one per tensor of the bucket.
+        collective: in stage RUNNING, the collective whose result the method needs next.
+        reduced: from stage REDUCED on, the results of the method: one for the bucket, or one per tensor if the method
+            runs on each tensor.
+        round: the index of the collective that the method waits for, from 0.
+        pending: the same collective, in flight.
     """
 
     def __init__(self, setup: Setup):
@@ -76,62 +76,63 @@ class Exchange:
         self.reduced: list[Reduced] = []
         self.round = -1
         self.pending: Pending | None = None
-        self._together = setup.together()
-        self._intake: Intake = Whole(setup) if suits_whole(setup) else Tiles(setup, self._together)
-        self._communication: Communication | Together | None = self._together
+        self._fused = setup.fuse()
+        self._intake: Intake = Whole(setup) if suits_whole(setup) else Tiles(setup, self._fused)
+        self._communication: Communication | FusedCommunication | None = self._fused
         self._adapter: Adapter | None = None
-        self._lengths: dict[Hashable, int] = {}  # what this step adds to Memory.lengths
-        self._over: dict[int, Array] = {}  # by index, what float16 results could not hold, as the residual keeps it
-        self._asked_at = 0.0
+        self._lengths: dict[Hashable, int] = {}  # fixed payload lengths to add to Memory.lengths on commit
+        # {index of a tensor: the part of its result that float16 cannot hold}, in the units of the residual
+        self._overflow: dict[int, Array] = {}
+        self._yielded_at = 0.0
 
     # -- FILLING --------------------------------------------------------------------------------------------
 
     def add(self, indices: Sequence[int], gradients: Sequence[Array], outs: Sequence[Any] | None = None) -> None:
-        """Take gradients of the bucket's tensors, in any order.
+        """Add gradients of the bucket's tensors, in any order.
 
-        A gradient with an Inf or a NaN takes part as zeros, so that no method ever sees one, and the step is to be
+        A gradient with an Inf or a NaN is replaced by zeros, because methods must not see one. The step will be
         abandoned.
 
         Args:
-            indices: which tensors of the bucket.
-            gradients: their flat gradients in the working dtype; read only until :meth:`deliver`, except that on a
-                device one with an Inf or a NaN may be set to 0.
-            outs: the flat arrays that receive the reduced gradients; an entry may be None if it is put into
-                :attr:`outs` before :meth:`deliver`. Without ``outs`` the results are written over the gradients.
+            indices: indices of the tensors in the bucket.
+            gradients: their flat gradients in the working dtype. They are read until :meth:`deliver`. On a device, a
+                gradient with an Inf or a NaN may be overwritten with zeros.
+            outs: flat arrays that receive the reduced gradients. An entry may be None if the caller sets it in
+                :attr:`outs` before :meth:`deliver`. Without ``outs``, the results overwrite the gradients.
 
         Raises:
             ExchangeError: the method failed.
-            ValueError: a gradient has not as many elements as its tensor, or has come already.
+            ValueError: a gradient does not have the size of its tensor, or the tensor already has a gradient.
         """
         self._expect(Stage.FILLING)
         for index, gradient in zip(indices, gradients, strict=True):
             member = self.setup.bucket.members[index]
             if len(gradient) != member.size:
-                raise ValueError(f"tensor {member.name!r} has {member.size} elements, {len(gradient)} came")
+                raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
             if self._intake.has(index):
-                raise ValueError(f"a second gradient of tensor {member.name!r} came in one step")
+                raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
         for index, out in zip(indices, gradients if outs is None else outs, strict=True):
             self.outs[index] = out
         began = time.perf_counter()
         try:
             self._intake.add(indices, gradients)
         except Exception as error:
-            raise self.failed(error) from error
-        self._note_work(time.perf_counter() - began)
+            raise self.wrap_error(error) from error
+        self._record_codec_time(time.perf_counter() - began)
 
     @property
     def is_full(self) -> bool:
-        """Whether all gradients have come."""
+        """Whether all gradients have been added."""
         return not self._intake.num_missing
 
     @property
     def finite(self) -> Flag:
-        """Whether all gradients that came have neither Inf nor NaN; a tensor of one element on a device."""
+        """Whether all added gradients are free of Inf and NaN: a bool, or a tensor of one element on a device."""
         return self._intake.finite
 
     @property
     def x(self) -> Array | None:
-        """What is exchanged [n]: gradient + residual, or the gradient; None before it is there."""
+        """The vector to exchange, [n]: gradient + residual, or the gradient; None until the intake has started it."""
         return self._intake.x
 
     def fill_missing(self) -> None:
@@ -151,16 +152,19 @@ class Exchange:
         """
         self._expect(Stage.FILLING)
         if not self.is_full:
-            raise RuntimeError(self.missing_in_words())
+            raise RuntimeError(self.describe_missing())
         setup = self.setup
-        if self._together is None:
+        if self._fused is None:
             assert self.x is not None
             self._communication = setup.feedback.exchange(self.x, setup.ctx, setup.work)
         self.stage = Stage.RUNNING
         self._send(None)
 
     def resume(self, result: Any) -> Collective | None:
-        """Give the method the result of its collective; return the next collective, or None if the method is done.
+        """Pass the result of the collective to the method and run it to its next collective.
+
+        Returns:
+            The next collective, or None if the method is done.
 
         Raises:
             ExchangeError: the method failed.
@@ -168,13 +172,13 @@ class Exchange:
         self._expect(Stage.RUNNING)
         setup = self.setup
         assert self.collective is not None
-        seconds = time.perf_counter() - self._asked_at
+        seconds = time.perf_counter() - self._yielded_at
         num_bytes = (
             self.collective.num_bytes if isinstance(self.collective, Broadcast) else int(self.collective.x.nbytes)
         )
-        answer = Answer(setup.method.id, self.round, type(self.collective).__name__, num_bytes, seconds)
+        answer = Completed(setup.method.id, self.round, type(self.collective).__name__, num_bytes, seconds)
         for observer in setup.local.observers:
-            observer.answered(setup.local.rank, self.name, answer)
+            observer.completed(setup.local.rank, self.name, answer)
         return self._send(result)
 
     def _send(self, result: Any) -> Collective | None:
@@ -185,55 +189,62 @@ class Exchange:
             self.round += 1
         except StopIteration as stop:
             self.collective = None
-            self.reduced = stop.value if self._together else [stop.value]
+            self.reduced = stop.value if self._fused else [stop.value]
             self.stage = Stage.REDUCED
         except Exception as error:
-            raise self.failed(error) from error
+            raise self.wrap_error(error) from error
         finally:
-            self._asked_at = time.perf_counter()
-            self._note_work(self._asked_at - began)
+            self._yielded_at = time.perf_counter()
+            self._record_codec_time(self._yielded_at - began)
         return self.collective
 
     @property
-    def call(self) -> Hashable:
-        """What the length of an all-gather must depend on alone, if it is fixed."""
+    def collective_key(self) -> Hashable:
+        """Key of the current collective: the length of a fixed-length all-gather must depend on nothing else."""
         setup = self.setup
         return setup.method, setup.ctx.phase, setup.ctx.triggers, self.round
 
     def knows_lengths(self) -> bool:
-        """Return whether the all-gather that is asked for is known to bring payloads of this rank's length from all.
+        """Return whether all ranks are known to have payloads as long as this rank's, for the current all-gather.
 
         Raises:
-            ExchangeError: the length is fixed, and was another one before.
+            ExchangeError: the length is declared as fixed, but differs from an earlier step.
         """
-        if not (isinstance(self.collective, AllGather) and self.collective.fixed):
+        if not (isinstance(self.collective, AllGather) and self.collective.fixed_length):
             return False
-        before = self.setup.memory.lengths.get(self.call)
+        before = self.setup.memory.lengths.get(self.collective_key)
         now = len(self.collective.x)
         if before not in (None, now):
-            raise self.failed(
-                ValueError(f"an all-gather of fixed length had {before} bytes, and now has {now}{UNEVEN}")
-            )
+            message = f"a fixed-length all-gather had {before} bytes before and {now} now{VARIABLE_LENGTH_HINT}"
+            raise self.wrap_error(ValueError(message))
         return before is not None
 
     def note_lengths(self, lengths: Sequence[int]) -> None:
-        """Note these lengths of payloads, in rank order, if they are fixed.
+        """Remember payload lengths, if they are declared as fixed.
+
+        Args:
+            lengths: bytes of the payloads, in rank order.
 
         Raises:
-            ExchangeError: they differ.
+            ExchangeError: the lengths differ between ranks.
         """
-        if not (isinstance(self.collective, AllGather) and self.collective.fixed):
+        if not (isinstance(self.collective, AllGather) and self.collective.fixed_length):
             return
         each = by_rank(lengths, self.setup.group.world)
         if len(set(each)) > 1:
-            raise self.failed(ValueError(f"an all-gather of fixed length has {each} bytes, by rank{UNEVEN}"))
-        self._lengths[self.call] = each[0]
+            message = f"a fixed-length all-gather has {each} bytes by rank{VARIABLE_LENGTH_HINT}"
+            raise self.wrap_error(ValueError(message))
+        self._lengths[self.collective_key] = each[0]
 
     def resume_carried(self, result: Array, factor: float) -> float:
-        """Go on with ``factor`` times the sum, which a stock all-reduce has brought.
+        """Resume with the result of a stock all-reduce.
+
+        Args:
+            result: ``factor`` times the sum of the payloads.
+            factor: 1/world if the all-reduce averaged, 1 if it summed.
 
         Returns:
-            The factor that is left for :meth:`deliver`.
+            The factor to pass to :meth:`deliver`.
         """
         if self.setup.method.linear:
             self.resume(result)
@@ -246,7 +257,9 @@ class Exchange:
     def deliver(self, factor: float, adapt: bool = True) -> None:
         """Write the reduced gradients, ``factor`` times the totals, into :attr:`outs`.
 
-        With ``adapt``, the optimizer's momentum is adapted where the method says so; without it, :meth:`clip` does so.
+        Args:
+            factor: 1/world for an average, 1 for a sum.
+            adapt: whether to adapt the optimizer's momentum, if the method asks for it. False if :meth:`clip` follows.
         """
         self._expect(Stage.REDUCED, Stage.DELIVERED)
         setup = self.setup
@@ -254,70 +267,71 @@ class Exchange:
         if adapt and self._has_momentum():
             self._adapter = Adapter(setup, self.reduced)
         if setup.bucket.spec.dtype == "float16" and setup.with_feedback:
-            # Sums over steps can be larger than any gradient, so they are limited to what float16 holds
+            # A residual adds up several steps, so a result can exceed the float16 range although no gradient does
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
             self._write(factor, results)
             self._limit(results, setup.scale / (factor * setup.group.world))
         else:
             self._write(factor, self.outs)
         self.stage = Stage.DELIVERED
-        self._note_work(time.perf_counter() - began)
+        self._record_codec_time(time.perf_counter() - began)
 
     def _has_momentum(self) -> bool:
-        """Return whether the optimizer's momentum is adapted, or was and has to be given back."""
+        """Return whether the optimizer's momentum is adapted now, or was before and has to be restored."""
         return momentum.adapts(self.setup.method) or bool(self.setup.state.momentum.content)
 
     def _write(self, factor: float, outs: Sequence[Array]) -> None:
-        """Write the results into ``outs``."""
+        """Write the reduced gradients into ``outs``, with adapted momentum if there is an adapter."""
         if not (self._adapter and self._adapter.write(factor, outs)):
             self.write_totals(factor, outs)
 
     def write_totals(self, factor: float, outs: Sequence[Array]) -> None:
-        """Write ``factor`` times the totals into ``outs``, as they are."""
+        """Write ``factor`` times the totals into ``outs``, without adapting momentum."""
         setup = self.setup
         ops = setup.ops
         total: Any = self.reduced[0].total
         factor = factor / setup.scale
         if len(self.reduced) == len(outs):
             for out, reduced in zip(outs, self.reduced, strict=True):
-                if out is not reduced.total or factor != 1.0:  # else the driver's own all-reduce has written it
+                # With a carried payload, the driver's all-reduce may have written the result into ``out`` already
+                if out is not reduced.total or factor != 1.0:
                     ops.write(out, reduced.total, factor)
             return
-        if isinstance(total, Outer | Spectra):  # they cannot be cut
+        if isinstance(total, Outer | Spectra):  # these forms cannot be sliced by tensor
             lazy = total
             total = setup.work.buffer("total", setup.bucket.spec.size, "float32", outs[0])
             ops.write(total, lazy, 1.0)
         ops.write_parts(outs, total, factor)
 
     def _limit(self, results: Sequence[Array], share: float) -> None:
-        """Write results into float16 ``outs``. What those cannot hold goes to the residuals of all ranks.
+        """Write results into float16 ``outs``. The part outside the float16 range goes into the residuals of all ranks.
 
         Args:
-            results: float32, by tensor.
-            share: what a result is multiplied by to get each rank's share of it, the loss scale apart.
+            results: float32 results, one per tensor.
+            share: factor from a result to one rank's share of it, in the units of the residual.
         """
         setup = self.setup
-        self._over.clear()
+        self._overflow.clear()
         for index, (result, out) in enumerate(zip(results, self.outs, strict=True)):
             limited = setup.ops.scaled(result, 1.0, FP16_MAX)
-            # without waiting for a device
+            # The check would synchronise with a device, so on a device the overflow is always kept
             if not isinstance(result, np.ndarray) or setup.ops.max_abs(result) > FP16_MAX:
-                self._over[index] = (result - limited) * np.float32(share).item()
+                self._overflow[index] = (result - limited) * np.float32(share).item()
             setup.ops.write(out, limited, 1.0)
 
     # -- DELIVERED ------------------------------------------------------------------------------------------
 
     def norm(self) -> float:
-        """Return the norm of the reduced gradients, the loss scale apart, while they are in :attr:`outs`."""
+        """Return the l2-norm of the reduced gradients, divided by the loss scale, while they are in :attr:`outs`."""
         norms = [self.setup.ops.l2_norm(out) for out in self.outs]
         return float(np.linalg.norm(norms)) * self.setup.scale
 
     def clip(self, factor: float, clipping: float) -> None:
-        """Multiply the reduced gradients by ``clipping``, and adapt the optimizer's momentum.
+        """Multiply the reduced gradients by ``clipping`` and adapt the optimizer's momentum.
 
         Args:
-            factor: what :meth:`deliver` was called with, without ``adapt``.
-            clipping: at most 1.
+            factor: the factor that :meth:`deliver` was called with, with ``adapt=False``.
+            clipping: the clipping factor, at most 1.
         """
         if self._has_momentum():
             self.deliver(factor * clipping)
@@ -329,26 +343,29 @@ class Exchange:
         """Return the state after this step.
 
         Args:
-            unused: tensors whose results no rank uses: they keep the slots of feedback.
+            unused: names of the tensors whose results no rank uses. They keep their residual and velocity.
         """
         self._expect(Stage.DELIVERED)
         setup = self.setup
         if setup.paused:
             known = self._adapter.paused_state() if self._adapter else setup.state.momentum
             return replace(setup.state, momentum=replace(known, foreign=(True,) * len(setup.bucket.members)))
-        slots = {**setup.state.slots, **(setup.feedback.spare if self._together else self.reduced[0].state)}
+        slots = {**setup.state.slots, **(setup.feedback.spare if self._fused else self.reduced[0].state)}
         members = setup.state.members
-        if self._together:
+        if self._fused:
+            # Residuals are views of the bucket's buffers, which are in ``slots`` already
             members = tuple(
                 {**own, **{slot: new for slot, new in reduced.state.items() if slot not in feedback.BUFFERED}}
                 for own, reduced in zip(members, self.reduced, strict=True)
             )
-        for index, over in self._over.items():
+        # The new slots are second buffers that nobody else reads yet, so they may be written in place
+        for index, overflow in self._overflow.items():
             start, stop = setup.bucket.spans[index]
-            setup.ops.subtract(slots[feedback.RESIDUAL][start:stop], over, -1.0)
-        for member, (start, stop) in zip(setup.bucket.members, setup.bucket.spans, strict=True) if unused else ():
-            for slot in feedback.names(setup.method) if member.name in unused else ():
-                setup.ops.write(slots[slot][start:stop], setup.state.slots[slot][start:stop], 1.0)
+            setup.ops.subtract(slots[feedback.RESIDUAL][start:stop], overflow, -1.0)
+        if unused:
+            for member, (start, stop) in zip(setup.bucket.members, setup.bucket.spans, strict=True):
+                for slot in feedback.names(setup.method) if member.name in unused else ():
+                    setup.ops.write(slots[slot][start:stop], setup.state.slots[slot][start:stop], 1.0)
         return BucketState(
             setup.bucket,
             slots,
@@ -356,7 +373,7 @@ class Exchange:
             self._momentum_state(unused),
             setup.state.step + 1,
             setup.state.triggers,
-            setup.turn.restart,
+            setup.next_step.restart,
         )
 
     def _momentum_state(self, unused: Collection[str]) -> MomentumState:
@@ -366,25 +383,29 @@ class Exchange:
         return replace(self.setup.state.momentum, arrived=None, foreign=chosen)
 
     def close(self) -> None:
-        """End the exchange: the new state is kept."""
+        """End the exchange after the commit."""
         self._expect(Stage.DELIVERED)
         setup = self.setup
         counters = setup.work.counters
-        for _, work in setup.each:
-            for name, number in work.counters.items():
-                counters[name] = counters.get(name, 0) + number
+        for _, work in setup.per_tensor:
+            for name, count in work.counters.items():
+                counters[name] = counters.get(name, 0) + count
         if not setup.paused:
             setup.memory.lengths |= self._lengths
-            if len(setup.method.phases) > 1 and setup.local.turn(setup.bucket).phase != setup.ctx.phase:
-                setup.memory.lengths.clear()  # a phase that comes again may have other lengths
+            if len(setup.method.phases) > 1 and setup.local.next_step(setup.bucket).phase != setup.ctx.phase:
+                setup.memory.lengths.clear()  # a later phase may have other payload lengths
             if any(reduced.trigger for reduced in self.reduced):
-                setup.local.asking.add(self.name)
+                setup.local.trigger_requests.add(self.name)
         self.stage = Stage.CLOSED
         for observer in setup.local.observers:
             observer.committed(setup.local.rank, self.name, counters)
 
     def abandon(self, fill: bool = False) -> None:
-        """End the exchange without effect; with ``fill``, set the results to NaN."""
+        """End the exchange without effect.
+
+        Args:
+            fill: whether to fill the results with NaN.
+        """
         self.stage = Stage.CLOSED
         if self._communication:
             self._communication.close()
@@ -392,36 +413,39 @@ class Exchange:
             if out is not None:
                 self.setup.ops.fill(out, float("nan"))
 
-    # -- in words -------------------------------------------------------------------------------------------
+    # -- descriptions for messages --------------------------------------------------------------------------
 
-    def where(self, count: int = 1) -> str:
-        """Return what this rank waits for, in words, as the first of ``count`` exchanges."""
+    def describe_wait(self, count: int = 1) -> str:
+        """Describe the collective that this rank waits for. ``count`` is the number of exchanges that wait."""
         more = f", and {count - 1} more" if count > 1 else ""
         return f"tensor {self.name!r} (method {self.setup.method.id}, round {max(self.round, 0)}{more})"
 
-    def missing_in_words(self) -> str:
-        """Return which gradients have not come, in words."""
+    def describe_missing(self) -> str:
+        """Name the gradients that have not been added."""
         names = [self.setup.bucket.members[index].name for index in self._intake.missing()]
-        return f"bucket {self.name!r} is incomplete: no gradient of {', '.join(map(repr, names))} has come"
+        return f"bucket {self.name!r} is incomplete: no gradient of {', '.join(map(repr, names))} was added"
 
-    def failed(self, error: Exception) -> ExchangeError:
+    def wrap_error(self, error: Exception) -> ExchangeError:
         """Wrap an exception from the method with the tensor, round and rank."""
-        name = self._together.now if self._together else self.name
+        name = self._fused.current if self._fused else self.name
         where = f"method {self.setup.method.id}, round {max(self.round, 0)}, rank {self.setup.group.rank}"
         return ExchangeError(f"tensor {name!r} ({where}): {type(error).__name__}: {error}")
 
     def _expect(self, *stages: Stage) -> None:
-        """Refuse a call in the wrong stage, which would be an error of a driver.
+        """Check the stage. A wrong stage is a bug in a driver.
 
         Raises:
             RuntimeError: the exchange is in another stage.
         """
         if self.stage not in stages:
             wanted = " or ".join(stage.name for stage in stages)
-            raise RuntimeError(f"the exchange of bucket {self.name!r} is {self.stage.name}, and must be {wanted}")
+            raise RuntimeError(f"the exchange of bucket {self.name!r} is in stage {self.stage.name}, expected {wanted}")
 
-    def _note_work(self, seconds: float) -> None:
-        """Tell observers of codec work: up to the last collective, or after it."""
+    def _record_codec_time(self, seconds: float) -> None:
+        """Report codec time to the observers: encoding until the last collective, decoding after it."""
         local = self.setup.local
         for observer in local.observers:
-            (observer.encoded if self.stage < Stage.REDUCED else observer.decoded)(local.rank, self.name, seconds)
+            if self.stage < Stage.REDUCED:
+                observer.encoded(local.rank, self.name, seconds)
+            else:
+                observer.decoded(local.rank, self.name, seconds)

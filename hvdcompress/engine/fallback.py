@@ -1,8 +1,8 @@
-"""Give compression up where it does not pay: compare steps with and without it, once, in the beginning.
+"""Fallback to uncompressed steps: compare steps with and without compression once, at the beginning of training.
 
 A plan with ``fallback: true`` exchanges some of its first steps uncompressed, as in ``Compressor.paused()``. With the
-status of compressed steps, the ranks compare what both kinds of steps take on the slowest of them. If compression saves
-less than a twentieth, one more step brings all residuals, and from then on gradients are reduced uncompressed.
+status of compressed steps, the ranks compare the durations of both kinds of steps on the slowest rank. If compression
+saves less than 5 % of a step, one more step sends all residuals, and all later gradients are reduced uncompressed.
 """
 
 from __future__ import annotations
@@ -13,98 +13,109 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-#: The kinds of the first steps: whether they are uncompressed, and how many there are
+#: The measurement: (whether the steps are uncompressed, number of steps) of each run of steps
 SCHEDULE = ((False, 10), (True, 1), (False, 3), (True, 4), (False, 6), (True, 4))
-SETTLING = 4  #: of the first steps, in which kernels are compiled, so many do not count
-LONG = 0.3  #: seconds that a single uncompressed exchange must take more, to be enough
-CLEAR = 1.3  #: how many times as long one kind must take to be refused after its first turn
-WORTH = 0.95  #: compressed steps must take less than this part of uncompressed ones
-_FIRST = sum(count for _, count in SCHEDULE[:4]) + 1  # steps until the first turns can be compared
+SETTLING = 4  #: first steps that are not measured, because kernels are compiled in them
+LONG = 0.3  #: seconds by which a single uncompressed exchange must be slower to end the measurement early
+CLEAR = 1.3  #: ratio of durations that ends the measurement after the first two runs
+WORTH = 0.95  #: compression is kept if a compressed step takes less than this part of an uncompressed one
+_FIRST = sum(count for _, count in SCHEDULE[:4]) + 1  # steps after which the first runs can be compared
 _ALL = sum(count for _, count in SCHEDULE) + 1
 
 
 class Verdict(StrEnum):
-    """What was decided."""
+    """Result of the measurement."""
 
     OPEN = "open"
     COMPRESS = "compress"
-    FLUSH = "flush"  #: the next step brings the residuals, and then nothing is compressed
+    FLUSH = "flush"  #: the next step sends the residuals, and later steps are uncompressed
     DENSE = "dense"
 
 
 @dataclass
 class Fallback:
-    """One rank's part in the comparison.
+    """The measurement on one rank.
 
     Attributes:
-        on: whether steps are compared at all.
-        verdict: what was decided; equal on all ranks.
-        seconds: of steps with and without compression, on the slowest rank, once something is decided.
+        on: whether to measure at all.
+        verdict: the result; equal on all ranks.
+        seconds: duration of a compressed and of an uncompressed step on the slowest rank; zeros before a verdict.
     """
 
     on: bool = False
     verdict: Verdict = Verdict.OPEN
     seconds: tuple[float, float] = (0.0, 0.0)
     _steps: int = 0
-    _last: tuple[bool, bool, float] | None = None  # of the last step: its kind, whether it counts, when it began
-    # by kind: from the first gradient to the last result, and from one step's first gradient to the next one's
+    _last: tuple[bool, bool, float] | None = None  # the last step: uncompressed, whether it counts, when it began
+    # {uncompressed: durations}, from the first gradient to the last result
     _exchanges: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    # {uncompressed: durations}, from the first gradient of a step to that of the next step
     _whole: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
     @property
     def uncompressed(self) -> bool:
         """Whether the next step is exchanged uncompressed."""
-        return self._turn()[0] if self.compares else self.verdict is Verdict.DENSE
+        return self._position()[0] if self.compares else self.verdict is Verdict.DENSE
 
     @property
     def compares(self) -> bool:
-        """Whether nothing is decided yet."""
+        """Whether the measurement is still running."""
         return self.on and self.verdict is Verdict.OPEN
 
     @property
     def outcome(self) -> str:
-        """What was decided, in words."""
+        """The verdict as text."""
         return "kept" if self.verdict is Verdict.COMPRESS else "given up"
 
-    def _turn(self) -> tuple[bool, int]:
-        """Return the kind of the next step, and how many steps of its turn came before it."""
-        before = self._steps
-        for kind, count in SCHEDULE:
-            if before < count:
-                return kind, before
-            before -= count
-        return False, before
+    def _position(self) -> tuple[bool, int]:
+        """Return whether the next step is uncompressed, and its index in its run of steps."""
+        index = self._steps
+        for uncompressed, count in SCHEDULE:
+            if index < count:
+                return uncompressed, index
+            index -= count
+        return False, index
 
     def note(self, began: float, ended: float) -> None:
-        """Note when a step's first gradient came on this rank, and when its last result was there, in seconds."""
+        """Record the duration of a step on this rank.
+
+        Args:
+            began: time of the first gradient, in seconds.
+            ended: time at which the last result was available.
+        """
         if not self.compares:
             return
         if self._last is not None:
-            kind, counts, before = self._last
+            uncompressed, counts, before = self._last
             if counts:
-                self._whole[kind].append(began - before)
-        kind, number = self._turn()
-        # The first step of a turn meets cold caches, and buffers that are not there yet
-        counts = number >= (SETTLING if self._steps < SCHEDULE[0][1] else 1)
-        if counts or (kind and not self._exchanges[kind]):
-            self._exchanges[kind].append(ended - began)
-        self._last = (kind, counts, began)
+                self._whole[uncompressed].append(began - before)
+        uncompressed, index = self._position()
+        # The first step of a run has cold caches and allocates buffers
+        counts = index >= (SETTLING if self._steps < SCHEDULE[0][1] else 1)
+        # The very first uncompressed step is used nevertheless: it may end the measurement early (LONG)
+        if counts or (uncompressed and not self._exchanges[True]):
+            self._exchanges[uncompressed].append(ended - began)
+        self._last = (uncompressed, counts, began)
         self._steps += 1
 
     def votes(self) -> list[float]:
-        """Return what to compare with the other ranks in the next step; nothing if it is too early or decided."""
+        """Return this rank's median durations, to be all-reduced with max; empty if too early or already decided."""
         if not self.compares or not all(self._exchanges.values()):
             return []
         whole = [statistics.median_low(self._whole[kind] or [0.0]) for kind in (False, True)]
         return [*whole, *(statistics.median_low(self._exchanges[kind]) for kind in (False, True))]
 
-    def decide(self, voted: Sequence[float]) -> None:
-        """Take the greatest of the ranks' :meth:`votes`, and decide if that is possible."""
-        if not voted or not self.compares:
+    def decide(self, votes: Sequence[float]) -> None:
+        """Decide, if the durations allow it already.
+
+        Args:
+            votes: elementwise maximum of the :meth:`votes` of all ranks; may be empty.
+        """
+        if not votes or not self.compares:
             return
-        compressed, dense, *exchanges = voted
+        compressed, dense, *exchanges = votes
         if self._steps < _FIRST:
-            # A whole step may have an evaluation in it, so a single one says nothing
+            # A single whole step may contain an evaluation, so compare the exchanges only
             compressed, dense = exchanges
             decided = dense > CLEAR * compressed + LONG
         elif self._steps < _ALL:
@@ -116,30 +127,33 @@ class Fallback:
             self.verdict = Verdict.COMPRESS if compressed < WORTH * dense else Verdict.FLUSH
 
     def end_step(self) -> bool:
-        """Note that a step has ended; return whether it brought the residuals, and compression is given up now."""
+        """Record the end of a step. Return whether it sent the residuals, so that compression ends now."""
         if self.verdict is Verdict.FLUSH:
             self.verdict = Verdict.DENSE
             return True
         return False
 
     def state(self) -> dict[str, Any]:
-        """Return what was decided, as plain data to save."""
+        """Return the verdict as plain data for a saved state."""
         return {"verdict": self.verdict.value, "seconds": list(self.seconds)}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Take over what was decided, if it was; what is not decided is compared from the beginning."""
-        self.verdict, self.seconds = Verdict.OPEN, (0.0, 0.0)
-        self._steps, self._last = 0, None
-        self._exchanges, self._whole = {False: [], True: []}, {False: [], True: []}
+        """Restore a saved verdict. An unfinished measurement starts again."""
+        self.verdict = Verdict.OPEN
+        self.seconds = (0.0, 0.0)
+        self._steps = 0
+        self._last = None
+        self._exchanges = {False: [], True: []}
+        self._whole = {False: [], True: []}
         if saved:
             self.verdict = Verdict(saved["verdict"])
             compressed, dense = saved["seconds"]
             self.seconds = (compressed, dense)
 
     def __str__(self) -> str:
-        """What was measured and decided, for logs."""
+        """Return the measured durations and the verdict, for logs."""
         compressed, dense = (1000 * each for each in self.seconds)
         return (
-            f"compression is {self.outcome}: a step took {compressed:.1f} ms with it, and {dense:.1f} ms without "
-            "(fallback: false in the plan does not compare)"
+            f"compression is {self.outcome}: a step took {compressed:.1f} ms with it and {dense:.1f} ms without it "
+            "(fallback: false in the plan skips this comparison)"
         )

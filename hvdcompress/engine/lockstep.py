@@ -1,6 +1,6 @@
-"""Collectives among ranks that live in one process: every rank's request -> every rank's result.
+"""Collectives of ranks that live in one process: maps the requests of all ranks to the results of all ranks.
 
-Rehearsals and loopback use it.
+Used by ``rehearsal.py`` and ``hvdcompress.loopback``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ Results = list[Any]
 
 
 def carry_out(requests: Sequence[Request]) -> Results:
-    """The results of one collective; numpy arrays, which ranks may share.
+    """Perform one collective.
+
+    Args:
+        requests: the request of each rank, in rank order.
+
+    Returns:
+        The result of each rank, as NumPy arrays. Ranks may share one array.
 
     Raises:
-        RuntimeError: the ranks ask for different collectives, or for one that cannot be.
+        RuntimeError: the requests are of different kinds, or do not fit together.
     """
     kinds = {request.kind for request in requests}
     if len(kinds) != 1:
-        raise RuntimeError(f"ranks ask for different collectives in one round: {', '.join(sorted(kinds))}")
+        raise RuntimeError(f"ranks start different collectives in the same round: {', '.join(sorted(kinds))}")
     return RUN[kinds.pop()](requests)
 
 
@@ -33,10 +39,10 @@ def _all_reduce(requests: Sequence[Request]) -> Results:
     arrays = [request.payload for request in requests]
     lengths = {len(x) for x in arrays}
     if len(lengths) != 1:
-        raise RuntimeError(f"an all-reduce of different lengths: {sorted(lengths)}")
+        raise RuntimeError(f"all-reduce: lengths differ between ranks: {sorted(lengths)}")
     kinds = {f"{request.op} {request.payload.dtype}" for request in requests}
     if len(kinds) != 1:
-        raise RuntimeError(f"an all-reduce of different kinds: {sorted(kinds)}")
+        raise RuntimeError(f"all-reduce: ops or dtypes differ between ranks: {sorted(kinds)}")
     total = hvdcompress.ops.fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
     return [total] * len(requests)
 
@@ -48,22 +54,22 @@ def _all_gather(requests: Sequence[Request]) -> Results:
 def _broadcast(requests: Sequence[Request]) -> Results:
     roots = {request.root for request in requests}
     if len(roots) != 1:
-        raise RuntimeError(f"ranks disagree on the root of a broadcast: {sorted(map(str, roots))}")
+        raise RuntimeError(f"broadcast: roots differ between ranks: {sorted(map(str, roots))}")
     made = requests[roots.pop() or 0].payload
-    (announced,) = requests[0].gives or (0,)
+    (announced,) = requests[0].send_lengths or (0,)
     if len(made) != announced or len(made) % 4:
-        raise RuntimeError(f"a broadcast of {len(made)} bytes was announced as {announced}")
+        raise RuntimeError(f"broadcast: the root sends {len(made)} bytes, num_bytes is {announced} (a multiple of 4)")
     return [made] * len(requests)
 
 
 def _all_to_all(requests: Sequence[Request]) -> Results:
-    pieces = [cut(request.payload, request.gives or ()) for request in requests]
+    pieces = [cut(request.payload, request.send_lengths or ()) for request in requests]
     received = []
     for rank, request in enumerate(requests):
         mine = [row[rank] for row in pieces]
         lengths = tuple(map(len, mine))
-        if lengths != request.gets:
-            raise RuntimeError(f"an all-to-all brought rank {rank} {lengths} bytes, expected were {request.gets}")
+        if lengths != request.recv_lengths:
+            raise RuntimeError(f"all-to-all: rank {rank} receives {lengths} bytes, expected {request.recv_lengths}")
         received.append(np.concatenate(mine))
     return received
 

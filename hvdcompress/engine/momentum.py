@@ -1,8 +1,8 @@
-"""Hand reduced gradients over, the optimizer's momentum adapted (``parts/momentum.py`` has the equations).
+"""Delivery of reduced gradients with adapted optimizer momentum (``parts/momentum.py`` has the equations).
 
-What the optimizer's momentum buffer contains of gradients without momentum, v, is kept from step to step in the form in
-which the method's result came: sparse for a sparse method, as two factors for a matrix of low rank, dense otherwise. It
-is kept in *pieces*: one for the whole bucket, or one for each tensor of a bucket whose method runs on each tensor.
+Between steps the adapter stores v, the part of the optimizer's momentum buffer that comes from gradients without
+momentum. It has the form of the method's result: sparse for a sparse method, two factors for a low-rank matrix, dense
+otherwise. It is stored in *pieces*: one for the whole bucket, or one per tensor if the method runs on each tensor.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from hvdcompress.engine.pieces import (
     Pieces,
     clone,
     combined,
+    concatenated,
     copied,
-    end_to_end,
     in_form_of,
     is_compact,
     scaled,
-    whole,
+    to_dense,
 )
 from hvdcompress.engine.setup import Setup
 from hvdcompress.method import Array, Reduced, Sparse
 from hvdcompress.ops.vectors import Outer, Shares
 from hvdcompress.parts import momentum
-from hvdcompress.parts.momentum import MOST, Filter, Momentum, shares
+from hvdcompress.parts.momentum import MAX_WAIT, Filter, Momentum, shares
 
-RENEWED = 127 - MOST  #: steps between those in which old stamps are renewed, as stamps repeat after 256 steps
-COUNTED = 4096  #: elements; of more, a sample tells how many of them ranks send together
+RENEWED = 127 - MAX_WAIT  #: interval in steps at which old stamps are renewed, because stamps repeat after 256 steps
+COUNTED = 4096  #: elements; of more, a sample of about this size estimates how many ranks send the same element
 
 
 class Adapter:
-    """Adapts the optimizer's momentum for the results of one exchange.
+    """Adapts the optimizer's momentum to the results of one exchange.
 
     Args:
-        setup: of the exchange, whose method is done.
-        reduced: what the method returned: one for the bucket, or one for each tensor.
+        setup: the inputs of the exchange.
+        reduced: the results of the method: one for the bucket, or one per tensor.
     """
 
     def __init__(self, setup: Setup, reduced: Sequence[Reduced]):
@@ -49,12 +49,12 @@ class Adapter:
         self.bucket = setup.bucket
         self.ops = setup.ops
         self._reduced = reduced
-        self.known = setup.state.momentum  # before this step
-        self._past = self.known.content  # what the buffer contains now
-        self._new: Pieces | None = None  # what it contains after this step; None if that is the same
+        self.known = setup.state.momentum  # contents before this step
+        self._past = self.known.content  # v before this step, corrected for what the optimizer did since
+        self._new: Pieces | None = None  # v after this step; None if unchanged
         self._updates = self.known.updates
         self._arrived = self.known.arrived
-        self._stamped: Array | None = None  # the same after this step
+        self._stamped: Array | None = None  # ``_arrived`` after this step
 
     def _totals(self) -> list[Any]:
         return [reduced.total for reduced in self._reduced]
@@ -64,19 +64,20 @@ class Adapter:
         if setup.paused:
             return []
         if momentum.adapts(setup.method):
-            return [momentum.adapting(setup.method, each) for each in found]
-        return [momentum.releasing(each) for each in found] if self._past else []
+            return [momentum.cancelling_filter(setup.method, each) for each in found]
+        return [momentum.restoring_filter(each) for each in found] if self._past else []
 
     def _reconciled(self, found: Sequence[Momentum | None]) -> Pieces:
-        """Return what the buffers of the optimizers contain.
+        """Return v as it is in the optimizer's buffers now.
 
-        Some buffers are new; some optimizers have skipped their step; some have taken a step with a gradient that is
-        not in the known content.
+        An optimizer may have a new buffer, may have skipped its step, or may have used a gradient that is not in the
+        known content.
         """
         content = self.known.content
         then = self.known.updates or (None,) * len(found)
         foreign = self.known.foreign or (False,) * len(found)
-        # updates since the last exchange in which nothing of ours was added to the buffer; −1: not even that was
+        # Number of optimizer updates since the last exchange that decayed v without adding to it; −1 if the optimizer
+        # skipped its step, so that the last addition never happened
         more: list[int] = []
         for before, now, is_foreign in zip(then, self._updates, foreign, strict=True):
             more.append(0 if before is None or now is None else now - before - (not is_foreign))
@@ -93,14 +94,17 @@ class Adapter:
     # -- results --------------------------------------------------------------------------------------------
 
     def write(self, factor: float, outs: Sequence[Array]) -> bool:
-        """Write what the optimizer is to be given into ``outs``; return False where nothing is adapted in this step.
+        """Write the gradients for the optimizer into ``outs``.
 
         Args:
-            factor: what the total is multiplied by to get the reduced gradient, the loss scale apart.
-            outs: float32, by tensor.
+            factor: factor from a total to the reduced gradient, without the loss scale.
+            outs: float32 arrays that receive the gradients, one per tensor.
+
+        Returns:
+                Whether anything was written. False if no momentum is adapted in this step.
         """
         found = [self.setup.local.optimizer(member.name) for member in self.bucket.members]
-        if not any(found):  # no optimizer is known, or it is gone
+        if not any(found):  # the optimizer is unknown or was deleted
             self._past = ()
         if not any(each and each.factor for each in found):
             return False
@@ -126,13 +130,13 @@ class Adapter:
     def _write_compact(
         self, totals: Sequence[Any], one: Filter, spread: float, factor: float, outs: Sequence[Array]
     ) -> Pieces:
-        """Write sparse or low-rank totals, of which no dense vector is kept."""
+        """Write sparse or low-rank totals without creating a dense vector."""
         ops = self.ops
         scale = self.setup.scale
         as_it_is = factor / scale
         gain = one.gain * factor
         lost = one.factor / (one.entry * scale)
-        more = one.gain / one.entry - 1.0  # what is handed over without momentum has all of its effect at once
+        more = one.gain / one.entry - 1.0  # without momentum, a gradient has its whole effect in this step
         old: Sequence[Any] = in_form_of(totals, self._past, self.bucket, ops)
         kept: list[Piece] = []
         for number, total in enumerate(totals):
@@ -145,7 +149,7 @@ class Adapter:
                     ops.write(outs[number], total, change)
                 kept.append(copied(total, gain * one.share))
                 continue
-            index, values = end_to_end(_parts(total), ops)
+            index, values = concatenated(_parts(total), ops)
             share = self._stamp(self._table(one, spread), number, index) if one.share is None else one.share
             given = [Sparse(index, values * (share * _rounded(more) + 1.0))]
             kept.append(Sparse(index, values * share * _rounded(gain)))
@@ -157,7 +161,7 @@ class Adapter:
             else:
                 ops.write(outs[number], Shares(given), as_it_is)
         if self._past and not old:
-            vector = whole(self._past, self.bucket, ops, outs[0])
+            vector = to_dense(self._past, self.bucket, ops, outs[0])
             for out, (start, stop) in zip(outs, self.bucket.spans, strict=True):
                 ops.subtract(out, vector[start:stop], lost)
         return tuple(kept)
@@ -165,10 +169,10 @@ class Adapter:
     def _write_dense(
         self, totals: Sequence[Any], filters: Sequence[Filter], spread: float, factor: float, outs: Sequence[Array]
     ) -> Array:
-        """Write totals of any form."""
+        """Write totals of any form through a dense vector."""
         ops = self.ops
         scale = self.setup.scale
-        old = whole(self._past, self.bucket, ops, outs[0]) if self._past else None
+        old = to_dense(self._past, self.bucket, ops, outs[0]) if self._past else None
         new = self._unused_buffer(old, outs[0])
         for number, total in enumerate(totals):
             ops.write(new[slice(*self._span_of(number))], total, factor)
@@ -191,7 +195,7 @@ class Adapter:
         return new
 
     def _unused_buffer(self, old: Array | None, like: Array) -> Array:
-        """Return a dense vector whose contents nobody needs, and which is not ``old``.
+        """Return a dense buffer [size] that is not in use and is not ``old``.
 
         The content before the last exchange is needed only as long as the optimizer may have skipped that step.
         """
@@ -203,15 +207,15 @@ class Adapter:
         return self.ops.zeros(size, "float32", like)
 
     def _span_of(self, number: int) -> tuple[int, int]:
-        """Return where a total's elements are in the bucket: the totals are one, or one for each tensor."""
+        """Return (start, stop) of a total in the bucket. There is one total, or one per tensor."""
         return self.bucket.spans[number] if len(self._reduced) > 1 else (0, self.bucket.spec.size)
 
     def _table(self, one: Filter, spread: float) -> Array:
-        """Return the share that is handed over without momentum, by an element's age."""
+        """Return the share c that is delivered without momentum, by age of an element, float32."""
         return self.ops.asarray(shares(one.factor, spread), self.setup.like)
 
     def _stamp(self, table: Array, number: int, index: Array) -> Array:
-        """Note that elements of a total have arrived; return the entries of a table for their ages."""
+        """Mark elements of a total as sent in this step, and return the table entries of their ages."""
         assert self._arrived is not None
         if self._stamped is None:
             self._stamped = self.setup.memory.second_buffer("arrived", self._arrived, "int8", self.ops)
@@ -222,7 +226,11 @@ class Adapter:
     # -- the next state -------------------------------------------------------------------------------------
 
     def new_state(self, unused: tuple[bool, ...]) -> MomentumState:
-        """Return what is known after this step; ``unused`` tells which tensors' results no rank uses."""
+        """Return the buffer contents after this step.
+
+        Args:
+            unused: for each tensor, whether no rank uses its result. Empty if all are used.
+        """
         arrived = self._new_arrivals(unused)
         if self._new is None:
             return MomentumState(self._past, self.known.before, arrived, self._updates, unused)
@@ -230,37 +238,37 @@ class Adapter:
         return MomentumState(content, self._past, arrived, self._updates, unused)
 
     def paused_state(self) -> MomentumState:
-        """Return what is known after a step in a pause, whose gradients the optimizer gets as they are."""
+        """Return the buffer contents after a paused step, whose gradients the optimizer gets unchanged."""
         return replace(self.known, content=self._past, updates=self._updates)
 
     def _new_arrivals(self, unused: tuple[bool, ...]) -> Array | None:
-        """Return the step in which each element last arrived, this step included."""
+        """Return the step in which each element was last sent, including this step."""
         totals = self._totals()
         if self._arrived is None or not all(isinstance(total, Sparse | Shares) for total in totals):
             return None
         step = self.setup.state.step
-        if self._stamped is None:  # no share depended on it in this step
+        if self._stamped is None:  # no share depended on the ages, so the elements are not marked yet
             nothing = self.ops.asarray(np.ones(1, np.float32), self.setup.like)
             for number, total in enumerate(totals):
                 self._stamp(nothing, number, self.ops.concat([part.index for part in _parts(total)]))
         arrived: Any = self._stamped
         for is_unused, (start, stop) in zip(unused, self.bucket.spans, strict=False):
             if is_unused:
-                arrived[start:stop] = self._arrived[start:stop] + 1  # nothing waits where there is no gradient
+                arrived[start:stop] = self._arrived[start:stop] + 1  # without a gradient, no element waits longer
         if step % RENEWED == 0:
             waits = _stamp(step + 1) - arrived
-            arrived[waits > MOST] = _stamp(step + 1 - MOST)
+            arrived[waits > MAX_WAIT] = _stamp(step + 1 - MAX_WAIT)
         return arrived
 
     def _with_parts_of(self, pieces: Pieces, others: Pieces, chosen: Sequence[bool]) -> Pieces:
-        """Return ``pieces`` with the parts of ``others`` for the chosen tensors of the bucket."""
+        """Return ``pieces``, with the chosen tensors replaced by those of ``others``."""
         if all(chosen):
             return others
         if not pieces and not others:
             return ()
         like = self.setup.like
-        dense = clone(whole(pieces, self.bucket, self.ops, like))
-        other = whole(others, self.bucket, self.ops, like)
+        dense = clone(to_dense(pieces, self.bucket, self.ops, like))
+        other = to_dense(others, self.bucket, self.ops, like)
         for choose, (start, stop) in zip(chosen, self.bucket.spans, strict=True):
             if choose:
                 self.ops.write(dense[start:stop], other[start:stop], 1.0)
@@ -271,19 +279,19 @@ class Adapter:
 
 
 def _parts(total: Any) -> list[Sparse]:
-    """Return the ranks' shares of a sparse total."""
+    """Return the shares of the ranks in a sparse total."""
     return list(total.each) if isinstance(total, Shares) else [total]
 
 
 def _stamp(step: int) -> int:
-    """Return a step modulo 2^8, as an int8."""
+    """Return a step modulo 2^8, in the range of int8."""
     return (step + 2**7) % 2**8 - 2**7
 
 
 def _spread(totals: Sequence[Any]) -> float:
-    """Return the number of ranks over the mean number of them that send an element together, in eighths.
+    """Return (number of ranks) / (mean number of ranks that send the same element), rounded to eighths.
 
-    Of many elements, those with an index divisible by a power of two are counted.
+    If there are many elements, only those whose index is divisible by a power of two are counted.
     """
     ranks = max(len(_parts(total)) for total in totals)
     sent = different = 0

@@ -1,6 +1,6 @@
-"""A vector of a bucket in the form in which a method's result came, so that a sparse one stays sparse.
+"""Storage of a bucket's vector in the form of the method's result, so that a sparse vector stays sparse.
 
-It is kept in pieces: one for the whole bucket, or one for each tensor of a bucket whose method runs on each tensor.
+The vector is stored in pieces: one for the whole bucket, or one per tensor if the method runs on each tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Outer, Shares
 from hvdcompress.plan import Bucket
 
-Piece = Sparse | Outer | Array  #: sparse for a sparse method, factors for a matrix of low rank, dense otherwise
-Pieces = tuple[Piece, ...]  #: one for the whole bucket, or one for each tensor
+Piece = Sparse | Outer | Array  #: sparse for a sparse method, factors for a low-rank matrix, otherwise dense
+Pieces = tuple[Piece, ...]  #: one piece for the whole bucket, or one per tensor
 
 
 def slots_of(piece: Piece) -> dict[str, Array]:
-    """Return the arrays of a piece of ``MomentumState.content``, by the names that they have in a saved state."""
+    """Return {name in a saved state: array} of a piece of ``MomentumState.content``."""
     if isinstance(piece, Sparse):
         return {"momentum.index": piece.index, "momentum.values": piece.values}
     if isinstance(piece, Outer):
@@ -29,7 +29,7 @@ def slots_of(piece: Piece) -> dict[str, Array]:
 
 
 def scaled(pieces: Pieces, factor: float) -> Pieces:
-    """Return ``factor`` times what is kept, in memory of its own."""
+    """Return ``factor`` times the pieces, in new memory."""
     number: Any = np.float32(factor).item()
     found: list[Piece] = []
     for piece in pieces:
@@ -41,21 +41,21 @@ def scaled(pieces: Pieces, factor: float) -> Pieces:
 
 
 def copied(total: Outer, factor: float) -> Outer:
-    """Return ``factor`` times a matrix of low rank, in memory of its own."""
+    """Return ``factor`` times a low-rank matrix, in new memory."""
     return Outer(copied_left(total, factor), clone(total.right), total.terms)
 
 
 def copied_left(total: Outer, factor: float) -> Array:
-    """Return the left factor, times ``factor`` and the scale."""
+    """Return the left factor multiplied by ``factor`` and by the matrix's scale."""
     left: Any = total.left
     return left * np.float32(total.scale * factor).item()
 
 
 def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops) -> Outer:
-    """Return factor · first + other · second as one matrix of low rank, which is written in one pass.
+    """Return factor · first + other · second as one low-rank matrix, which can be written in one pass.
 
-    It has the rank of both together; or that of ``first``, where the rows of its basis combine to those of ``second``,
-    as with ACP-SGD, whose every step begins with a factor of the step before.
+    Its rank is the sum of both ranks. If the basis of ``second`` is a linear combination of that of ``first``, the rank
+    of ``first`` is enough; this happens with ACP-SGD, whose steps start from a factor of the step before.
     """
     is_right = first.basis == "right"
     basis, mine = (first.right, first.left) if is_right else (first.left, first.right)
@@ -69,8 +69,8 @@ def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops)
     return Outer(total, basis, first.terms) if is_right else Outer(basis, total, first.terms)
 
 
-def end_to_end(shares: Sequence[Sparse], ops: Ops) -> Sparse:
-    """Return a sum of sparse vectors as one, in memory of its own: indices may occur several times."""
+def concatenated(shares: Sequence[Sparse], ops: Ops) -> Sparse:
+    """Return the sum of sparse vectors as one sparse vector in new memory. Indices may occur several times."""
     if len(shares) == 1:
         return Sparse(clone(shares[0].index), clone(shares[0].values))
     return Sparse(ops.concat([share.index for share in shares]), ops.concat([share.values for share in shares]))
@@ -82,14 +82,14 @@ def clone(array: Array) -> Array:
 
 
 def is_compact(totals: Sequence[Any], bucket: Bucket) -> bool:
-    """Return whether all totals are sparse, or all are matrices of one tensor each."""
+    """Return whether all totals are sparse, or all are low-rank matrices of one tensor each."""
     if isinstance(totals[0], Outer):
         return all(isinstance(total, Outer) for total in totals) and len(totals) == len(bucket.members)
     return all(isinstance(total, Sparse | Shares) for total in totals)
 
 
 def in_form_of(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
-    """Return the past in the form of compact totals; nothing if it has another form."""
+    """Return past pieces in the form of compact totals, or nothing if they have a different form."""
     form = Outer if isinstance(totals[0], Outer) else Sparse
     if not all(isinstance(piece, form) for piece in past):
         return ()
@@ -99,7 +99,7 @@ def in_form_of(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) ->
 
 
 def by_tensor(pieces: Pieces, bucket: Bucket) -> Pieces:
-    """Return one piece for each tensor, of pieces of any form; views of dense ones."""
+    """Return one piece per tensor. Dense pieces are views."""
     if len(pieces) in (0, len(bucket.members)):
         return pieces
     (piece,) = pieces
@@ -120,8 +120,8 @@ def _joined(pieces: Sequence[Any], bucket: Bucket, ops: Ops) -> Sparse:
     return Sparse(index, ops.concat([piece.values for piece in pieces]))
 
 
-def whole(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
-    """Return pieces of any form as one dense vector."""
+def to_dense(pieces: Pieces, bucket: Bucket, ops: Ops, like: Array) -> Array:
+    """Return pieces of any form as one dense float32 vector of the bucket."""
     if len(pieces) == 1 and not isinstance(pieces[0], Sparse | Outer):
         return pieces[0]
     dense = ops.zeros(bucket.spec.size, "float32", like)

@@ -1,8 +1,8 @@
-"""Which collectives a method asks for in a phase, found out by running it once on a small tensor.
+"""Rehearsal: find out which collectives a method uses in a phase, by running it on a small tensor.
 
-Within a phase the number, kinds and dtypes of collectives are fixed (the conformance suite checks it). So a driver
-that must lay them out beforehand, as TensorFlow's graphs require, can learn them from a rehearsal: all ranks in
-lockstep, on zeros, in a small shape that the method suits.
+Within a phase the number, kinds and dtypes of the collectives are fixed; the conformance suite checks this. A driver
+that must know them in advance, such as TensorFlow with its graphs, runs a rehearsal: all ranks in lockstep, in one
+process, on zeros, with a small shape that the method supports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hvdcompress.parts import feedback
 
 
 class Round(NamedTuple):
-    """One collective: the collective's name, the operation of an all-reduce, and the dtype that it carries."""
+    """Kind of one collective: class name, reduction of an all-reduce, and dtype of the payload."""
 
     collective: str
     op: str
@@ -41,13 +41,13 @@ class Round(NamedTuple):
 
 
 def round_of(collective: Collective) -> Round:
-    """What a collective is in a rehearsal."""
+    """Return the kind of a collective."""
     dtype = "uint8" if isinstance(collective, Broadcast) else dtype_name(collective.x)
     return Round(type(collective).__name__, getattr(collective, "op", ""), dtype)
 
 
 def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
-    """A small shape that the method suits; the tensor's own where none is found."""
+    """Return a small shape that the method supports, or the tensor's own shape if there is none."""
     for shape in ((64,), (16, 16), (4, 12, 2, 3), (8, 16, 3, 3)):
         if math.prod(shape) < spec.size and method.suits(TensorSpec(spec.name, shape, layout=spec.layout)):
             return shape
@@ -55,32 +55,34 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
 
 
 def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
-    """The collectives of ``method`` in ``phase`` for tensors like ``spec``, in their order."""
+    """Return the collectives of ``method`` in ``phase`` for tensors like ``spec``, in order."""
     return tuple(round for round, _ in _rehearse(method, phase, world, _plain(method, spec, small_shape(method, spec))))
 
 
 def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
-    """The lengths of rank 0's payloads in these collectives (of a broadcast, in bytes), for a tensor of ``spec``.
+    """Return the lengths of rank 0's payloads in these collectives: elements, or bytes for a broadcast.
 
-    This is slow: it is a rehearsal in full size.
+    This is slow, because it runs the method on a tensor of full size.
     """
-    return tuple(length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.joined)))
+    return tuple(
+        length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.member_sizes))
+    )
 
 
-def begin(method: Method, ctx: Context, x: Array, whole: int = 1) -> Communication:
-    """Run a rank's exchange of a gradient ``x`` [n], with no history, on the host.
+def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communication:
+    """Run the exchange of one rank for a gradient, with zero state, on the host.
 
     Args:
         method: the method.
         ctx: rank, world, phase and tensor.
-        x: the gradient.
-        whole: what the state's whole numbers, such as GradiVeQ's number of components, are set to.
+        x: the gradient [n].
+        integers: value of the integer slots, such as GradiVeQ's number of components.
     """
     spec = ctx.spec
     work = Workspace(hvdcompress.ops.fast)
-    # full() and not zeros(): memory that is there, as in any step but the first
+    # full() instead of zeros(): it touches the memory, so that timings are those of a later step
     spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
-    own = feedback.Feedback(method, blank_state(method, spec, whole), spare)
+    own = feedback.Feedback(method, blank_state(method, spec, integers), spare)
     if method.feedback != "none":
         spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))
         parts = [x[start:stop] for start, stop in spans]
@@ -94,18 +96,18 @@ def context_of(method: Method, phase: int, rank: int, world: int, spec: TensorSp
     return Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none")
 
 
-def blank_state(method: Method, spec: TensorSpec, whole: int = 1) -> dict[str, Array]:
-    """A state of zeros, its whole numbers set to ``whole``."""
+def blank_state(method: Method, spec: TensorSpec, integers: int = 1) -> dict[str, Array]:
+    """Return a state of zeros whose integer slots are set to ``integers``."""
     state = {name: np.zeros(math.prod(slot.shape), slot.dtype) for name, slot in feedback.slots(method, spec).items()}
-    for count in (array for array in state.values() if array.dtype.kind in "iu"):
-        count[:] = whole
+    for array in (each for each in state.values() if each.dtype.kind in "iu"):
+        array[:] = integers
     return state
 
 
-def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], joined: tuple[int, ...] = ()) -> TensorSpec:
-    """What collectives depend on: not the tensor's name."""
-    dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
-    return TensorSpec("rehearsal", shape, dtype, spec.layout, joined)
+def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], member_sizes: tuple[int, ...] = ()) -> TensorSpec:
+    """Return a spec without the tensor's name, on which collectives do not depend, so that results can be cached."""
+    dtype = "float64" if method.keeps_float64 and spec.dtype == "float64" else "float32"
+    return TensorSpec("rehearsal", shape, dtype, spec.layout, member_sizes)
 
 
 @cache
@@ -124,15 +126,22 @@ def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple
 
 
 def carry_out(collectives: list[Collective]) -> list[Array]:
-    """Every rank's collective -> every rank's result, on numpy arrays in one process."""
+    """Perform one collective of all ranks in this process.
+
+    Args:
+        collectives: the collective of each rank, in rank order.
+
+    Returns:
+        The result of each rank, in the form that methods expect.
+    """
     world = len(collectives)
     fast = hvdcompress.ops.fast
     requests = [
-        lower(collective, rank, world, fast, np.zeros(0), broadcasts=True)
+        lower(collective, rank, world, fast, np.zeros(0), native_broadcast=True)
         for rank, collective in enumerate(collectives)
     ]
     outs = lockstep.carry_out(requests)
-    pieces = [request.gets or () for request in requests]
+    pieces = [request.recv_lengths or () for request in requests]
     if isinstance(collectives[0], AllGather):
         pieces = [tuple(gathered_lengths(outs[0], collectives[0], world, fast))] * world
     return [

@@ -1,12 +1,12 @@
-"""What one exchange works with: fixed when it begins, and shared by its parts."""
+"""Inputs of one exchange: its method, state, buffers and context. They are fixed when the exchange begins."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 
+from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.together import Together
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import Array, Context, TensorSpec, Workspace
 from hvdcompress.ops.scan import Found
@@ -16,33 +16,33 @@ from hvdcompress.plan import Bucket
 
 
 class Setup:
-    """What one exchange works with.
+    """Inputs of one exchange, fixed when it begins.
 
     Args:
         local: this rank's state.
         group: the ranks that take part.
-        bucket: the tensors that are exchanged in one go.
-        like: an array on the device of the gradients, such as the first of them.
-        ops: the array ops of their library.
-        loss_scale: what the loss was multiplied by; residuals are kept unscaled.
+        bucket: the bucket.
+        like: an array on the gradients' device, such as the first gradient.
+        ops: the array ops of the gradients' library.
+        loss_scale: the factor by which the loss was multiplied.
 
     Attributes:
-        turn: what the program says for this step.
+        next_step: method and phase of this step.
         method: the method of this step.
-        state: the state that the exchange begins with.
-        memory: buffers that are reused.
-        dtype: the dtype of the computation.
-        scale: what gradients are multiplied by as they come in.
+        state: the state before the exchange.
+        memory: the reused buffers of the bucket.
+        dtype: dtype of the computation, "float32" or "float64".
+        scale: factor of arriving gradients: 1 / loss scale if the method has state, otherwise 1.
         with_feedback: whether the method has error feedback.
-        feedback: the slots, and the second buffers that receive the new values of the feedback's slots.
+        feedback: the error feedback of the bucket, with the second buffers for its new slots.
         ctx: the context of the bucket.
         work: the workspace of the bucket.
-        each: where the method runs on each tensor, the context and the workspace of each; otherwise empty.
-        paused: whether the state stays as it is.
-        begun_in: ``RankState.round``.
+        per_tensor: (context, workspace) of each tensor if the method runs on each tensor; otherwise empty.
+        paused: whether the step leaves the state unchanged.
+        begun_in: ``RankState.round`` at the beginning of the exchange.
 
     Raises:
-        ValueError: a tensor had another shape before.
+        ValueError: the shape of a tensor has changed.
     """
 
     def __init__(self, local: RankState, group: Group, bucket: Bucket, like: Array, ops: Ops, loss_scale: float = 1.0):
@@ -51,24 +51,24 @@ class Setup:
         self.bucket = bucket
         self.like = like
         self.ops = ops
-        self.turn = turn = local.turn(bucket)
-        self.method = method = turn.method
-        self.state = state = local.state_of(turn, like, ops)
+        self.next_step = planned = local.next_step(bucket)
+        self.method = method = planned.method
+        self.state = state = local.state_of(planned, like, ops)
         local.note_begun(bucket)
         self.begun_in = local.round
         self.paused = local.uncompressed
         self.memory = memory = local.memory_of(bucket.spec.name)
-        self.dtype = turn.dtype
-        # State is kept unscaled. A method without state need not unscale.
+        self.dtype = planned.dtype
+        # Loss scales change, so state is kept unscaled. A method without state can skip the division.
         self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
         self.with_feedback = method.feedback != "none"
         spare = {slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)}
         self.feedback = feedback.Feedback(method, state.slots, spare, self.scale)
         self.ctx = self._context(bucket.spec)
         self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
-        self.each: Sequence[tuple[Context, Workspace]] = ()
-        if bucket.unasked and method.granularity == "tensor":
-            self.each = self._each()
+        self.per_tensor: Sequence[tuple[Context, Workspace]] = ()
+        if bucket.automatic and method.granularity == "tensor":
+            self.per_tensor = self._tensor_workspaces()
         else:
             self.work.scanned = [Found(True)] * len(bucket.members)
 
@@ -80,22 +80,22 @@ class Setup:
             state.step,
             spec,
             self.local.plan.seed,
-            self.turn.phase,
+            self.next_step.phase,
             state.triggers,
             self.with_feedback,
         )
 
-    def _each(self) -> list[tuple[Context, Workspace]]:
-        # This runs for every tensor in every step
+    def _tensor_workspaces(self) -> list[tuple[Context, Workspace]]:
+        # A hot loop: it runs for every tensor in every step
         bucket, of_member = self.bucket, self.memory.of_member
         return [
             (self._context(member), Workspace(self.ops, of_member(index), bucket=self.work, span=span))
             for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))
         ]
 
-    def together(self) -> Together | None:
-        """Return the communications of the tensors as one; None where the method runs on the whole bucket."""
-        if not self.each:
+    def fuse(self) -> FusedCommunication | None:
+        """Return a fused communication for the tensors; None if the method runs on the bucket as a whole."""
+        if not self.per_tensor:
             return None
         buffer = functools.partial(self.work.buffer, like=self.like)
-        return Together([member.name for member in self.bucket.members], self.group, self.ops, buffer)
+        return FusedCommunication([member.name for member in self.bucket.members], self.group, self.ops, buffer)

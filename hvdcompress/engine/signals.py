@@ -1,4 +1,4 @@
-"""Signal handlers of the program, which wait until an exchange is over."""
+"""Deferral of signal handlers until an exchange is over."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Context manager: signals that come in it are handled at its end, in their order.
+    """Context manager that delays signals: their handlers run on exit, in the order of the signals.
 
-    A handler that raises, as that of Ctrl-C does, would leave collectives under way that write into memory which is
-    given back, and other ranks that wait. Outside of the main thread, which alone runs handlers, it does nothing.
+    A handler that raises an exception, such as Python's handler for Ctrl-C, would leave collectives in flight that
+    write to freed memory, and other ranks would wait for this one. Signal handlers run only in the main thread; in
+    other threads the context manager is a no-op.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
+    received: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     with ExitStack() as restored:
         for number in signal.valid_signals():
             handler = signal.getsignal(number)
+            # SIG_DFL and SIG_IGN are not callable, and the system handles them without Python
             if callable(handler):
                 handlers[number] = handler
                 restored.callback(signal.signal, number, handler)
-                signal.signal(number, lambda number, frame: came.append((number, frame)))
+                signal.signal(number, lambda number, frame: received.append((number, frame)))
         yield
-    for which, frame in came:
+    for which, frame in received:
         handlers[which](which, frame)

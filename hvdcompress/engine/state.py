@@ -1,7 +1,7 @@
-"""One rank's state under one plan: the states of all buckets, and where they are in their programs.
+"""State of one rank under one plan: the states of all buckets, and their progress in the methods' programs.
 
-An exchange reads a :class:`~hvdcompress.engine.bucket_state.BucketState` and builds the next one. ``engine/commit.py``
-swaps all new states in at once.
+An exchange reads a :class:`~hvdcompress.engine.bucket_state.BucketState` and builds a new one. ``engine/commit.py``
+replaces all of them at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from hvdcompress.plan import Bucket, Plan
 from hvdcompress.registry import get
 
 UNCOMPRESSED = get("none")
-FLUSH = get("none", feedback="plain")  #: sends the residual, too
-SEEN = 10  #: number of steps after which the tensors that have come are taken for all there are
+FLUSH = get("none", feedback="plain")  #: a dense step that also sends the residuals, so that they become zero
+SEEN = 10  #: steps after which all tensors are assumed to have appeared
 
 
-class Turn(NamedTuple):
-    """The next step of a bucket: what its program says for it.
+class NextStep(NamedTuple):
+    """The method and phase of a bucket's next step, as its program determines them.
 
     Attributes:
         bucket: the bucket.
-        state: its state; None before its first step.
+        state: the bucket's state; None before the first step.
         method: the method of the step.
         phase: index into ``method.phases``.
-        restart: ``BucketState.restart`` of the state after the step.
+        restart: ``BucketState.restart`` after the step.
     """
 
     bucket: Bucket
@@ -51,20 +51,20 @@ class Turn(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The dtype of the computation: float32, or float64 for float64 gradients under a ``wide`` method."""
-        return "float64" if self.bucket.spec.dtype == "float64" and self.method.wide else "float32"
+        """Dtype of the computation: float64 only for float64 gradients of methods that keep float64."""
+        return "float64" if self.bucket.spec.dtype == "float64" and self.method.keeps_float64 else "float32"
 
     @property
-    def passes(self) -> bool:
-        """Whether a stock float32 all-reduce of the gradient itself is the whole exchange."""
+    def passes_through(self) -> bool:
+        """Whether the exchange is just a float32 all-reduce of the gradient, which any framework can do."""
         method = self.method
         if not method.identity or method.feedback != "none" or self.bucket.spec.dtype != "float32":
             return False
-        # momentum that was cancelled before has to be given back once
+        # Momentum that an earlier method cancelled must be restored once, which changes the gradient
         return len(self.bucket.members) == 1 and not (self.state and self.state.momentum.content)
 
     def carried_elements(self) -> int | None:
-        """Return the length of the payload if a stock float32 all-reduce can carry it; None if it cannot."""
+        """Return the payload's number of float32 elements if a stock all-reduce can carry it, otherwise None."""
         if type(self.method).piggyback is Method.piggyback or len(self.bucket.members) > 1 or self.dtype != "float32":
             return None
         return self.method.piggyback(self.bucket.spec, self.phase, self.state.slots if self.state else {})
@@ -74,18 +74,18 @@ class RankState:
     """The states of all buckets on one rank.
 
     Attributes:
-        states: by bucket name, of every bucket that has gone through. A dictionary that is replaced, never changed.
-        memory: by bucket name, buffers that are reused.
-        observers: told of every event; the ledger is the first.
-        asks_for_trigger: whether this rank asks all ranks to restart their methods' schedules.
-        asking: buckets whose method has asked for that in its last exchange.
-        paused: whether the user wants gradients to be reduced uncompressed, and states to stay as they are.
-        fallback: whether compression pays.
-        times: how long recent steps took.
-        round: the number of the step. Where buckets are exchanged by themselves (FSDP2, TensorFlow), a round consists
-            of several of :class:`~hvdcompress.engine.step.Step`.
-        gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if it was not measured.
-        optimizer: returns the momentum that the optimizer applies to a tensor, by its name; None if that is not known.
+        states: {bucket name: state} of every bucket that was exchanged. The mapping is replaced, never modified.
+        memory: {bucket name: reused buffers}.
+        observers: receive every event; the first one is the ledger.
+        trigger_requested: whether this rank requests that all ranks restart the phases of their methods.
+        trigger_requests: names of the buckets whose method requested it in the last exchange.
+        paused: whether the user has paused compression: gradients are reduced uncompressed, and states do not change.
+        fallback: compares steps with and without compression.
+        times: durations of recent steps.
+        round: counts training steps. Drivers that exchange buckets separately (FSDP2, TensorFlow) use several
+            :class:`~hvdcompress.engine.step.Step` objects per round.
+        gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if not measured.
+        optimizer: function from a tensor's name to the momentum that the optimizer applies to it; None if unknown.
     """
 
     def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
@@ -96,66 +96,71 @@ class RankState:
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: Mapping[str, BucketState] = {}
         self.memory: dict[str, Memory] = {}
-        self.asks_for_trigger = False
-        self.asking: set[str] = set()
+        self.trigger_requested = False
+        self.trigger_requests: set[str] = set()
         self.paused = False
         self.fallback = Fallback(plan.fallback and world > 1)
         self.times = StepTimes(self.ledger, rank)
-        self._tries_without = False
+        self._dense_trial = False  # whether the fallback measures uncompressed steps in this round
         self.round = 0
-        self.replaced = False  # a state was replaced since the ranks last forgot lengths
-        self.metrics: dict[str, tuple[float, float]] = {}  # metric -> least and greatest since the last trigger
+        self.replaced = False  # whether a state was replaced since the ranks last cleared the known payload lengths
+        self.metrics: dict[str, tuple[float, float]] = {}  # {metric: (least, greatest)} since the last trigger
         self.gradient_norm = float("nan")
         self.optimizer: Callable[[str], Momentum | None] = lambda name: None
-        self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round
-        self._committed: set[str] = set()  # buckets whose state was swapped in this round
+        self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
+        self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
-        self._loaded: snapshot.Saved | None = None  # of tensors that have not come yet
-        self._claimed_by = 0  # the round by which they should have come
+        self._loaded: snapshot.Saved | None = None  # loaded state of tensors that have not appeared yet
+        self._claimed_by = 0  # the round until which they should have appeared
         self._copy: snapshot.Copy = np.concatenate
 
     @property
     def uncompressed(self) -> bool:
-        """Whether this step's gradients are reduced uncompressed, and states stay as they are."""
-        return self.paused or self._tries_without
+        """Whether this step reduces gradients uncompressed and leaves states unchanged."""
+        return self.paused or self._dense_trial
 
     # -- a bucket's next step -------------------------------------------------------------------------------
 
-    def turn(self, bucket: Bucket) -> Turn:
-        """Return what the program says for the bucket's next step."""
-        # Under drivers that get to know tensors as they come, a loaded state waits until its tensor comes
+    def next_step(self, bucket: Bucket) -> NextStep:
+        """Return the method and the phase of the bucket's next step."""
+        # Some drivers learn about a tensor with its first gradient, so a loaded state may have to wait for its tensor
         state = self.states.get(bucket.spec.name) or self._claim(bucket)
         step = state.step if state else 0
         restart = state.restart if state else (0, 0)
-        # A trigger that the ranks agreed on with the status of an earlier step takes effect in this one
+        # The ranks agreed on a trigger in the status of an earlier step; it takes effect now
         if state and restart[0] < state.triggers:
             restart = (state.triggers, step)
         if self.uncompressed:
-            return Turn(bucket, state, UNCOMPRESSED, 0, restart)
+            return NextStep(bucket, state, UNCOMPRESSED, 0, restart)
         method = bucket.program.at(step)
         if self.fallback.verdict is Verdict.FLUSH and method.feedback != "none":
-            return Turn(bucket, state, FLUSH, 0, restart)
+            return NextStep(bucket, state, FLUSH, 0, restart)
         phase = method.phase_of(step - max(bucket.program.since(step), restart[1]))
-        return Turn(bucket, state, method, phase, restart)
+        return NextStep(bucket, state, method, phase, restart)
 
-    def state_of(self, turn: Turn, like: Array, ops: Ops) -> BucketState:
-        """Return the state that an exchange begins with: zeros before the first one.
+    def state_of(self, planned: NextStep, like: Array, ops: Ops) -> BucketState:
+        """Return the state that an exchange starts from, zeros before the first one.
+
+        Args:
+            planned: the next step of the bucket.
+            like: an array on the gradients' device.
+            ops: the array ops of its library.
 
         Raises:
-            ValueError: a tensor had another shape before.
+            ValueError: the shape of a tensor has changed.
         """
-        bucket = turn.bucket
-        state = turn.state or BucketState.zeros(bucket, like, ops)
+        bucket = planned.bucket
+        state = planned.state or BucketState.zeros(bucket, like, ops)
         for before, now in zip(state.bucket.members, bucket.members, strict=True) if state.bucket is not bucket else ():
             if before.shape != now.shape:
                 raise ValueError(f"tensor {now.name!r} had shape {before.shape} before and has {now.shape} now")
         return state
 
     def note_begun(self, bucket: Bucket) -> None:
-        """Tell observers that an exchange begins.
+        """Report the beginning of an exchange to the observers.
 
-        The second exchange of a bucket in a round begins another round, because drivers that exchange buckets by
-        themselves do not see the end of a step.
+        Drivers that exchange buckets separately do not see the end of a step. So the second exchange of a bucket in a
+        round starts a new round.
         """
         if bucket.spec.name in self._committed:
             self.begin_round()
@@ -163,23 +168,23 @@ class RankState:
         for observer in self.observers:
             observer.begun(self.rank, bucket.spec.name, bucket.spec.size * itemsize(bucket.spec.dtype))
 
-    def pass_on(self, bucket: Bucket, like: Array, ops: Ops) -> Turn:
-        """Note that the driver's framework reduces a gradient itself.
+    def pass_through(self, bucket: Bucket, like: Array, ops: Ops) -> NextStep:
+        """Register a gradient that the driver's framework reduces itself.
 
         Args:
-            bucket: a bucket whose turn ``passes``.
+            bucket: a bucket whose :class:`NextStep` has ``passes_through``.
             like: an array on the gradient's device.
             ops: the array ops of its library.
 
         Returns:
-            The turn, for ``commit.conclude``.
+            The next step, for ``commit.commit_step``.
         """
-        turn = self.turn(bucket)
+        planned = self.next_step(bucket)
         self.note_begun(bucket)
-        return turn._replace(state=self.state_of(turn, like, ops))
+        return planned._replace(state=self.state_of(planned, like, ops))
 
     def memory_of(self, name: str) -> Memory:
-        """Return the buffers of a bucket."""
+        """Return the reused buffers of a bucket."""
         found = self.memory.get(name)
         if found is None:
             found = self.memory[name] = Memory()
@@ -188,12 +193,12 @@ class RankState:
     # -- commit and undo ------------------------------------------------------------------------------------
 
     def swap(self, new: Mapping[str, BucketState], begun_in: int | None = None) -> None:
-        """Replace the states of these buckets, all at once.
+        """Replace the states of these buckets in one assignment.
 
         Args:
-            new: by bucket name.
-            begun_in: the round in which their exchanges began, if it may have ended meanwhile: then
-                :meth:`discard` does not take them back.
+            new: {bucket name: new state}.
+            begun_in: the round in which the exchanges began. If it is over, the optimizer has used the results, and
+                :meth:`discard` does not undo them.
         """
         if begun_in is not None and begun_in != self.round:
             self._previous = {**self._previous, **new}
@@ -202,41 +207,47 @@ class RankState:
         self.states = {**self.states, **new}
 
     def begin_round(self) -> None:
-        """Begin a new step: from now on :meth:`discard` takes this one back."""
+        """Begin a new round, which :meth:`discard` can undo."""
         self.round += 1
-        self._tries_without = self.fallback.uncompressed
+        self._dense_trial = self.fallback.uncompressed
         self._can_discard = True
         self._previous = self.states
         self._committed = set()
 
     def end_round(self) -> None:
-        """The optimizer has used the results: nothing can be taken back."""
+        """Close the round because the optimizer has used its results. It cannot be discarded any more."""
         self.begin_round()
         self._can_discard = False
 
     def discard(self) -> None:
-        """Swap back to the states before the last step. One that had an Inf or a NaN has changed nothing.
+        """Restore the states before the last step. After a step with an Inf or a NaN this is a no-op.
 
         Raises:
-            RuntimeError: there was none, or it was discarded already, or a state was loaded since.
+            RuntimeError: there was no step, it was discarded already, or a state was loaded after it.
         """
         if not self._can_discard:
             raise RuntimeError("there is no step to discard: none since the last discard(), or a state was loaded")
         self._can_discard = False
-        # Second buffers need no care: each step takes the one that the current state does not use
+        # The second buffers are in order: a step always writes to the one that the current state does not use
         self.states = self._previous
-        self.asking -= self._committed
+        self.trigger_requests -= self._committed
         self._committed = set()
 
     def note_step(self, began: float, ended: float, blocked: float | None = None, waited: float = 0.0) -> None:
-        """Tell :attr:`times` and :attr:`fallback` of a step that has ended; see their methods ``note``.
+        """Record the duration of a finished step in :attr:`times` and :attr:`fallback`.
 
-        Steps of a pause do not count. For the times, nor do uncompressed steps and those of a comparison; for the
-        fallback, nor does a warm-up.
+        Paused steps are not recorded. :attr:`times` also omits uncompressed steps and steps that compare gradients, and
+        :attr:`fallback` omits warm-up steps.
+
+        Args:
+            began: time of the first gradient, in seconds.
+            ended: time at which the last result was available.
+            blocked: seconds in which the program waited for the exchange; by default the whole time.
+            waited: seconds of waiting that the ledger does not count.
         """
         every = self.plan.cosine_every
         compared = every > 0 and self.steps_done() % every == 0
-        # The last step before compression is given up sends everything
+        # The step that flushes the residuals sends everything, so its duration is not typical
         gives_up = self.fallback.verdict is Verdict.DENSE
         counts = not (self.uncompressed or compared or gives_up)
         self.times.note(began, ended - began if blocked is None else blocked, waited, counts)
@@ -245,11 +256,11 @@ class RankState:
         if any(state.bucket.program.at(state.step).id != "none" for state in self.states.values()):
             self.fallback.note(began, ended)
 
-    # -- what ranks have alike ------------------------------------------------------------------------------
+    # -- comparisons between ranks --------------------------------------------------------------------------
 
     def verifies(self) -> bool:
-        """Return whether ranks compare their checksums in the next step."""
-        every = self.plan.verify_every  # steps are alike on all ranks, so all compare in the same step
+        """Return whether the ranks compare checksums in the next step."""
+        every = self.plan.verify_every  # the step count is equal on all ranks, so all compare in the same step
         return self.world > 1 and every > 0 and self.steps_done() % every == 0
 
     def compares(self) -> bool:
@@ -258,15 +269,19 @@ class RankState:
         return every > 0 and not self.uncompressed and (self.steps_done() + 1) % every == 0
 
     def steps_done(self) -> int:
-        """Return the steps of the tensor that has done most."""
+        """Return the largest step count of all tensors."""
         return max(self.steps().values(), default=0)
 
     def checksums(self, host: verify.Host = np.asarray) -> dict[str, int]:
-        """Return the checksums of the state that all ranks must have alike; ``host`` brings an array into numpy."""
+        """Return {description: checksum} of the state that must be equal on all ranks.
+
+        Args:
+            host: converts an array to a NumPy array in host memory.
+        """
         return verify.shared_slots(list(self.states.values()), host)
 
     def forget_lengths(self) -> None:
-        """Some rank's state was replaced: all tell each other again how long their payloads are."""
+        """Clear the known payload lengths, because some rank replaced its state and cannot know them."""
         for memory in self.memory.values():
             memory.lengths.clear()
         self.replaced = False
@@ -274,53 +289,57 @@ class RankState:
     # -- triggers -------------------------------------------------------------------------------------------
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Show metrics to the methods. Ask for a trigger if one of them wants to restart."""
-        methods = {self.turn(state.bucket).method for state in self.states.values()}
+        """Pass metrics to the methods, and request a trigger if a method wants one.
+
+        Args:
+            metrics: {name: value}, such as {"loss": 0.7}.
+        """
+        methods = {self.next_step(state.bucket).method for state in self.states.values()}
         for metric, value in metrics.items():
             value = float(value) if np.isfinite(value) else float("inf")  # a loss of NaN counts as the worst
             low, high = self.metrics.get(metric, (value, value))
             low = min(low, value)
             high = max(high, value)
             self.metrics[metric] = (low, high)
-            self.asks_for_trigger |= any(method.notices(metric, value, low, high) for method in methods)
+            self.trigger_requested |= any(method.wants_trigger(metric, value, low, high) for method in methods)
 
-    def take_request(self) -> bool:
-        """Return whether this rank asks for a trigger, and take the request back."""
-        asked = self.asks_for_trigger or bool(self.asking)
-        self.asks_for_trigger = False
-        self.asking.clear()
-        return asked
+    def take_trigger_request(self) -> bool:
+        """Return whether this rank requests a trigger, and clear the request."""
+        requested = self.trigger_requested or bool(self.trigger_requests)
+        self.trigger_requested = False
+        self.trigger_requests.clear()
+        return requested
 
     def restart(self, names: Collection[str]) -> None:
-        """All ranks agreed: the schedules of these buckets restart with the next step. ``discard()`` keeps that."""
+        """Restart the phases of these buckets in the next step. All ranks agreed, so ``discard()`` keeps it."""
 
         def restarted(states: Mapping[str, BucketState]) -> dict[str, BucketState]:
-            more = {name: replace(states[name], triggers=states[name].triggers + 1) for name in names if name in states}
-            return {**states, **more}
+            known = [name for name in names if name in states]
+            return {**states, **{name: replace(states[name], triggers=states[name].triggers + 1) for name in known}}
 
-        # Also in the states that discard() goes back to: the other ranks have agreed, and are not asked again
+        # Also in the states that discard() restores: the other ranks have agreed, and nobody will ask them again
         self.states = restarted(self.states)
         self._previous = restarted(self._previous)
         self.metrics.clear()
 
-    # -- what is known --------------------------------------------------------------------------------------
+    # -- queries --------------------------------------------------------------------------------------------
 
     def buckets(self) -> list[Bucket]:
-        """Return the buckets that have gone through."""
+        """Return the buckets that were exchanged."""
         return [state.bucket for state in self.states.values()]
 
     def names(self) -> list[str]:
-        """Return the names of all tensors that have gone through."""
+        """Return the names of all tensors that were exchanged."""
         return [member.name for bucket in self.buckets() for member in bucket.members]
 
     def steps(self) -> dict[str, int]:
-        """Return steps done, by tensor, where there are any; of loaded tensors that have not gone through, too."""
+        """Return {tensor name: steps done}, without zeros. Loaded tensors that have not appeared yet are included."""
         done = {member.name: state.step for state in self.states.values() for member in state.bucket.members}
         loaded = self._loaded["steps"] if self._loaded else {}
         return {name: step for name, step in {**loaded, **done}.items() if step}
 
     def ages(self) -> snapshot.Ages:
-        """Return where tensors are in their programs; see :func:`hvdcompress.engine.saving.snapshot.ages`."""
+        """Return the progress of each tensor; see :func:`hvdcompress.engine.saving.snapshot.ages`."""
         restarts = dict(self._loaded["restarts"]) if self._loaded else {}
         for state in self.states.values():
             if state.triggers:
@@ -328,22 +347,22 @@ class RankState:
         return snapshot.ages(self.steps(), restarts)
 
     def find(self, name: str) -> tuple[BucketState, int]:
-        """Return the state that a tensor belongs to, and its index among the members.
+        """Return the bucket state that contains a tensor, and the index of the tensor in the bucket.
 
         Raises:
-            KeyError: no tensor of that name has gone through.
+            KeyError: no tensor of that name was exchanged.
         """
         for state in self.states.values():
             for index, member in enumerate(state.bucket.members):
                 if member.name == name:
                     return state, index
-        raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(sorted(self.names())) or 'none'}")
+        raise KeyError(f"no tensor {name!r} was exchanged so far; known: {', '.join(sorted(self.names())) or 'none'}")
 
     def residual(self, name: str) -> Array | None:
-        """Return the residual of one tensor, flat, a view; None where none is kept.
+        """Return the residual of one tensor as a flat view, float32 [n]; None if the method keeps no residual.
 
         Raises:
-            KeyError: no tensor of that name has gone through.
+            KeyError: no tensor of that name was exchanged.
         """
         state, index = self.find(name)
         start, stop = state.bucket.spans[index]
@@ -351,61 +370,61 @@ class RankState:
         return None if residual is None else residual[start:stop]
 
     def measured_norm(self) -> float:
-        """Return :attr:`gradient_norm`.
+        """Return :attr:`gradient_norm`, or raise if it is not measured.
 
         Raises:
             RuntimeError: the plan has no ``clip_norm``.
         """
         if self.plan.clip_norm is None:
-            raise RuntimeError("norms are measured where the plan has clip_norm; inf measures without clipping")
+            raise RuntimeError("gradient norms are not measured; set clip_norm in the plan (inf only measures them)")
         return self.gradient_norm
 
     def num_state_bytes(self) -> int:
-        """Return the memory held for state, second buffers included."""
+        """Return the bytes of memory held for state, including second buffers."""
         holders: list[BucketState | Memory] = [*self.states.values(), *self.memory.values()]
         arrays = {id(array): array for holder in holders for array in holder.arrays()}
         return sum(int(array.nbytes) for array in arrays.values())
 
-    def warn_of_what_is_idle(self, specs: Sequence[TensorSpec] = ()) -> None:
-        """Log, on rank 0, which rules of the plan apply to no tensor, and which loaded state no tensor has claimed.
+    def warn_about_unused(self, specs: Sequence[TensorSpec] = ()) -> None:
+        """Warn on rank 0 about rules that match no tensor, and about loaded state that no tensor uses.
 
         Args:
-            specs: all tensors. Without them, where a driver gets to know them as they come, those that have come after
-                some steps.
+            specs: all tensors. Drivers that learn about tensors as they appear omit it; then the check runs after
+                ``SEEN`` steps.
         """
         if not specs and self.plan.rules and self.ledger.steps == SEEN:
             specs = [spec for bucket in self.buckets() for spec in bucket.members]
-        for rule in self.plan.idle_rules(specs) if specs and self.rank == 0 else ():
+        for rule in self.plan.unused_rules(specs) if specs and self.rank == 0 else ():
             there = log.some([spec.name for spec in specs])
-            log.warn_once(f"the rule for {{{rule.match}}} applies to no tensor; there are {there}")
+            log.warn_once(f"the plan's rule with match {{{rule.match}}} applies to no tensor; the tensors are {there}")
         if self._loaded and self.round == self._claimed_by and self.rank == 0:
             log.warn_once(
-                f"the state that was loaded of {log.some([*self._loaded['steps']])} is used by no tensor so far: there "
-                f"are {log.some(self.names())}; if tensors have other names now, their residuals are lost"
+                f"no tensor has used the loaded state of {log.some([*self._loaded['steps']])} so far; the tensors are "
+                f"{log.some(self.names())}. If the tensors were renamed, their residuals are lost"
             )
 
-    # -- other buckets --------------------------------------------------------------------------------------
+    # -- regrouping -----------------------------------------------------------------------------------------
 
     def regroup(self, buckets: Sequence[Bucket]) -> None:
-        """Bring the state of tensors into these buckets. A tensor in none of them is by itself from now on."""
+        """Move the states of tensors into these buckets. A tensor in none of them becomes a bucket of its own."""
         groups = {_names(bucket) for bucket in buckets}
-        here = {name for bucket in buckets for name in _names(bucket)}
+        present = {name for bucket in buckets for name in _names(bucket)}
         changed = [state for state in self.states.values() if _names(state.bucket) not in groups]
-        moved = [state for state in changed if not here.isdisjoint(_names(state.bucket))]
+        moved = [state for state in changed if not present.isdisjoint(_names(state.bucket))]
         if not moved:
             return
         saved = {**(self._loaded or {}), **self._tables(moved)}
-        left = [spec for state in moved for spec in state.bucket.members if spec.name not in here]
-        alone = [bucket for spec in left for bucket in self.plan.buckets([spec])]
-        kept = [snapshot.restored(saved, bucket, self._copy, whole=False) for bucket in alone]
-        # The state of the tensors that are here waits, as if it had been loaded, for the first exchange of their bucket
+        absent = [spec for state in moved for spec in state.bucket.members if spec.name not in present]
+        singles = [bucket for spec in absent for bucket in self.plan.buckets([spec])]
+        kept = [snapshot.restored(saved, bucket, self._copy, whole=False) for bucket in singles]
+        # Treat the moved states like loaded ones: the first exchange of each new bucket claims its part
         self.replaced = True
         self.forget(state.bucket.spec.name for state in moved)
         self.put([state for state in kept if state])
-        self._loaded = snapshot.without(saved, alone)
+        self._loaded = snapshot.without(saved, singles)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop the states of these buckets, as if they had never come."""
+        """Delete the states of these buckets."""
         gone = set(names)
         self.states = {name: state for name, state in self.states.items() if name not in gone}
         self._previous = {name: state for name, state in self._previous.items() if name not in gone}
@@ -413,11 +432,11 @@ class RankState:
             self.memory.pop(name, None)
 
     def release(self) -> None:
-        """Drop all states."""
+        """Delete all states."""
         self._replace({})
 
     def put(self, states: Iterable[BucketState]) -> None:
-        """Add states that are not the result of a step, so that ``discard()`` keeps them."""
+        """Add states that no step produced. ``discard()`` keeps them."""
         new = {state.bucket.spec.name: state for state in states}
         if new:
             self.states = {**self.states, **new}
@@ -432,7 +451,7 @@ class RankState:
     # -- saved and restored ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as plain data, arrays copied; ``snapshot.py`` has the format."""
+        """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format."""
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world, "rank": self.rank}
         head["fallback"] = self.fallback.state()
@@ -440,7 +459,7 @@ class RankState:
         return head | self._tables(self.states.values())
 
     def _tables(self, states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
-        """Return the tables of these states, and of what was loaded of tensors that have not come yet."""
+        """Return the tables of these states and of loaded tensors that have not appeared yet."""
         tables = snapshot.tables(states)
         waiting = self._loaded or dict.fromkeys(snapshot.TABLES, {})
         return {table: {**waiting[table], **tables[table]} for table in snapshot.TABLES}
@@ -448,23 +467,23 @@ class RankState:
     def load_state_dict(
         self, saved: snapshot.Saved, copy: snapshot.Copy, buckets: Sequence[Bucket] | None = None
     ) -> None:
-        """Take over a saved state: all of it or, on any error, nothing.
+        """Load a saved state completely or, on any error, not at all.
 
         Args:
-            saved: what :meth:`state_dict` returned.
-            copy: makes a fresh array of a slot's saved parts.
-            buckets: all there are; the state must have no other tensors. None if that is not known yet: then each
-                bucket claims its state when it comes.
+            saved: the value that :meth:`state_dict` returned.
+            copy: function that concatenates the saved parts of a slot into a new array.
+            buckets: all buckets. The saved state must have no other tensors. None if the buckets are not known yet:
+                then each bucket claims its state when it appears.
 
         Raises:
-            ValueError: it is of another format, world, rank or set of tensors, or an array is not what its slot
-                declares; the message says which.
+            ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
+                message names the mismatch.
         """
         snapshot.check_origin(saved, self.world, self.rank)
         if buckets is not None:
             known = {member.name for bucket in buckets for member in bucket.members}
             if unknown := sorted(saved["steps"].keys() - known):
-                raise ValueError(f"the saved state has tensors that are not here: {', '.join(unknown)}")
+                raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
         found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
         self._replace({state.bucket.spec.name: state for state in found if state})
         self._loaded = snapshot.without(saved, self.buckets())
@@ -474,7 +493,7 @@ class RankState:
         self.fallback.load(saved.get("fallback"))
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
-        """Return the state that was loaded for a bucket before it came, if there is one."""
+        """Return the loaded state of a bucket that appears for the first time; None if there is none."""
         if not self._loaded:
             return None
         state = snapshot.restored(self._loaded, bucket, self._copy, whole=False)

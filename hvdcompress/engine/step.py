@@ -1,8 +1,8 @@
-"""One rank's part in one step, from the first gradient to the state that is kept or dropped.
+"""One step on one rank, from the first gradient to the commit.
 
-A driver makes a :class:`Step`, gives it gradients with :meth:`Step.add`, and calls :meth:`Step.finish`; or it has all
-of them at once and calls :meth:`Step.run`. What differs between networks is a value: whether collectives go by order or
-by name (``transport.ordered``), and when the ranks agree (:class:`Agree`).
+A driver creates a :class:`Step`, passes gradients to :meth:`Step.add`, and calls :meth:`Step.finish`. A driver that has
+all gradients at once calls :meth:`Step.run` instead. Networks differ in two values: whether they match collectives by
+order or by name (``transport.ordered``), and when the ranks agree (:class:`Agree`).
 """
 
 from __future__ import annotations
@@ -21,28 +21,39 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import hvdcompress.ops
-from hvdcompress.engine.agreement import JOIN, NUMBERS, PeerError, Status, Terms, compare_terms, failure
+from hvdcompress.engine.agreement import (
+    JOIN_MESSAGE,
+    NUMBERS,
+    PeerError,
+    SharedConfig,
+    Status,
+    compare_configs,
+    peer_error,
+)
 from hvdcompress.engine.collectives import Collectives, Pending
-from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.cosine import Comparison, Product
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.safety.alarm import everyones
+from hvdcompress.engine.safety.alarm import common_error
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.state import NextStep, RankState
 from hvdcompress.method import AllReduce, Array
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Flag, both
 from hvdcompress.plan import Bucket
 
-PAUSE = 5e-4  #: seconds; Horovod finishes collectives every millisecond, unless HOROVOD_CYCLE_TIME says otherwise
+POLL_INTERVAL = 5e-4  #: seconds; Horovod completes collectives once per HOROVOD_CYCLE_TIME, 1 ms by default
 
 
 def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
-    """Return the loss scale that is on now, of a number or a function.
+    """Return the current loss scale.
+
+    Args:
+        loss_scale: a number, or a function that returns the current number.
 
     Raises:
-        ValueError: it is not a positive finite number.
+        ValueError: the loss scale is not a positive finite number.
     """
     scale = float(loss_scale() if callable(loss_scale) else loss_scale)
     if not (isfinite(scale) and scale > 0):
@@ -51,43 +62,47 @@ def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
 
 
 class Agree(Enum):
-    """When the ranks tell each other how a step stands."""
+    """When the ranks exchange the status of a step."""
 
     FIRST_AND_LAST = "before the first collective, and after the last"
-    """Where collectives cannot be taken back and go by order: nothing is sent before all ranks have the same tensors,
-    and no state is kept before all have come to the end."""
-    BEFORE_WAITING = "when all exchanges are under way, before any is waited for"
-    """Where collectives go by name: what was started under a name that not every rank uses is left alone."""
+    """For networks that match collectives by order and cannot cancel them (MPI, torch.distributed). The first status
+    prevents collectives that other ranks do not expect. The last one makes all ranks keep or discard the step."""
+    BEFORE_WAITING = "once all exchanges are in flight, before waiting for any of them"
+    """For networks that match collectives by name (Horovod). A collective whose name not every rank uses is
+    abandoned."""
 
 
 class Framework:
-    """What the engine asks of a driver's framework; by default, numpy."""
+    """Functions of a driver's framework that the engine calls. The defaults are for NumPy."""
 
     def ops(self, like: Array) -> Ops:
-        """Return the array ops for gradients like this one."""
+        """Return the array ops for gradients of this array's type and device."""
         return hvdcompress.ops.fast
 
     def store(self, exchange: Exchange) -> None:
-        """Bring the results of an exchange from its ``outs`` to where the framework reads them."""
+        """Copy the results of an exchange from ``exchange.outs`` to the framework's own tensors."""
 
     def checksums(self, local: RankState) -> dict[str, int]:
-        """Return the checksums that all ranks must have alike, in a step where the plan's ``verify_every`` says so."""
+        """Return {name: checksum} of the state that must be equal on all ranks, for the plan's ``verify_every``."""
         return local.checksums()
 
 
-class Passing(NamedTuple):
-    """A gradient that the driver's framework reduces itself, in place."""
+class PassedThrough(NamedTuple):
+    """A gradient that the driver's framework reduces itself, in place; the engine only observes it."""
 
-    turn: Turn
+    next_step: NextStep
     gradient: Any
 
 
-#: A decorator: numpy's settings for overflow, which belong to the program, do not apply to the engine
-UNRAISED = np.errstate(all="ignore")
+#: Decorator. The program may have set NumPy to raise on overflow; inside the engine, Inf is data and must not raise
+IGNORE_FLOAT_WARNINGS = np.errstate(all="ignore")
 
 
-class ErrorsWait:
-    """A context manager in which an error becomes the step's; one object, because it is entered often."""
+class DeferErrors:
+    """Context manager that stores an exception as the error of the step.
+
+    A class and not a generator, because hooks enter it once per gradient and it is created once per step.
+    """
 
     def __init__(self, step: Step):
         self.step = weakref.ref(step)
@@ -107,32 +122,34 @@ class Step:
     """The exchanges of one step on one rank.
 
     Args:
-        local: this rank's state.
-        collectives: its network.
-        terms: what all ranks must have alike.
-        agree: when the ranks agree; None where the driver compares them itself.
-        framework: what the driver does for the engine.
+        local: the state of this rank.
+        collectives: the collectives of this rank's network.
+        config: plan and tensors, which must be equal on all ranks.
+        agree: when the ranks agree; None if the driver compares the status itself.
+        framework: the functions of the driver's framework.
 
     Attributes:
-        exchanges: by bucket name.
-        loss_scale: what the loss was multiplied by; to be set before the first gradient.
-        error: the first error of this rank that waits to be everyone's.
-        factor: what sums over ranks are multiplied by: 1/world for an average; None until it is known.
-        used: of each tensor in ``terms.tensors``, whether this rank had a gradient; None if all have. What no rank had
-            keeps its state, since no rank uses the result. With ``Agree.FIRST_AND_LAST`` only.
-        votes: numbers of this rank for the fallback, as many on all ranks, which go along with its last status.
-        voted: the greatest of each of all ranks, when the step is over.
-        checksums: of this rank, once its :meth:`status` was asked for in a step that compares them.
-        errors_wait: in ``with step.errors_wait:`` an error waits for the ranks' agreement, which makes it everyone's.
-        unused: tensors whose results no rank uses: they keep their state.
-        finite: whether no rank had an Inf or a NaN, as far as this rank knows; it knows its own from :meth:`status` on.
+        exchanges: {bucket name: exchange}.
+        loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
+        error: the first deferred error of this rank; the status tells the other ranks.
+        factor: factor of sums over ranks: 1/world for an average, 1 for a sum; None until it is known.
+        used: for each tensor in ``config.tensors``, whether this rank had a gradient; None if all tensors had one. A
+            tensor without a gradient on any rank keeps its state. Only with ``Agree.FIRST_AND_LAST``.
+        votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
+        max_votes: the maximum of each vote over all ranks, after the step.
+        checksums: {name: checksum} of this rank, after :meth:`status`, in a step that compares checksums.
+        defer_errors: ``with step.defer_errors:`` stores an exception in ``error`` instead of raising it, until the
+            ranks agree.
+        unused: names of the tensors whose results no rank uses; their state is kept.
+        finite: whether no rank had an Inf or a NaN, as far as this rank knows. Its own gradients are included after
+            :meth:`status`.
     """
 
     def __init__(
         self,
         local: RankState,
         collectives: Collectives,
-        terms: Terms,
+        config: SharedConfig,
         agree: Agree | None = None,
         framework: Framework = Framework(),  # noqa: B008  (it has no state)
     ):
@@ -140,10 +157,10 @@ class Step:
         self.collectives = collectives
         self.agree = agree
         self.framework = framework
-        self.terms = replace(terms, plan={**terms.plan, "paused": True}) if local.paused else terms
+        self.config = replace(config, plan={**config.plan, "paused": True}) if local.paused else config
         self.clip_norm = None if local.paused else local.plan.clip_norm
         self.votes = [] if local.uncompressed else local.fallback.votes()
-        self.voted: list[float] = []
+        self.max_votes: list[float] = []
         self.loss_scale = 1.0
         self.exchanges: dict[str, Exchange] = {}
         self.error: Exception | None = None
@@ -153,21 +170,21 @@ class Step:
         self.finite = True
         self.unused: set[str] = set()
         self.comparison = Comparison(local) if local.compares() else None
-        self.triggered = False  # the ranks agreed to restart their schedules
-        self._under_way: deque[Exchange] = deque()  # with a collective under way, oldest first
+        self.triggered = False  # whether the ranks agreed to restart the phases
+        self._in_flight: deque[Exchange] = deque()  # with a collective in flight, oldest first
         self._done: list[Exchange] = []  # in stage REDUCED
-        self._factors: dict[str, float] = {}  # what totals were multiplied by, by bucket
-        self._passing: list[Passing] = []  # gradients that the framework reduces
-        self._first: Pending | None = None  # the first status, until it is received
-        self._told = ""  # what this rank said has failed
-        self._asked = False  # this rank asks for a trigger
-        self._flags: dict[Any, Flag] = {}  # whether gradients are finite, by their device
-        self._polled = 0.0  # when poll() last looked
-        self.errors_wait = ErrorsWait(self)
+        self._factors: dict[str, float] = {}  # {bucket name: factor of the totals}
+        self._passed_through: list[PassedThrough] = []  # gradients that the framework reduces
+        self._first_status: Pending | None = None  # the status that was sent and not received yet
+        self._error_text = ""  # the error that the sent status reported
+        self._requested_trigger = False  # whether the status carried a request of this rank for a trigger
+        self._device_flags: dict[Any, Flag] = {}  # {device: whether its gradients are finite}, not read yet
+        self._last_poll = 0.0  # time of the last poll()
+        self.defer_errors = DeferErrors(self)
 
     # -- gradients come in ----------------------------------------------------------------------------------
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def add(
         self,
         bucket: Bucket,
@@ -176,23 +193,23 @@ class Step:
         outs: Sequence[Any] | None = None,
         may_carry: bool = False,
     ) -> Exchange | None:
-        """Take gradients of a bucket; the last one starts the exchange.
+        """Add gradients of a bucket. The last one starts the exchange.
 
         Args:
-            bucket: the tensors that are exchanged in one go.
-            indices: which of them.
-            gradients: see :meth:`Exchange.add`.
-            outs: see there, too.
-            may_carry: a stock float32 all-reduce can carry the payload, if that is all there is to the exchange.
+            bucket: the bucket.
+            indices: indices of the tensors among the members of the bucket.
+            gradients: flat gradients of these tensors; see :meth:`Exchange.add`.
+            outs: flat arrays for the results; see :meth:`Exchange.add`.
+            may_carry: whether the driver can send the payload in a stock float32 all-reduce.
 
         Returns:
-            The exchange if its payload is to be carried: the caller all-reduces ``exchange.collective.x`` and calls
+            The exchange, if the driver must send its payload: it all-reduces ``exchange.collective.x`` and calls
             :meth:`receive_carried` with the result. Otherwise None.
 
         Raises:
-            ExchangeError: the method failed on this rank.
-            ValueError: the bucket had another shape before, or a gradient has another size than its tensor.
-            PeerError: the ranks disagree, or another one failed before.
+            ExchangeError: the method raised an exception on this rank.
+            ValueError: the shape of a tensor has changed, or a gradient does not have the size of its tensor.
+            PeerError: the ranks disagree, or another rank failed.
         """
         exchange = self.exchanges.get(bucket.spec.name)
         if exchange is None:
@@ -206,158 +223,168 @@ class Step:
         return self._start(exchange, may_carry) if exchange.is_full else None
 
     def _start(self, exchange: Exchange, may_carry: bool) -> Exchange | None:
-        """Start the first collective of an exchange whose gradients are all there."""
+        """Start the first collective of an exchange that has all its gradients."""
         exchange.start()
-        # A device is not asked here whether the gradient is finite: that would wait for it once for each bucket
-        self._note(exchange.finite)
+        # On a device the flag stays a tensor here. Reading it would synchronise with the device once per bucket.
+        self._note_finite(exchange.finite)
         if self.agree is Agree.FIRST_AND_LAST:
-            self.receive_status()  # the status was under way while the first bucket was encoded
-        carried = may_carry and exchange.setup.turn.carried_elements() is not None
+            self.receive_status()  # it was in flight while the first bucket was encoded
+        carried = may_carry and exchange.setup.next_step.carried_elements() is not None
         if exchange.stage is Stage.REDUCED:
             self._done.append(exchange)
         elif not carried:
             self._submit(exchange)
-        # MPI moves data only inside of its calls, so the oldest collective is asked for while this rank encodes
+        # MPI transfers data only inside MPI calls, so poke the oldest collective while this rank is busy encoding
         if self.collectives.ordered:
-            self.collectives.progress(self._under_way)
+            self.collectives.progress(self._in_flight)
         return exchange if carried else None
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def fill_missing(self) -> None:
-        """Start the exchanges that have some of their gradients; tensors without one count as zeros."""
-        # Sorted, because every rank has to start them in one order, and gradients may have come in different ones
+        """Start the exchanges that have only some of their gradients. Missing gradients count as zeros."""
+        # Ordered transports need the same order on all ranks, and gradients may have arrived in different orders
         for _, exchange in sorted(self.exchanges.items()):
             if exchange.stage is Stage.FILLING:
                 exchange.fill_missing()
                 self._start(exchange, may_carry=False)
 
-    def pass_on(self, bucket: Bucket, gradient: Any, like: Array) -> None:
-        """Note that the driver's framework reduces a gradient itself.
+    def pass_through(self, bucket: Bucket, gradient: Any, like: Array) -> None:
+        """Register a gradient that the driver's framework reduces itself.
 
         Args:
-            bucket: a bucket whose turn ``passes``.
-            gradient: a tensor of PyTorch, which the framework reduces in place. It is filled with NaN if another tensor
+            bucket: a bucket whose :class:`NextStep` has ``passes_through``.
+            gradient: the PyTorch tensor that the framework reduces in place. The commit fills it with NaN if any tensor
                 of the step is not finite.
-            like: an array on its device.
+            like: an array on the gradient's device.
         """
-        turn = self.local.pass_on(bucket, like, self.framework.ops(like))
-        self._passing.append(Passing(turn, gradient.detach()))
+        next_step = self.local.pass_through(bucket, like, self.framework.ops(like))
+        self._passed_through.append(PassedThrough(next_step, gradient.detach()))
 
-    @UNRAISED
-    def look(self, gradient: Array) -> None:
-        """Look for an Inf or a NaN in a gradient that was passed on, before :meth:`status`.
+    @IGNORE_FLOAT_WARNINGS
+    def check_finite(self, gradient: Array) -> None:
+        """Check a passed-through gradient for Inf and NaN, before :meth:`status`.
 
         A sum that contains NaN or Inf stays non-finite, so the gradient may already be in flight.
         """
-        self._note(self.framework.ops(gradient).all_finite(gradient))
+        self._note_finite(self.framework.ops(gradient).all_finite(gradient))
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def receive_carried(self, exchange: Exchange, result: Array) -> None:
-        """Go on with the payloads' sum, times :attr:`factor`, which the driver's own all-reduce has brought."""
+        """Resume an exchange whose payload the driver all-reduced.
+
+        Args:
+            exchange: the exchange that :meth:`add` returned.
+            result: the sum of the payloads, multiplied by :attr:`factor`.
+        """
         assert self.factor is not None
         self._deliver(exchange, exchange.resume_carried(result, self.factor))
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def poll(self) -> None:
-        """Resume exchanges whose results have come, oldest first, up to the first one that has not; do not wait.
+        """Resume exchanges whose collectives are done, oldest first, without waiting.
 
-        So second rounds overlap with gradients that are still to come. Not for transports that go by order. A call
-        shortly after another one does nothing, as it would find nothing new.
+        Second rounds can then overlap with the rest of the backward pass. Only for transports that match collectives by
+        name. A call within ``POLL_INTERVAL`` of the last one is a no-op.
+
         """
-        # A hook is called for each of hundreds of gradients: asking Horovod each time would cost more than it brings
+        # A hook runs for each of hundreds of gradients; polling Horovod in each of them would cost more than it gains
         now = time.perf_counter()
-        if now - self._polled < PAUSE:
+        if now - self._last_poll < POLL_INTERVAL:
             return
-        self._polled = now
-        while self._under_way and self._is_there(self._under_way[0]):
-            self._advance(self._under_way.popleft())
+        self._last_poll = now
+        while self._in_flight and self._is_ready(self._in_flight[0]):
+            self._advance(self._in_flight.popleft())
         self._deliver_done()
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Context manager in which gradients are added; at its end, exchanges of earlier batches are advanced.
+        """Context manager for adding gradients. On exit, exchanges of earlier batches are advanced by one collective.
 
-        So second rounds overlap with the backward pass, too. For transports that go by order: every rank has the same
-        batches.
+        Second rounds can then overlap with the backward pass. For ordered transports: every rank must have the same
+        batches, because the exit starts collectives.
         """
-        before = len(self._under_way)
+        before = len(self._in_flight)
         yield
         self._advance_oldest(before)
 
     def fail(self, error: Exception) -> None:
-        """Note an error of this rank, of which the others are told by the status. The first one counts."""
+        """Store an error of this rank, which the next status reports to all ranks. Only the first error is kept."""
         self.error = self.error or error
 
     def waits_for(self) -> str:
-        """Return what this rank waits for, in words; another thread may ask."""
+        """Describe the collective that this rank waits for. The watchdog's thread calls it."""
         waiting = [exchange for exchange in list(self.exchanges.values()) if exchange.stage is Stage.RUNNING]
         if waiting:
-            return waiting[0].where(len(waiting))
-        if self._passing:
-            name = self._passing[0].turn.bucket.spec.name
-            more = len(self._passing) - 1
+            return waiting[0].describe_wait(len(waiting))
+        if self._passed_through:
+            name = self._passed_through[0].next_step.bucket.spec.name
+            more = len(self._passed_through) - 1
             return f"tensor {name!r} (method none, round 0{f', and {more} more' if more else ''})"
         return "the ranks' status"
 
     # -- the ranks agree ------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Return how the step stands on this rank. A request for a trigger goes out with it."""
-        self._asked |= self.local.take_request()
+        """Return the status of this rank. It includes, and clears, a pending request for a trigger."""
+        self._requested_trigger |= self.local.take_trigger_request()
         steps = sorted(self.local.steps().items())
-        self._ask_devices()
-        # A rank with an error may not know its loss scale; its error is to be told, and not another scale
+        self._read_device_flags()
+        # A rank with an error may not know its loss scale. Sending 1 lets the ranks report the error and not the scale.
         scale = self.loss_scale if self.error is None else 1.0
         self.checksums = self.framework.checksums(self.local) if self.local.verifies() else {}
-        state = self.terms.fingerprint(steps, self.checksums)
-        return Status(self.error is not None, not self.finite, self._asked, self.local.replaced, state, scale)
+        state = self.config.fingerprint(steps, self.checksums)
+        return Status(
+            self.error is not None, not self.finite, self._requested_trigger, self.local.replaced, state, scale
+        )
 
     def send_status(self) -> None:
-        """Tell all ranks how the step stands on this one, without waiting for them."""
+        """Start sending this rank's status to all ranks, without waiting."""
         if self.agree is Agree.BEFORE_WAITING:
-            with self.errors_wait:
+            with self.defer_errors:
                 self._refuse_missing()
-        self._told = "" if self.error is None else str(self.error) or type(self.error).__name__
+        self._error_text = "" if self.error is None else str(self.error) or type(self.error).__name__
         votes = self.votes if self.agree is Agree.BEFORE_WAITING else []
-        self._first = self._tell(0, [*self.status().numbers(), *votes])
+        self._first_status = self._send_numbers(0, [*self.status().numbers(), *votes])
 
-    def _tell(self, round: int, numbers: list[float]) -> Pending:
+    def _send_numbers(self, round: int, numbers: list[float]) -> Pending:
         return self.collectives.start("status", round, AllReduce(np.array(numbers, np.float64), "max"))
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def receive_status(self) -> None:
-        """Wait for the ranks' status and obey it, once after each :meth:`send_status`.
+        """Wait for the reduced status and apply it. A no-op unless :meth:`send_status` was called before.
 
         Raises:
-            PeerError: a rank failed, or ranks disagree; the same message on every rank.
+            PeerError: a rank failed, or the ranks disagree; the message is the same on every rank.
         """
-        pending = self._first
-        self._first = None
+        pending = self._first_status
+        self._first_status = None
         if pending is None:
             return
         self.collectives.advance(pending)
         numbers = self.collectives.result(pending).tolist()
-        self.voted = numbers[NUMBERS:]
+        self.max_votes = numbers[NUMBERS:]
         status = Status.of(numbers[:NUMBERS])
-        # First, because a rank that has joined gives zeros, which look like other terms, too
-        if status.joined:
-            raise PeerError(JOIN)
-        if not status.alike:  # it also explains a failure: a rank may have met another plan's payload before this
-            mine = json.dumps([self.terms.plan, self.terms.tensors, self.local.steps(), self.checksums])
+        # This check comes first: the zeros of a joined rank would also look like a different configuration
+        if status.saw_join:
+            raise PeerError(JOIN_MESSAGE)
+        # Compare configurations before reporting failures: a rank that received a payload of another plan fails because
+        # of the disagreement, which is the message to show.
+        if not status.alike:
+            mine = json.dumps([self.config.plan, self.config.tensors, self.local.steps(), self.checksums])
             everyone = [json.loads(text) for text in self.collectives.gather_text("terms", mine)]
-            compare_terms([(plan, tensors) for plan, tensors, *_ in everyone])
+            compare_configs([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
                 verify.compare([sums for *_, sums in everyone], self.local.steps_done())
         if status.failed:
-            raise failure(self.collectives.gather_text("error", self._told)) from self.error
+            raise peer_error(self.collectives.gather_text("error", self._error_text)) from self.error
         if not status.agreed:
-            status.explain()
+            status.raise_disagreement()
         if self.error:
             raise self.error
-        self.obey(status)
+        self.apply_status(status)
 
-    def obey(self, status: Status) -> None:
-        """Do in this step as all ranks do."""
+    def apply_status(self, status: Status) -> None:
+        """Take over the decisions of a reduced status."""
         self.finite &= not status.non_finite
         self.triggered |= status.triggered
         if status.replaced:
@@ -366,133 +393,138 @@ class Step:
     # -- the end --------------------------------------------------------------------------------------------
 
     def run(self, add: Callable[[], object]) -> None:
-        """Make the whole step, over a transport that goes by order and can sound an alarm.
+        """Run the whole step, on an ordered transport that has alarms.
 
-        If it fails on any rank, it has no effect on any, and the next step can begin.
+        If the step fails on any rank, it has no effect on any rank, and the next step can begin.
 
         Args:
-            add: adds all gradients. It is not called if this rank has an :attr:`error`.
+            add: function that adds all gradients. It is not called if this rank already has an :attr:`error`.
 
         Raises:
-            PeerError: another rank failed, or ranks disagree.
-            Exception: this rank failed.
+            PeerError: another rank failed, or the ranks disagree.
+            Exception: the error of this rank.
         """
-        mine = self.error  # the others are told by the status; an error that comes later sounds the alarm
+        mine = self.error  # the status reports this one; an error after the status needs the alarm
         try:
             self.send_status()
             if mine is None:
                 try:
                     add()
                 except Exception:
-                    self.receive_status()  # if ranks disagree, that is the cause, and comes first
+                    self.receive_status()  # a disagreement is the likely cause of the error, so raise it instead
                     raise
             self.finish()
         except Exception as caught:
             self.abandon()
-            raised = everyones(self.collectives.transport, caught, mine)
+            raised = common_error(self.collectives.transport, caught, mine)
             raise raised from raised.__cause__
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def finish(self) -> None:
-        """Bring every exchange to its end; keep the new state on all ranks, or drop it on all.
+        """Complete all exchanges, then keep the new state on all ranks or discard it on all ranks.
 
         Raises:
-            PeerError: a rank failed, or ranks disagree; on every rank.
+            PeerError: a rank failed, or the ranks disagree; raised on every rank.
         """
-        # The status is one collective more. Results that come meanwhile are taken, but nobody waits for one of them:
-        # a rank that failed may never start its part
-        while self.agree is Agree.BEFORE_WAITING and self._first and not self.collectives.ready(self._first):
-            with self.errors_wait:
-                self._go_on()
+        # Until the status is there, process results that happen to be ready, but do not wait for any of them: a rank
+        # that failed may never start its part.
+        if self.agree is Agree.BEFORE_WAITING:
+            while self._first_status and not self.collectives.ready(self._first_status):
+                with self.defer_errors:
+                    self._advance_any()
         self.receive_status()
         self._refuse_missing()
         self._drain()
-        # Only now does this rank know whether its own gradients are finite: the first status came before them
+        # The first status was sent before the gradients, so only the last one can tell whether they are finite
         if self.agree is Agree.FIRST_AND_LAST:
-            self._ask_devices()
-            last = self._tell(1, [float(not self.finite), *self.votes, *map(float, self.used or ())])
+            self._read_device_flags()
+            last = self._send_numbers(1, [float(not self.finite), *self.votes, *map(float, self.used or ())])
             self.collectives.advance(last)
             non_finite, *others = self.collectives.result(last).tolist()
-            self.voted, everyones_use = others[: len(self.votes)], others[len(self.votes) :]
+            self.max_votes = others[: len(self.votes)]
+            everyones_use = others[len(self.votes) :]
             self.finite = not non_finite
             if self.used is not None:
-                self.unused = {name for name, use in zip(self.terms.tensors, everyones_use, strict=True) if not use}
+                self.unused = {name for name, use in zip(self.config.tensors, everyones_use, strict=True) if not use}
         self.start_comparison()
         self.finish_comparison()
         self.close()
 
     def start_comparison(self) -> None:
-        """Start the all-reduces of uncompressed gradients, in a step in which the plan's ``cosine_every`` asks for it.
+        """Start the all-reduces of uncompressed gradients, in steps selected by the plan's ``cosine_every``.
 
-        Every rank does so at the same point: all exchanges are done, and all ranks know whether the step is finite.
+        Every rank calls it at the same point: all exchanges are done, and all ranks know whether the step is finite.
         """
         if self.comparison and self.finite:
             self.comparison.start(self.collectives, self.exchanges.values())
 
     def finish_comparison(self) -> None:
-        """Compare the results with the uncompressed average."""
+        """Wait for these all-reduces and compare the results with the uncompressed average."""
         if self.comparison and self.finite:
             factor = self.local.world * (self.factor or 1.0 / self.local.world)
-            norms = {passing.turn.bucket.spec.name: float(passing.gradient.norm()) for passing in self._passing}
+            norms = {
+                passed.next_step.bucket.spec.name: float(passed.gradient.norm()) for passed in self._passed_through
+            }
             exact = {name: Product.exact(norm, factor) for name, norm in norms.items()}
             self.comparison.finish(self.collectives, exact, self.unused)
 
     def _refuse_missing(self) -> None:
-        """Raise an error if an exchange waits for gradients that nobody will give, or the factor was not set."""
+        """Raise RuntimeError if an exchange lacks gradients, or if the factor was not set."""
         for exchange in self.exchanges.values():
             if exchange.stage is Stage.FILLING:
-                raise RuntimeError(f"{exchange.missing_in_words()}: give them, or call fill_missing()")
+                raise RuntimeError(f"{exchange.describe_missing()}; add them, or call fill_missing()")
         if self.agree is Agree.FIRST_AND_LAST and self.exchanges and self.factor is None:
-            raise RuntimeError("step.factor was not set: 1/world for an average, 1 for a sum")
+            raise RuntimeError("step.factor is not set; set it to 1/world for an average or 1 for a sum")
 
     def _drain(self) -> None:
-        """Wait for all exchanges: of transports that go by order round by round, of others whichever has come.
+        """Wait for all exchanges: round by round on ordered transports, in order of completion on others.
 
-        Waiting for one tensor in particular would be a deadlock there: other ranks may wait for another one.
+        On transports that match by name, waiting for one particular tensor could deadlock: other ranks may wait for a
+        different one.
         """
-        while self._under_way:
+        while self._in_flight:
             if self.collectives.ordered:
-                self._advance_oldest(len(self._under_way))
+                self._advance_oldest(len(self._in_flight))
             else:
-                self._go_on()
+                self._advance_any()
         self._deliver_done()
 
-    @UNRAISED
+    @IGNORE_FLOAT_WARNINGS
     def close(self) -> None:
-        """Commit: keep every new state or, if a rank had an Inf or a NaN, fill the results with NaN."""
+        """Commit the step: keep all new states or, if any rank had an Inf or a NaN, fill the results with NaN."""
         if self.finite and self.clip_norm is not None:
             self._clip(self.clip_norm)
         outcome = Outcome(self.finite, self.triggered, self.unused)
-        conclude(self.local, self.exchanges.values(), [passing.turn for passing in self._passing], outcome)
+        commit_step(self.local, self.exchanges.values(), [passed.next_step for passed in self._passed_through], outcome)
         for exchange in self.exchanges.values():
             self.framework.store(exchange)
         if not self.finite:
-            for passing in self._passing:
-                passing.gradient.fill_(float("nan"))
-            # As if the step had not been: the request waits for the next one
-            self.local.asks_for_trigger |= self.triggered
+            for passed in self._passed_through:
+                passed.gradient.fill_(float("nan"))
+            # A non-finite step has no effect, so the agreed request for a trigger is kept for the next step
+            self.local.trigger_requested |= self.triggered
 
     def abandon(self) -> None:
-        """The step has failed: leave everything as it was before."""
+        """Undo a failed step: states stay as they were."""
         for exchange in self.exchanges.values():
             exchange.abandon()
-            exchange.setup.memory.clear_scratch()  # a collective that was left alone may still write there
-        # The status has carried the request, but no rank acts on it
-        self.local.asks_for_trigger |= self._asked
+            exchange.setup.memory.clear_scratch()  # an abandoned collective may still write to these buffers
+        # The status carried the request, but no rank acted on it
+        self.local.trigger_requested |= self._requested_trigger
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _note(self, finite: Flag) -> None:
-        """Note whether a gradient is finite; what a device knows is asked for with the status."""
+    def _note_finite(self, finite: Flag) -> None:
+        """Record whether a gradient is finite. Flags on a device are collected and read once per step."""
         if isinstance(finite, bool):
             self.finite &= finite
         else:
-            self._flags[finite.device] = both(self._flags.get(finite.device, True), finite)
+            self._device_flags[finite.device] = both(self._device_flags.get(finite.device, True), finite)
 
-    def _ask_devices(self) -> None:
-        """Wait for devices to say whether gradients are finite: once a step."""
-        self.finite &= all(map(bool, self._flags.values()))
-        self._flags.clear()
+    def _read_device_flags(self) -> None:
+        """Wait for the flags on devices: the one synchronisation per step."""
+        self.finite &= all(map(bool, self._device_flags.values()))
+        self._device_flags.clear()
 
     def _submit(self, exchange: Exchange) -> None:
         """Start the collective that an exchange waits for."""
@@ -501,23 +533,24 @@ class Step:
         exchange.pending = self.collectives.start(
             exchange.name, exchange.round, exchange.collective, exchange.setup.ops, exchange.x, equal
         )
-        self._under_way.append(exchange)
+        self._in_flight.append(exchange)
 
     def _advance_oldest(self, count: int) -> None:
-        """Wait for the collectives of the ``count`` oldest exchanges, in their order, and start the next ones.
+        """Wait for the collectives of the ``count`` oldest exchanges, in order, and start their next collectives.
 
-        Results are written while those are under way. For transports that go by order: every rank calls this at the
-        same points.
+        Results are written while the next collectives are in flight. For ordered transports: every rank must call
+        it at the same points.
         """
         for _ in range(count):
-            self._advance(self._under_way.popleft())
+            self._advance(self._in_flight.popleft())
         self._deliver_done()
 
     def _advance(self, exchange: Exchange) -> None:
-        """Wait for the collective of an exchange, give it the result, and start the next one."""
+        """Wait for the collective of an exchange, resume the exchange, and start its next collective."""
         assert exchange.pending is not None
         if not self.collectives.advance(exchange.pending):
-            self._under_way.append(exchange)  # that was the lengths of an all-gather; now its payloads are under way
+            # Only the lengths of an all-gather have arrived; its payloads are in flight now
+            self._in_flight.append(exchange)
             return
         exchange.note_lengths(exchange.pending.lengths or ())
         result = self.collectives.result(exchange.pending)
@@ -527,18 +560,18 @@ class Step:
         else:
             self._submit(exchange)
 
-    def _is_there(self, exchange: Exchange) -> bool:
+    def _is_ready(self, exchange: Exchange) -> bool:
         return exchange.pending is not None and self.collectives.ready(exchange.pending)
 
-    def _go_on(self) -> None:
-        """Advance one exchange whose result has come; if there is none, let the transport go on for a moment."""
-        for number, exchange in enumerate(self._under_way):
-            if self._is_there(exchange):
-                del self._under_way[number]
+    def _advance_any(self) -> None:
+        """Advance one exchange whose collective is done. If there is none, let the transport work for a moment."""
+        for number, exchange in enumerate(self._in_flight):
+            if self._is_ready(exchange):
+                del self._in_flight[number]
                 self._advance(exchange)
                 self._deliver_done()
                 return
-        waiting = self._under_way[0].pending if self._under_way else self._first
+        waiting = self._in_flight[0].pending if self._in_flight else self._first_status
         if waiting:
             self.collectives.idle(waiting)
 
@@ -547,22 +580,22 @@ class Step:
             self._deliver(self._done.pop(), self.factor)
 
     def _deliver(self, exchange: Exchange, factor: float) -> None:
-        """Write the results of an exchange; its new state waits for :meth:`close`."""
+        """Write the results of an exchange. Its new state is kept only by :meth:`close`."""
         self._factors[exchange.name] = factor
         if self.comparison:
             self.comparison.note_result(exchange, factor)
         exchange.deliver(factor, adapt=self.clip_norm is None)
 
     def _clip(self, limit: float) -> None:
-        """Scale the averaged gradients of all tensors to the norm ``limit``, if theirs is larger.
+        """Clip the averaged gradients of all tensors together to the norm ``limit``.
 
-        Momentum is adapted only after that, because the gradients that the optimizer is given have a larger norm.
+        Momentum is adapted after clipping, because adapted gradients have a larger norm.
         """
         norms = [exchange.norm() for exchange in self.exchanges.values()]
-        norms += [float(passing.gradient.norm()) / self.loss_scale for passing in self._passing]
+        norms += [float(passed.gradient.norm()) / self.loss_scale for passed in self._passed_through]
         norm = self.local.gradient_norm = float(np.linalg.norm(norms))
         factor = min(1.0, limit / (norm + 1e-6))
         for exchange in self.exchanges.values():
             exchange.clip(self._factors[exchange.name], factor)
-        for passing in self._passing if factor < 1.0 else ():
-            passing.gradient.mul_(factor)
+        for passed in self._passed_through if factor < 1.0 else ():
+            passed.gradient.mul_(factor)

@@ -1,6 +1,6 @@
-"""What the engine asks of a network: one collective at a time, started, asked for, waited for.
+"""Interface of a network: start one collective, ask whether it is done, wait for it.
 
-A driver implements :class:`Transport` for its framework. The engine does everything else.
+A driver implements :class:`Transport` for its framework. The engine does the rest.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from hvdcompress.method import Array
 
-Handle = Any  #: whatever a transport returns from ``start``; the engine only hands it back
+Handle = Any  #: the value that a transport returns from ``start``; the engine passes it back unchanged
 
 
 class Group(NamedTuple):
-    """The ranks that take part in a collective: the rank of this one among them, and their number."""
+    """The ranks of a collective: this rank's index among them, and their number."""
 
     rank: int
     world: int
@@ -22,63 +22,63 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One collective as it is really sent; ``collectives.lower`` makes it from a method's collective.
+    """One collective of the network; ``collectives.lower`` creates it from a method's collective.
 
     Attributes:
-        kind: the collective.
-        payload: this rank's flat array [n], which may be empty; uint8 but for all-reduces. None for a broadcast, except
-            on the root. Its memory belongs to the engine again when ``wait`` has returned on this rank: a transport
-            whose ranks share memory, or that sends from another thread, copies it.
+        kind: the kind of collective.
+        payload: this rank's flat array [n], possibly empty. The dtype is uint8, except for all-reduces. None for a
+            broadcast on ranks other than the root. The engine reuses the memory once ``wait`` has returned on this
+            rank: a transport whose ranks share memory, or that sends from another thread, must copy it.
         op: the reduction of an all-reduce.
-        gives: of an all-to-all, the bytes for each rank; of a broadcast, (its bytes,).
-        gets: of an all-to-all, the bytes from each rank; of an all-gather, every rank's length, or None where
-            the transport finds that out.
+        send_lengths: for an all-to-all, the bytes to each rank; for a broadcast, (its bytes,).
+        recv_lengths: for an all-to-all, the bytes from each rank; for an all-gather, the length of each rank's payload,
+            or None if the transport determines it.
         root: the rank that broadcasts.
-        spent: nobody reads the payload afterwards: an all-reduce may write its result over it.
+        may_overwrite: whether an all-reduce may write its result over the payload.
     """
 
     kind: Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
     payload: Array
     op: Literal["sum", "max"] = "sum"
-    gives: tuple[int, ...] | None = None
-    gets: tuple[int, ...] | None = None
+    send_lengths: tuple[int, ...] | None = None
+    recv_lengths: tuple[int, ...] | None = None
     root: int | None = None
-    spent: bool = False
+    may_overwrite: bool = False
 
 
 class Transport(Protocol):
-    """Collectives among ``world`` ranks, of which this one is ``rank``."""
+    """Collectives of ``world`` ranks; this process is rank ``rank``."""
 
     rank: int
     world: int
     ordered: bool
-    """Collectives have no names: every rank must start them in the same order (MPI, torch.distributed). Otherwise
-    they are matched by name, and ranks may start them in any order (Horovod)."""
-    broadcasts: bool
-    """Whether a broadcast is as fast as a sum. If not, the engine sends a sum to which the others give zeros."""
-    unequal: bool
-    """Whether an all-gather takes payloads of different lengths without being told the lengths."""
+    """True if the network matches collectives by order, so that every rank must start them in the same order (MPI,
+    torch.distributed). False if it matches them by name, so that ranks may start them in any order (Horovod)."""
+    native_broadcast: bool
+    """Whether a broadcast is as fast as a sum. If not, the engine requests a sum with zeros on non-root ranks."""
+    variable_lengths: bool
+    """Whether an all-gather accepts payloads of different lengths without knowing the lengths in advance."""
 
     def start(self, name: str, request: Request) -> Handle:
-        """Start a collective; returns at once.
+        """Start a collective without waiting.
 
         Args:
-            name: equal on all ranks, and different from that of any other collective under way on this rank. Every step
-                uses the same names, and a faster rank may start a name again before a slower one has its result: keep
-                the messages from each rank in order. After a step that failed, some ranks have started collectives that
-                others never start. A transport by name must not match those with the next step's; the Horovod driver
-                makes no further step with the same names.
-            request: what to send.
+            name: equal on all ranks, and unique among the collectives in flight on this rank. Names repeat in every
+                step, and a faster rank may start a name again before a slower rank has its result: keep the messages
+                from each rank in order. After a failed step, some ranks have started collectives that others never
+                start. A transport that matches by name must not match them with those of the next step; the Horovod
+                driver refuses further steps with the same names.
+            request: the collective.
         """
 
     def ready(self, handle: Handle) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return whether the result is available (:meth:`wait` would not block)."""
 
     def wait(self, handle: Handle) -> Array:
-        """The collective's result: a flat array of the payload's library, dtype and device.
+        """Wait for the result: a flat array of the payload's library, dtype and device.
 
-        An all-gather's and an all-to-all's pieces stand one after another, in rank order.
+        The pieces of an all-gather or all-to-all are concatenated in rank order.
         """
 
     def idle(self, handle: Handle) -> None:
-        """Nothing has come yet: wait until ``handle``'s result may be there, or for a moment."""
+        """Block until the result of ``handle`` may be available, or for a moment."""

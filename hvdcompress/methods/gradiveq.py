@@ -111,7 +111,7 @@ class GradiVeQ(Method):
     exact = False
     linear = False  # with ``mean``, μ is added once to the sum, not once per rank
     published: ClassVar[dict[str, Any]] = {"samples": "first", "order": "hwio", "mean": True, "min_rate": 1.0}
-    fixed = (
+    unschedulable = (
         "slice_elements", "matrix_rank", "min_rate", "dense_steps", "compressed_steps", "tensors",
         "samples", "max_samples", "order", "mean",
     )  # fmt: skip
@@ -217,7 +217,7 @@ class GradiVeQ(Method):
         slots["since"] = integer  # ctx.triggers when the round began
         return slots
 
-    def notices(self, metric: str, value: float, low: float, high: float) -> bool:
+    def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "learning_rate" and value < self.retrain_drop * high
 
     def num_values(self, spec: TensorSpec, state: dict[str, Array] | None) -> int:

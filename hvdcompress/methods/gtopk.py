@@ -71,7 +71,7 @@ class GTopK(Method):
     sends = "k values + k indices, twice: to a partner in log2(p) rounds, and by a broadcast; constant in p"
     sparse = True
     needs_feedback = True
-    uneven = True
+    variable_length = True
 
     density: Density = 0.01
     """Fraction of the elements that each rank selects and that the result contains, k / n."""

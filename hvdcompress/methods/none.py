@@ -35,16 +35,16 @@ class Dense(Method):
     granularity = "element"
 
     @property
-    def wide(self) -> bool:  # type: ignore[override]
-        return self.feedback == "none"  # with feedback, x = gradient + residual, and residuals are float32
+    def keeps_float64(self) -> bool:  # type: ignore[override]
+        return self.feedback == "none"  # with feedback, x is float32 like the residual
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return spec.size
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return (8 if self.wide and spec.dtype == "float64" else 4) * spec.size
+        return (8 if self.keeps_float64 and spec.dtype == "float64" else 4) * spec.size
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
-        # the driver copied the gradients of a bucket into x, so the sum may overwrite x unless feedback still reads it
-        total = yield AllReduce(x, spent=len(ctx.spec.parts) > 1 and not ctx.needs_own)
+        # The driver copied the gradients of a bucket into x, so the sum may overwrite x unless feedback still reads it.
+        total = yield AllReduce(x, may_overwrite=len(ctx.spec.parts) > 1 and not ctx.needs_own)
         return Reduced(total=total, own=x)

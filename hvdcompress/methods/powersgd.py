@@ -69,8 +69,8 @@ class PowerSGD(Method):
     sends = "r·(rows + columns) values, summed, in two rounds"
     needs_feedback = True
     exact = False
-    waits = 10
-    fixed = ("matrix_rank",)
+    delay = 10
+    unschedulable = ("matrix_rank",)
 
     matrix_rank: Count = 2
     """Rank r of the approximation."""

@@ -136,7 +136,7 @@ class RedSync(Method):
         chosen, threshold = self.choose(x, self.reused_threshold(state, ctx, work), ctx, work)
         work.counters["kept"] = len(chosen.index)
         padded = select.pad(chosen, self.wanted(ctx.spec.size).most, ops)
-        pieces = yield AllGather(pack.encode(padded, self.packing(ctx.spec), ctx, work), fixed=True)
+        pieces = yield AllGather(pack.encode(padded, self.packing(ctx.spec), ctx, work), fixed_length=True)
         shares = [self.decode(piece, ctx, work) for piece in pieces]
         return Reduced(total=add_shares(shares, ops), own=shares[ctx.rank], state=self.new_state(threshold, x, ops))
 

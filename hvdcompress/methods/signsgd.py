@@ -83,7 +83,7 @@ class SignSGD(Quantizer):
     paper = "Karimireddy et al., ICML 2019 (arXiv 1901.09847)"
     sends = "one bit per value + one magnitude; gathered, or scattered: constant in p"
     needs_feedback = True
-    waits = 10
+    delay = 10
 
     feedback: FeedbackName = "plain"
 

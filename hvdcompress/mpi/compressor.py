@@ -32,7 +32,7 @@ if not _is_set:
     del os.environ[_ISOLATED]
 
 from hvdcompress.engine import compressor  # noqa: E402
-from hvdcompress.engine.agreement import Terms, compare_terms, failure  # noqa: E402
+from hvdcompress.engine.agreement import SharedConfig, compare_configs, peer_error  # noqa: E402
 from hvdcompress.engine.collectives import Collectives  # noqa: E402
 from hvdcompress.engine.signals import deferred  # noqa: E402
 from hvdcompress.engine.step import Agree, Step  # noqa: E402
@@ -91,20 +91,20 @@ class Compressor(compressor.Compressor):
             error = error or caught
         self._tensors: _Tensors | None = None  # those of the last step
         self._step: Step | None = None  # under way
-        with self.watchdog.meeting("every rank's Compressor"):
+        with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
             self._silence = weakref.finalize(self, self._transport.silence)
             self._collectives = Collectives(self._transport, self.local.observers)
             terms = {**plan.to_dict(), "optimizer": str(optimizer)}
-            said = json.dumps([str(error) if error else "", terms, self.watchdog.address()])
+            said = json.dumps([str(error) if error else "", terms, self.watchdog.endpoint()])
             everyone = self._collectives.gather_text("plan", said)
         texts, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
             raise error
         if any(texts):
-            raise failure(texts)
-        compare_terms([(plan, {}) for plan in plans])
-        self.watchdog.meet(addresses)
+            raise peer_error(texts)
+        compare_configs([(plan, {}) for plan in plans])
+        self.watchdog.set_peers(addresses)
         if optimizer is None and may_adapt(plan) and comm.rank == 0:
             log.warn_once(UNKNOWN)
 
@@ -171,7 +171,7 @@ class Compressor(compressor.Compressor):
         self.local.begin_round()
         error: Exception | None = None
         scale = 1.0
-        tensors = _Tensors((), (), Terms({}, {}))
+        tensors = _Tensors((), (), SharedConfig({}, {}))
         try:
             given = {name: np.asarray(array) for name, array in arrays.items()}
             outs = _checked(out, given)
@@ -190,13 +190,13 @@ class Compressor(compressor.Compressor):
         self.ledger.steps += step.finite
         self._end_step(step)
         self.local.note_step(began, time.perf_counter())
-        self.local.warn_of_what_is_idle()
+        self.local.warn_about_unused()
         return outs
 
     def _add_all(self, step: Step, tensors: _Tensors, given: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
         """Give all gradients to the engine."""
         for bucket in tensors.buckets:
-            work = self.local.turn(bucket).dtype
+            work = self.local.next_step(bucket).dtype
             flat_outs = [outs[member.name].reshape(-1) for member in bucket.members]
             with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
                 flats = [given[member.name].astype(work, copy=False).reshape(-1) for member in bucket.members]
@@ -216,7 +216,7 @@ class Compressor(compressor.Compressor):
         if self._tensors is None or given != self._tensors.given:
             specs = [_spec(name, array.shape, array.dtype) for name, array in arrays.items()]
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
-            terms = Terms({**self.plan.to_dict(), "op": op}, tensors)
+            terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
             # largest first: the link is busy with it while the others are encoded
             found = self.plan.buckets(specs, IN_ORDER, ages=self.local.ages())
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
@@ -257,7 +257,7 @@ class _Tensors(NamedTuple):
 
     given: tuple[Any, ...]
     buckets: tuple[Bucket, ...]
-    terms: Terms
+    terms: SharedConfig
 
 
 def _checked(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) -> dict[str, Array]:

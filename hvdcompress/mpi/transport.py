@@ -17,8 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import hvdcompress.ops
-from hvdcompress.engine.agreement import failure
-from hvdcompress.engine.safety.alarm import Alarm, Call, missing
+from hvdcompress.engine.agreement import peer_error
+from hvdcompress.engine.safety.alarm import Alarm, Call, missing_calls
 from hvdcompress.engine.transport import Request
 
 Array = np.ndarray[Any, Any]
@@ -44,8 +44,8 @@ class MPITransport:
     """
 
     ordered = True
-    broadcasts = False
-    unequal = False
+    native_broadcast = False
+    variable_lengths = False
 
     def __init__(self, comm: MPI.Comm):
         self.comm = comm.Dup()
@@ -79,8 +79,10 @@ class MPITransport:
     def start(self, name: str, request: Request) -> Handle:
         """Begin a collective; returns at once."""
         payload = np.ascontiguousarray(request.payload)
-        call = Call(request.kind, str(payload.dtype), len(payload), request.op, request.gives, request.gets)
-        return self._begin(call, payload, request.spent)
+        call = Call(
+            request.kind, str(payload.dtype), len(payload), request.op, request.send_lengths, request.recv_lengths
+        )
+        return self._begin(call, payload, request.may_overwrite)
 
     def ready(self, handle: Handle) -> bool:
         """Whether :meth:`wait` would return at once. MPI works on what is under way only when it is called."""
@@ -105,26 +107,26 @@ class MPITransport:
         """Wait for the result."""
         self.wait(handle)
 
-    def _begin(self, call: Call, payload: Array, spent: bool = False) -> Handle:
+    def _begin(self, call: Call, payload: Array, may_overwrite: bool = False) -> Handle:
         """Call MPI, and note what was called."""
         out: Array
         buffers: list[Any]
         if call.kind == "all_reduce":
-            out = payload if spent else np.empty_like(payload)
+            out = payload if may_overwrite else np.empty_like(payload)
             half = call.dtype == "float16"  # MPI has no such type: it carries 16 bits, and we add them
             sent, received = (each.view(np.uint16) if half else each for each in (payload, out))
-            buffers = [MPI.IN_PLACE if spent else sent, received]
+            buffers = [MPI.IN_PLACE if may_overwrite else sent, received]
             request = self.comm.Iallreduce(buffers[0], buffers[1], _half(call.op) if half else OPS[call.op])
         else:
-            gets = call.gets or ()
-            out = np.empty(sum(gets), np.uint8)
-            taken = [out, (gets, _starts(gets)), MPI.BYTE]
+            recv_lengths = call.recv_lengths or ()
+            out = np.empty(sum(recv_lengths), np.uint8)
+            taken = [out, (recv_lengths, _starts(recv_lengths)), MPI.BYTE]
             if call.kind == "all_gather":
                 buffers = [[payload, MPI.BYTE], taken]
                 request = self.comm.Iallgatherv(*buffers)
             else:
-                gives = call.gives or ()
-                buffers = [[payload, (gives, _starts(gives)), MPI.BYTE], taken]
+                send_lengths = call.send_lengths or ()
+                buffers = [[payload, (send_lengths, _starts(send_lengths)), MPI.BYTE], taken]
                 request = self.comm.Ialltoallv(*buffers)
         self._calls.append(call)
         self._running.append(Handle(request, out, buffers))
@@ -160,11 +162,11 @@ class MPITransport:
             counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
             return RuntimeError(f"the ranks are in different steps, so they cannot go on: {counts}")
         self._catch_up([calls for _, _, calls in everyone])
-        return failure([text for _, text, _ in everyone])
+        return peer_error([text for _, text, _ in everyone])
 
     def _catch_up(self, everyone: Sequence[Sequence[Call]]) -> None:
         """Take part, with zeros, in every collective of this step that another rank has begun."""
-        for call in missing(everyone, self.rank):
+        for call in missing_calls(everyone, self.rank):
             self._begin(call, np.zeros(call.size, call.dtype))
         MPI.Request.Waitall([handle.request for handle in self._running])
         self._running.clear()

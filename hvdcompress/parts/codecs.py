@@ -230,5 +230,5 @@ def sum_of_halves(
     """
     how = halves(len(x) if saturated is None else ctx.spec.size, ctx, work, x, stream)
     _count_saturated(work, work.ops.to_fp16(x, *how)[1] if saturated is None else saturated)
-    total = yield AllReduce(how.out, spent=not ctx.needs_own)
+    total = yield AllReduce(how.out, may_overwrite=not ctx.needs_own)
     return Half(total, ctx.world), Half(how.out, ctx.world) if ctx.needs_own else None

@@ -36,7 +36,7 @@ class Packing(NamedTuple):
     Attributes:
         method: The method's id.
         values: The number format's name.
-        places: The number of positions that indices refer to.
+        positions: The number of positions that indices refer to.
         distinct: Whether the indices are distinct.
         per: Values per entry.
         counts: Of a bucket of several tensors, the entries of each; empty if they are not known or there is one tensor.
@@ -44,7 +44,7 @@ class Packing(NamedTuple):
 
     method: str
     values: Values
-    places: int
+    positions: int
     distinct: bool = True
     per: int = 1
     counts: tuple[int, ...] = ()
@@ -84,9 +84,9 @@ def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
 
 def num_bytes(k: int, packing: Packing) -> int:
     """Return the bytes of a sparse payload of k entries: header, indices and values."""
-    coding = best_coding(k, packing.places, packing.distinct)
+    coding = best_coding(k, packing.positions, packing.distinct)
     width = packing.codec.num_bytes(packing.per * k)
-    return wire.NUM_BYTES + index_num_bytes(coding, k, packing.places) + aligned(width)
+    return wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions) + aligned(width)
 
 
 def padded(x: Array, ops: Ops) -> Array:
@@ -151,15 +151,15 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
 
 @lru_cache(4096)
 def _header(k: int, packing: Packing) -> wire.Header:
-    coding = best_coding(k, packing.places, packing.distinct)
-    return wire.Header(packing.method, CODE[coding], packing.codec.code, packing.places, k, num_bytes(k, packing))
+    coding = best_coding(k, packing.positions, packing.distinct)
+    return wire.Header(packing.method, CODE[coding], packing.codec.code, packing.positions, k, num_bytes(k, packing))
 
 
 def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep: bool = True) -> Array:
     """Write a sparse payload.
 
     Args:
-        chosen: ascending indices [k] below ``packing.places``, and values, float32 [per·k].
+        chosen: ascending indices [k] below ``packing.positions``, and values, float32 [per·k].
         packing: how payloads are written.
         ctx: rank, step, tensor and seed, for random streams.
         work: memory and counters of this exchange, and the array ops.
@@ -170,7 +170,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     """
     ops = work.ops
     k = len(chosen.index)
-    coding = best_coding(k, packing.places, packing.distinct)
+    coding = best_coding(k, packing.positions, packing.distinct)
     header = _header(k, packing)
     new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
     payload = new("payload", header.length, "uint8", chosen.values)
@@ -178,7 +178,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     width = numbers.num_bytes(packing.per * k)
     edge, stop = header.length - aligned(width), header.length
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
-    encode_index(chosen.index, coding, packing.places, ops, payload[wire.NUM_BYTES : edge])
+    encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
     numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
     if edge + width < stop:
         ops.fill(payload[edge + width :], 0)
@@ -200,10 +200,10 @@ def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
     Raises:
         WireError: the bytes are not such a payload.
     """
-    coding = best_coding(k, packing.places, packing.distinct)
+    coding = best_coding(k, packing.positions, packing.distinct)
     wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
-    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.places)
-    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.places, ops)
+    edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
+    index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)
     numbers = packing.codec
     count = packing.per * k
     width = numbers.num_bytes(count)

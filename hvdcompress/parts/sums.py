@@ -154,7 +154,7 @@ def scatter(
     ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
     again = work.buffer(f"again.{stream}", width, "uint8", x)
     written(summed, ctx.world, again)
-    shards = yield AllGather(again, fixed=True)
+    shards = yield AllGather(again, fixed_length=True)
     total = Joined([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
     if not ctx.needs_own:
         return total, None
@@ -208,7 +208,7 @@ class Quantizer(Method):
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         if self.route == "gather":
-            pieces = yield AllGather(self.encode(x, state, ctx, work), fixed=True)
+            pieces = yield AllGather(self.encode(x, state, ctx, work), fixed_length=True)
             return self.summed(pieces, x, ctx, work)
         total, own = yield from scatter(x, self.codec, ctx, work)
         return Reduced(total=total, own=own)

@@ -70,11 +70,11 @@ class Program:
         return self.stages[-1][1]
 
     def __str__(self) -> str:
-        stages = [(start, in_words(method)) for start, method in self.stages]
+        stages = [(start, describe_method(method)) for start, method in self.stages]
         return "; ".join(text if start == 0 else f"from step {start}: {text}" for start, text in stages)
 
 
-def in_words(method: Method) -> str:
+def describe_method(method: Method) -> str:
     """A method's id, its density, and what else is not at its default."""
     default = {f.name: f.default for f in fields(method)}
     changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
@@ -96,11 +96,11 @@ class Bucket:
     spec: TensorSpec  #: the tensor, or the joined tensor of one dimension
     members: tuple[TensorSpec, ...]  #: the tensors, in name order
     program: Program
-    unasked: bool = False  #: joined for speed alone: each tensor gets what it would get alone
+    automatic: bool = False  #: joined for speed alone: each tensor gets what it would get alone
 
-    def apart(self, method: Method) -> bool:
+    def runs_per_tensor(self, method: Method) -> bool:
         """Whether the method runs on each tensor, and only their payloads travel together."""
-        return self.unasked and method.granularity != "part"
+        return self.automatic and method.granularity != "part"
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -122,19 +122,19 @@ class Grouping:
         dense: whether tensors that are sent uncompressed are joined, too.
     """
 
-    joined: int
-    apart: int
+    bucket_elements: int
+    per_tensor_elements: int
     dense: bool
 
 
 FULL = 6_500_000  #: elements of a group: the 25 MB after which DistributedDataParallel closes a bucket, too
 #: Collectives go by name, and the network joins small ones.
-BY_NAME = Grouping(joined=FULL, apart=150_000, dense=False)
+BY_NAME = Grouping(bucket_elements=FULL, per_tensor_elements=150_000, dense=False)
 #: One collective after another: each costs a round through all ranks, whatever its size.
-IN_ORDER = Grouping(joined=FULL, apart=FULL, dense=True)
+IN_ORDER = Grouping(bucket_elements=FULL, per_tensor_elements=FULL, dense=True)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """A sort key of a name in which numbers count as such: "layer.9" comes before "layer.10", as in the model."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", name)] + [(-2, name)]
 
@@ -171,7 +171,7 @@ class Plan:
         rule = self._rule_of(spec)
         return rule.program if rule else self.program
 
-    def idle_rules(self, specs: Iterable[TensorSpec]) -> list[Rule]:
+    def unused_rules(self, specs: Iterable[TensorSpec]) -> list[Rule]:
         """Return the rules that apply to none of these tensors: none matches, or an earlier rule has all that do."""
         applied = [self._rule_of(spec) for spec in specs]
         return [rule for rule in self.rules if not any(rule is one for one in applied)]
@@ -228,8 +228,8 @@ class Plan:
             buckets.append(self._bucket(open_buckets.pop(key), key[0]))
 
         by = (grouping or Grouping(0, 0, False)) if self.bucket_elements is None else None
-        most = by.joined if by else self.bucket_elements or 0
-        for spec in sorted(specs, key=lambda s: natural(s.name)):
+        most = by.bucket_elements if by else self.bucket_elements or 0
+        for spec in sorted(specs, key=lambda s: natural_key(s.name)):
             key = (self.program_of(spec), spec.dtype, ages.get(spec.name))
             main = key[0].main
             everything = getattr(main, "scope", "tensor") == "global"
@@ -238,7 +238,9 @@ class Plan:
                 joins = by.dense
                 key = (DENSE if joins and self._goes_dense(spec, main) else key[0], *key[1:])
             elif by:
-                joins = spec.size < by.apart or all(method.granularity == "part" for _, method in key[0].stages)
+                joins = spec.size < by.per_tensor_elements or all(
+                    method.granularity == "part" for _, method in key[0].stages
+                )
             elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
                 joins = self._goes_dense(spec, main)
                 key = (DENSE if joins else key[0], *key[1:])
@@ -250,18 +252,18 @@ class Plan:
                 buckets.append(self._bucket([spec], key[0]))
         for key in list(open_buckets):
             close(key)
-        return sorted(buckets, key=lambda bucket: natural(bucket.spec.name))
+        return sorted(buckets, key=lambda bucket: natural_key(bucket.spec.name))
 
     def _bucket(self, members: list[TensorSpec], program: Program) -> Bucket:
         spec = members[0]
-        unasked = len(members) > 1 and self.bucket_elements is None and getattr(program.main, "scope", "") != "global"
+        automatic = len(members) > 1 and self.bucket_elements is None and getattr(program.main, "scope", "") != "global"
         if len(members) > 1:
             sizes = tuple(member.size for member in members)
             names = tuple(member.name for member in members)
             name = f"{spec.name}+{len(members) - 1}"
-            spec = TensorSpec(name, (sum(sizes),), spec.dtype, joined=sizes, names=names)
-        dense = not unasked and self._goes_dense(spec, program.main)
-        return Bucket(spec, tuple(members), DENSE if dense else program, unasked)
+            spec = TensorSpec(name, (sum(sizes),), spec.dtype, member_sizes=sizes, member_names=names)
+        dense = not automatic and self._goes_dense(spec, program.main)
+        return Bucket(spec, tuple(members), DENSE if dense else program, automatic)
 
     def _goes_dense(self, spec: TensorSpec, method: Method) -> bool:
         return spec.size < self.min_elements or not method.suits(spec)

@@ -77,7 +77,7 @@ def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | N
             except FieldError as error:
                 raise where.error(key, str(error)) from None
             found.setdefault(step, {})[name] = getattr(valid, name)
-    fixed = (FIXED | set(method.fixed)) & set(schedule.value)
+    fixed = (FIXED | set(method.unschedulable)) & set(schedule.value)
     if fixed:
         raise schedule.error(
             fixed.pop(), "cannot change during training, as existing state depends on it; remove it from the schedule"

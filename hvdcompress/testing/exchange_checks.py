@@ -21,14 +21,14 @@ from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for,
 def check_bytes(case: Case) -> None:
     """The ledger counts the bytes that were really sent, and they agree with the method's ``num_bytes``."""
     net = case.trial()
-    uneven = case.method.uneven
+    variable_length = case.method.variable_length
     for n, dtype in itertools.product(case.sizes, ("float32", "float64", "float16")):
         name = f"{dtype}.{n}"
         (bucket,) = net.plan.buckets([TensorSpec(name, case.shape(n), dtype)])
         for step in range(case.steps if len(case.method.phases) > 1 else 1):
             before = [net.ledger.bytes_sent(rank) for rank in range(case.world)]
             method = bucket.program.main
-            phase = net.ranks[0].turn(bucket).phase
+            phase = net.ranks[0].next_step(bucket).phase
             state = net.ranks[0].states.get(name)
             rest = (phase, state.slots if state else None) if len(method.phases) > 1 else ()
             net.log.clear()
@@ -41,7 +41,7 @@ def check_bytes(case: Case) -> None:
                 where = f"n = {n}, {dtype}, step {step}, rank {rank}"
                 require(sent == payloads, f"{where}: the ledger says {sent} bytes, the payloads have {payloads}")
                 require(
-                    sent == formula or (uneven and sent < formula),
+                    sent == formula or (variable_length and sent < formula),
                     f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes",
                 )
                 largest = max(largest, sent)
@@ -247,7 +247,7 @@ def check_wire(case: Case) -> None:
     net.allreduce(case.gradients(shape), "w")
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.collective == "AllGather" for sent in c.sent]
     ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
-    ops, n = net.ops, case.method.places(ctx.spec)
+    ops, n = net.ops, case.method.num_positions(ctx.spec)
     work = Workspace(ops)
     for payload in payloads[:2]:
         share = case.method.decode(to_ops(ops, payload.copy()), ctx, work)

@@ -151,7 +151,7 @@ class Trial(Loopback):
         first, kind = requests[0], requests[0].kind
         if kind == "broadcast":
             made = requests[first.root or 0].payload
-            arrays, num_bytes = [made], tuple((request.gives or (0,))[0] for request in requests)
+            arrays, num_bytes = [made], tuple((request.send_lengths or (0,))[0] for request in requests)
         else:
             arrays = [request.payload for request in requests]
             num_bytes = tuple(array.nbytes for array in arrays)
@@ -167,7 +167,7 @@ class Trial(Loopback):
                 tuple(array.tobytes() for array in arrays),
                 num_bytes,
                 first.root,
-                kind == "all_to_all" and any(len(set(request.gives or ())) > 1 for request in requests),
+                kind == "all_to_all" and any(len(set(request.send_lengths or ())) > 1 for request in requests),
             )
         )
         return [to_ops(self.ops, result) for result in super()._carry_out(name, requests)]
@@ -297,7 +297,7 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
     found: dict[Method, dict[str, Any]] = {}
     for settings in wanted:
         try:
-            found.setdefault(cls(**registry.written_out(cls, settings)), settings)
+            found.setdefault(cls(**registry.expand_paper_settings(cls, settings)), settings)
         except ValueError:  # pydantic's ValidationError is one
             continue
     return {",".join(f"{k}={v}" for k, v in s.items()) or "defaults": s for s in found.values()}

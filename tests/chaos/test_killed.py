@@ -46,7 +46,7 @@ def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Pat
     done = launch("mpi-2", HERE / "joined.py", str(tmp_path), method, seconds=80)
     assert done.returncode != 0
     assert (tmp_path / "error").exists(), done.stdout[-3000:]
-    assert "hvd.join() does not go with compression" in (tmp_path / "error").read_text()
+    assert "hvd.join()" in (tmp_path / "error").read_text()
 
 
 def by_hand(words: list[str], world: int) -> list[subprocess.Popen[str]]:

@@ -20,7 +20,7 @@ import numpy as np
 import hvdcompress
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.lockstep import carry_out
 from hvdcompress.engine.saving import checkpoint
@@ -105,11 +105,11 @@ class Tampered:
             sent = np.asarray(requests[1].payload).tobytes() if gathers else results[0].tobytes()
             self.rounds.append((results[0].copy(), sent))
             for one, request, result in zip(exchanges, requests, results, strict=True):
-                lengths = gathered_lengths(result, one.collective, 2, fast) if gathers else request.gets
+                lengths = gathered_lengths(result, one.collective, 2, fast) if gathers else request.recv_lengths
                 one.resume(lift(one.collective, result, lengths or (), fast))
         for rank, one in zip(self.ranks, exchanges, strict=True):
             one.deliver(0.5)
-            conclude(rank, [one], [], Outcome(finite=commit))
+            commit_step(rank, [one], [], Outcome(finite=commit))
 
     def _started(self, rank: int, out: Any) -> Exchange:
         gradient = self.gradients[rank].copy()
@@ -143,7 +143,7 @@ class Tampered:
                     if at == number:  # networks keep lengths
                         whole = (data + bytes(got.nbytes))[: got.nbytes]
                         got = np.frombuffer(bytearray(whole), got.dtype)
-                    lengths = lower(collective, 0, 2, fast, exchange.x).gets or ()
+                    lengths = lower(collective, 0, 2, fast, exchange.x).recv_lengths or ()
                 exchange.resume(lift(collective, got, lengths, fast))
             assert exchange.collective is None, "the method asks for more collectives"
             exchange.deliver(0.5)
@@ -163,7 +163,7 @@ def _methods() -> Iterator[Decoder]:
         cls = registry.classes()[id]
         for label, settings in variants(cls).items():
             if not settings.keys() & set(NOT_SENT) and settings.get("density") not in (1.0, 1e-9):
-                yield from _rounds_of(f"method-{id}-{label}", cls(**registry.written_out(cls, settings)))
+                yield from _rounds_of(f"method-{id}-{label}", cls(**registry.expand_paper_settings(cls, settings)))
 
 
 def _rounds_of(label: str, method: Any) -> Iterator[Decoder]:

@@ -303,7 +303,9 @@ def a_rule_without_a_tensor_is_warned_of() -> None:
     ]
     with logged() as lines:
         ddp.attach(DistributedDataParallel(Net(SHAPES)), "topk", rules=rules).close()
-    wanted = [f"the rule for {{{words}}} applies to no tensor" for words in ("name: A*, ndim: 2", "name: a")]
+    wanted = [
+        f"the plan's rule with match {{{words}}} applies to no tensor" for words in ("name: A*, ndim: 2", "name: a")
+    ]
     found = [line for line in lines if "applies to no tensor" in line]
     assert len(found) == (2 if dist.get_rank() == 0 else 0), lines
     assert all(words in line for words, line in zip(wanted, found, strict=False)), found

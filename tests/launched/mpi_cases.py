@@ -82,7 +82,7 @@ def a_signal_handler_that_raises_waits_for_the_end_of_the_step() -> None:
     comp.watch(rings)
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        for step, at in enumerate(("begun", "encoded", "sent", "answered", "decoded", "committed", "")):
+        for step, at in enumerate(("begun", "encoded", "sent", "completed", "decoded", "committed", "")):
             given, rung = everyone(step), False
             rings.at = at if RANK == 0 else ""
             out = {name: np.empty_like(array) for name, array in given[RANK].items()}
@@ -332,5 +332,5 @@ def a_loaded_state_that_no_tensor_claims_is_said() -> None:
     with logged() as said:
         for _ in range(SEEN + 2):
             second.allreduce(np.ones(1000, np.float32), "model.layer.w")
-    found = [line for line in said if "'layer.w' is used by no tensor so far" in line]
+    found = [line for line in said if "no tensor has used the loaded state of 'layer.w'" in line]
     assert len(found) == (COMM.rank == 0), said

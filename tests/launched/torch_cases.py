@@ -458,7 +458,7 @@ def a_pause_is_left_after_synchronize() -> None:
             with leave():
                 raise AssertionError("it is entered in the middle of a step")
         except RuntimeError as error:
-            assert "a step is under way" in str(error) and "synchronize()" in str(error)
+            assert "a step is in progress" in str(error) and "synchronize()" in str(error)
         opt.synchronize()
     comp.discard()
 

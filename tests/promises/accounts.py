@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdcompress.engine.intake import TILE
 from hvdcompress.engine.state import SEEN
-from hvdcompress.engine.telemetry.observer import Answer
+from hvdcompress.engine.telemetry.observer import Completed
 from tests.harness import logged
 from tests.promises.registry import promise
 from tests.promises.results import all_variants
@@ -115,7 +115,7 @@ class Answers(Watcher):
         super().__init__(rank)
         self.collectives: dict[str, list[str]] = defaultdict(list)
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
+    def completed(self, rank: int, name: str, what: Completed) -> None:
         if rank == self.rank:
             assert what.num_bytes > 0 and what.seconds >= 0
             self.collectives[name].append(f"{what.method} {what.round} {what.collective}")

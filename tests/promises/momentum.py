@@ -55,14 +55,14 @@ def momentum_is_taken_back_when_compression_ends(driver: Any) -> None:
     settings = {**shared, "schedule": {"optimizer_momentum": {"steps": {0: "cancel", 3: "keep"}}}}
     handle = driver.make("topk", settings, driver.shapes)
     handle.use(SGD(0.9))
-    buffer, natural = np.zeros(driver.shapes["a"]), np.zeros(driver.shapes["a"])
+    buffer, natural_momentum = np.zeros(driver.shapes["a"]), np.zeros(driver.shapes["a"])
     for step in range(6):
         given = driver.everyone(step, driver.shapes)
         got = handle.reduce(given[driver.rank])["a"]
         reduced = plain.allreduce_many(given)[0]["a"].astype(np.float64)
         buffer = 0.9 * buffer + got
-        natural = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * natural + reduced
-        assert_close({"a": buffer}, {"a": natural}, (1e-4, 1e-4), f"step {step}")
+        natural_momentum = 10.0 * reduced if step < 3 else reduced if step == 3 else 0.9 * natural_momentum + reduced
+        assert_close({"a": buffer}, {"a": natural_momentum}, (1e-4, 1e-4), f"step {step}")
 
 
 def _check(driver: Any, method: str, settings: dict[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Recorder:
                 self.sends[name].append((what.collective, what.num_bytes, *content))
 
     def __getattr__(self, event: str) -> Any:
-        if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
+        if event not in ("begun", "encoded", "completed", "waited", "decoded", "committed"):
             raise AttributeError(event)
         return lambda *_, **__: None
 

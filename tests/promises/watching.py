@@ -30,7 +30,7 @@ class Watcher:
             self.num_bytes += what.num_bytes
 
     def __getattr__(self, event: str) -> Any:
-        if event not in ("begun", "encoded", "answered", "waited", "decoded", "committed"):
+        if event not in ("begun", "encoded", "completed", "waited", "decoded", "committed"):
             raise AttributeError(event)
 
         def note(rank: int, *rest: Any, **more: Any) -> None:

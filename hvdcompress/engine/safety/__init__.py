@@ -1,1 +1,1 @@
-"""What keeps ranks from waiting for ever and from drifting apart: the watchdog, alarms, and checksums."""
+"""Safety: the watchdog against ranks that wait forever, alarms against failed ranks, checksums against divergence."""

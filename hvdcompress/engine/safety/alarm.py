@@ -1,8 +1,9 @@
-"""When a rank fails in the middle of a step whose collectives go by order: what was begun cannot be taken back.
+"""Alarms: end a step on all ranks of an ordered network after one of them failed in the middle of it.
 
-The rank sounds an *alarm*, for which the others look wherever they wait. Then all ranks tell each other which
-collectives of the step they have begun, and each makes up, with zeros, for those that it has not: nobody waits for
-ever, and the next step finds all in order. How an alarm is sounded and heard is the transport's.
+Ordered collectives cannot be cancelled. The failed rank therefore sounds an *alarm*, which the other ranks notice while
+they wait. Then all ranks exchange the list of collectives that they have started in this step, and each rank starts the
+missing ones with zeros. So no rank waits forever, and the next step starts in order. The transport implements how an
+alarm is sent and noticed.
 """
 
 from __future__ import annotations
@@ -15,73 +16,83 @@ from hvdcompress.engine.exchange import ExchangeError
 
 
 class Alarm(Exception):
-    """Another rank has failed in this step and waits in the transport's ``fail``."""
+    """Another rank has failed in this step and waits in :meth:`AlarmTransport.fail`."""
 
 
 class Call(NamedTuple):
-    """A collective that this rank has begun, for ranks that have not: without the payload.
+    """A collective that this rank has started, without its payload, for ranks that have not started it.
 
-    ``device`` is the kind of memory that the payload lies in, where a network takes several.
+    Attributes:
+        kind: the kind of collective, as in :class:`~hvdcompress.engine.transport.Request`.
+        dtype: dtype of the payload.
+        size: number of elements of the payload.
+        op: the reduction of an all-reduce.
+        send_lengths: bytes to each rank.
+        recv_lengths: bytes from each rank.
+        device: kind of memory of the payload, for networks that support several.
     """
 
     kind: str
     dtype: str
     size: int
     op: str
-    gives: tuple[int, ...] | None
-    gets: tuple[int, ...] | None
+    send_lengths: tuple[int, ...] | None
+    recv_lengths: tuple[int, ...] | None
     device: str = "cpu"
 
 
-class Alarming(Protocol):
+class AlarmTransport(Protocol):
     """A transport that can end a step on all ranks."""
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed.
+        """End the step on all ranks after a failure.
 
-        The rank that failed calls it with its error, and the others, which then meet an :class:`Alarm`, with None.
+        Args:
+            error: the error of this rank; None on ranks that caught an :class:`Alarm`.
 
         Returns:
-            The error that every rank raises, the same everywhere.
+            The error that every rank raises, with the same message everywhere.
         """
 
 
-def missing(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
-    """The collectives of this step that some rank has begun and this one has not, as it must begin them now.
+def missing_calls(everyone: Sequence[Sequence[Call]], rank: int) -> list[Call]:
+    """Return the collectives of this step that other ranks have started and this rank has not.
 
     Args:
-        everyone: what each rank has begun, in order.
+        everyone: the calls of each rank in order, in rank order.
         rank: this rank.
 
     Returns:
-        Calls in order, each to be begun with ``size`` zeros.
+        The calls in order. This rank must start each of them with ``size`` zeros.
     """
     calls = []
     for number in range(len(everyone[rank]), max(map(len, everyone))):
-        there = {r: begun[number] for r, begun in enumerate(everyone) if number < len(begun)}
-        call = next(iter(there.values()))
+        started = {r: begun[number] for r, begun in enumerate(everyone) if number < len(begun)}
+        call = next(iter(started.values()))
         if call.kind == "all_gather":
-            call = call._replace(size=(call.gets or ())[rank])
+            call = call._replace(size=(call.recv_lengths or ())[rank])
         elif call.kind == "all_to_all":
+            # Mirror what each rank that has started expects from this one; the others exchange nothing
             ranks = range(len(everyone))
-            gives = tuple((there[r].gets or ())[rank] if r in there else 0 for r in ranks)
-            gets = tuple((there[r].gives or ())[rank] if r in there else 0 for r in ranks)
-            call = call._replace(size=sum(gives), gives=gives, gets=gets)
+            send_lengths = tuple((started[r].recv_lengths or ())[rank] if r in started else 0 for r in ranks)
+            recv_lengths = tuple((started[r].send_lengths or ())[rank] if r in started else 0 for r in ranks)
+            call = call._replace(size=sum(send_lengths), send_lengths=send_lengths, recv_lengths=recv_lengths)
         calls.append(call)
     return calls
 
 
-def everyones(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
-    """End the step on all ranks after an error; returns what this rank raises.
+def common_error(transport: Any, caught: Exception, mine: Exception | None = None) -> Exception:
+    """End the step on all ranks after an error, and return the exception that this rank must raise.
 
     Args:
-        transport: its network, which can end a step on all ranks (:class:`Alarming`).
-        caught: what ended the step here.
-        mine: what was wrong with this rank's input, of which the others were told by the status.
+        transport: an :class:`AlarmTransport`.
+        caught: the exception that ended the step on this rank.
+        mine: an error in the input of this rank, which the status has reported to the other ranks.
     """
     if isinstance(caught, Alarm):
         return transport.fail(None)
-    if isinstance(caught, PeerError):  # all ranks have it
+    # A PeerError is raised on all ranks, so no alarm is needed
+    if isinstance(caught, PeerError):
         return mine or caught
     common = transport.fail(caught)
     if isinstance(caught, ExchangeError):

@@ -1,8 +1,8 @@
-"""Where a process answers other ranks, from threads of its own, and how it asks them.
+"""Questions between ranks outside of the training's network: a server thread, and a client function.
 
-A question is answered to those alone who prove that they were told the process's secret
-(``multiprocessing.connection``'s challenge). What follows is JSON, one message each way. A peer that says nothing for
-``PATIENCE`` seconds is left; each has a thread of its own, so it keeps nobody else waiting.
+The server answers only peers that prove that they know the process's secret (the challenge of
+``multiprocessing.connection``). After that, question and answer are one JSON message each. A peer that is silent for
+``MESSAGE_TIMEOUT`` seconds is dropped. Each connection has its own thread, so a slow peer delays nobody else.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-HERE = "127.0.0.1"  #: the address where all ranks are on one host
-CONNECTING = 1.0  #: seconds that a connection may take
-PATIENCE = 3.0  #: seconds that a peer may take for a message
-LARGEST = 1 << 16  #: bytes of a message, at most
+LOCALHOST = "127.0.0.1"  #: the server's address if all ranks are on one host
+CONNECT_TIMEOUT = 1.0  #: seconds for connecting
+MESSAGE_TIMEOUT = 3.0  #: seconds for each message of a peer
+MAX_MESSAGE_BYTES = 1 << 16  #: bytes of a message, at most
 
-#: a host's variables that say how many ranks are on it, and how many there are
-SIZES = (
+#: (variable with the number of ranks on this host, variable with the number of all ranks), by launcher
+SIZE_VARIABLES = (
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("MPI_LOCALNRANKS", "PMI_SIZE"),
 )
-#: variables of launchers that contain the address of the host which the others know
-MASTERS = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_MCA_orte_hnp_uri", "SLURM_LAUNCH_NODE_IPADDR")
-ELSEWHERE = "192.0.2.1"  #: an address for documentation (RFC 5737), to which the default route leads
+#: variables in which launchers store an address of the master host
+MASTER_VARIABLES = ("MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_MCA_orte_hnp_uri", "SLURM_LAUNCH_NODE_IPADDR")
+REMOTE_ADDRESS = "192.0.2.1"  #: an address for documentation (RFC 5737); only used to find the default route
 
 Message = dict[str, Any]
-#: what a stranger's words, or silence, come to
-UNANSWERED = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
+#: exceptions that a dropped, silent or unauthenticated peer can cause
+CONNECTION_ERRORS = OSError, EOFError, ValueError, LookupError, TypeError, AuthenticationError
 
 
 class Unreachable(ConnectionError):
-    """A peer does not answer.
+    """A peer did not answer.
 
     Attributes:
-        refused: nobody listens there any more, or a firewall says so.
+        refused: whether the connection was refused: the process has ended, or a firewall rejects connections.
     """
 
     def __init__(self, refused: bool):
@@ -53,14 +53,14 @@ class Unreachable(ConnectionError):
         self.refused = refused
 
 
-class Answering:
-    """Answers questions on a socket, until it is closed.
+class AnswerServer:
+    """Server that answers questions on a socket until it is closed.
 
     Args:
-        answer: returns the answer to a question. An exception means that there is none.
+        answer: function from a question to its answer. If it raises an exception, the peer gets no answer.
 
     Attributes:
-        address: how others reach it; the ranks tell each other.
+        endpoint: host, port and secret. The ranks exchange their endpoints over the training's network.
     """
 
     def __init__(self, answer: Callable[[Message], Any]):
@@ -69,78 +69,84 @@ class Answering:
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
-        self.address: Message = {"host": host, "port": self._socket.getsockname()[1], "secret": secret}
+        self.endpoint: Message = {"host": host, "port": self._socket.getsockname()[1], "secret": secret}
         threading.Thread(target=self._accept, name="hvdcompress-answers", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more: who asks is refused."""
-        with contextlib.suppress(OSError):  # it wakes the thread
+        """Close the socket. Later connections are refused."""
+        with contextlib.suppress(OSError):  # wakes the thread in accept()
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def leave(self) -> None:
-        """In a fork: the socket is the parent's."""
+    def close_in_child(self) -> None:
+        """Close the socket in a forked child. The parent continues to use its own copy."""
         self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except ConnectionError:  # a peer that has hung up already
+            except ConnectionError:  # the peer has closed the connection already
                 continue
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(peer,), name="hvdcompress-answer", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
-        with contextlib.suppress(*UNANSWERED), _connection(peer) as line:
-            deliver_challenge(line, self.address["secret"].encode())
-            question = json.loads(line.recv_bytes(LARGEST))
+        with contextlib.suppress(*CONNECTION_ERRORS), _connection(peer) as line:
+            deliver_challenge(line, self.endpoint["secret"].encode())
+            question = json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
             line.send_bytes(json.dumps(self._answer(question)).encode())
 
 
-def ask(address: Message, question: Message) -> Any:
-    """Return the answer of whoever has this address.
+def query(endpoint: Message, question: Message) -> Any:
+    """Ask the server at an endpoint and return its answer.
+
+    Args:
+        endpoint: the :attr:`AnswerServer.endpoint` of the peer.
+        question: any JSON object.
 
     Raises:
-        Unreachable: there is none.
+        Unreachable: the peer did not answer.
     """
     try:
-        peer = socket.create_connection((address["host"], address["port"]), CONNECTING)
+        peer = socket.create_connection((endpoint["host"], endpoint["port"]), CONNECT_TIMEOUT)
         with _connection(peer) as line:
-            answer_challenge(line, address["secret"].encode())
+            answer_challenge(line, endpoint["secret"].encode())
             line.send_bytes(json.dumps(question).encode())
-            return json.loads(line.recv_bytes(LARGEST))
+            return json.loads(line.recv_bytes(MAX_MESSAGE_BYTES))
     except (OSError, EOFError, ValueError, AssertionError, AuthenticationError) as error:
         raise Unreachable(isinstance(error, ConnectionRefusedError)) from error
 
 
 @contextlib.contextmanager
 def _connection(peer: socket.socket) -> Iterator[Connection]:
-    """Context manager: the peer's socket as a connection, in which each read and write ends."""
+    """Context manager that wraps a socket in a connection whose reads and writes time out."""
     peer.setblocking(True)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(PATIENCE), int(PATIENCE % 1 * 1e6)))
+        peer.setsockopt(
+            socket.SOL_SOCKET, option, struct.pack("ll", int(MESSAGE_TIMEOUT), int(MESSAGE_TIMEOUT % 1 * 1e6))
+        )
     with Connection(peer.detach()) as line:
         yield line
 
 
 def own_address() -> str:
-    """Return the address by which other ranks reach this host: that of the way to the master.
+    """Return the address at which other ranks can reach this host: that of the interface towards the master host.
 
-    It is :data:`HERE` where the launcher says that all ranks are on this host.
+    If the launcher reports that all ranks are on this host, it is :data:`LOCALHOST`.
     """
-    if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZES):
-        return HERE
-    known = [os.environ[name] for name in MASTERS if os.environ.get(name)]
+    if any(os.environ.get(local, "-") == os.environ.get(all_) for local, all_ in SIZE_VARIABLES):
+        return LOCALHOST
+    known = [os.environ[name] for name in MASTER_VARIABLES if os.environ.get(name)]
     masters = [host for text in known for host in re.findall(r"tcp://([\d.,]+)", text) or [text]]
-    for host in [one for text in masters for one in text.split(",")] + [ELSEWHERE]:
+    for host in [one for text in masters for one in text.split(",")] + [REMOTE_ADDRESS]:
         with contextlib.suppress(OSError):
             family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                probe.connect(there)  # which sends nothing
+                probe.connect(there)  # selects the route; a UDP socket sends nothing
                 if not (mine := probe.getsockname()[0]).startswith(("127.", "::1")):
                     return str(mine)
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
-    return HERE
+    return LOCALHOST

@@ -1,16 +1,17 @@
-"""A watchdog: a step that waits too long says what for and for whom, and ends where that is in vain.
+"""Watchdog: reports steps that wait too long, and ends the process if waiting is pointless.
 
-Ranks cannot ask each other by the network that they wait in: a collective that is under way cannot be taken back, and
-Horovod's controller itself may sit in MPI, waiting for a rank that is stopped. So a process answers on a socket of its
-own (``peers.py``), where each of its Compressors is. One whose step has not moved for ``warn_after`` seconds asks all
-ranks, and logs a warning with what it waits for and which ranks are missing. After ``end_after`` it ends the process,
-and so does every rank that it asks.
+Ranks cannot use the training's network to ask each other why a collective does not complete: the collective cannot be
+cancelled, and Horovod's controller may itself be blocked inside MPI. Therefore every process runs a small server
+(``peers.py``) that reports the progress of its Compressors. If a step makes no progress for ``warn_after`` seconds, the
+rank asks all others and logs a warning that names the collective and the missing ranks. After ``end_after`` seconds it
+ends the process and asks the other ranks to end, too.
 
-A rank whose process is no more never comes. Who waits asks now and then, and ends when a rank that has answered before,
-or is on this host, refuses the connection twice. A rank that is stopped, or cut off, does not refuse: it may come back.
+A rank whose process has ended never arrives. A waiting rank therefore asks the others every few seconds, and ends when
+a rank refuses the connection twice in a row, provided that it has answered before or is on the same host. A rank that
+is stopped or disconnected does not refuse, because nothing listens or routes; it may come back.
 
-Before that, ranks must meet once, to tell each other where to ask. Time is counted in ticks: a process that was itself
-stopped has not waited.
+The ranks must exchange their endpoints once, in a rendezvous, before they can ask each other. Waiting is counted in
+ticks of the watchdog's thread, so the time during which the process itself was stopped does not count.
 """
 
 from __future__ import annotations
@@ -27,27 +28,29 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hvdcompress.engine.safety.peers import HERE, PATIENCE, Answering, Message, Unreachable, ask
+from hvdcompress.engine.safety.peers import LOCALHOST, MESSAGE_TIMEOUT, AnswerServer, Message, Unreachable, query
 from hvdcompress.engine.telemetry.log import LOGGER
 
-TICK = 0.5  #: seconds between two looks
-PATIENT = 1800  #: seconds; PyTorch's process groups wait as long
-PAUSE = 5.0  #: seconds from one question, whether all ranks are alive, to the next; more where there are many
-REFUSALS = 2  #: one after another, and a rank that had answered is no more
-FAREWELL = PATIENCE + 2.0  #: seconds in which the others ask, too: ranks that have ended do not answer
-LOADING = 6  #: times as many in the first step, which a rank may end for good while another still compiles
-#: variables of launchers: a process that has one of them was started by a launcher
-LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK")
+TICK = 0.5  #: seconds between two checks
+DEFAULT_TIMEOUT = 1800  #: seconds; the same as PyTorch's process groups
+LIVENESS_INTERVAL = 5.0  #: seconds between two checks whether all ranks are alive; more if there are many ranks
+MAX_REFUSALS = 2  #: refused connections in a row after which a rank is considered ended
+#: seconds between the report and the end of the process: the other ranks may ask it until then
+GRACE_PERIOD = MESSAGE_TIMEOUT + 2.0
+#: factor of MAX_REFUSALS in the first step: a rank may end properly while another one still compiles
+FIRST_STEP_FACTOR = 6
+#: variables that launchers set for the processes that they start
+LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK")
 
 
-class Place(NamedTuple):
-    """Where a rank is.
+class Progress(NamedTuple):
+    """Progress of a rank.
 
     Attributes:
-        steps: that it has done, those of the training that it goes on with, too.
-        waits_for: what it waits for; None outside of a step.
-        seconds: for how long.
-        first: whether none of its steps has come to its end yet.
+        steps: number of steps done, including those before a restart from a saved state.
+        waits_for: description of what it waits for; None outside of a step.
+        seconds: time that it has waited.
+        first: whether it has not completed a step yet.
     """
 
     steps: int
@@ -57,13 +60,14 @@ class Place(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a watchdog does, and when.
+    """Settings of a watchdog.
 
     Attributes:
-        on: whether to watch; without it there is no socket and no thread.
-        warn_after: seconds after which a step that does not move is logged, and again when they have doubled; 0: never.
-        end_after: seconds after which the process ends; 0: never; None: ``Watchdog.patience``.
-        elastic: whether the launcher replaces ranks that have ended.
+        on: whether to watch. If False, there is no socket and no thread.
+        warn_after: seconds without progress after which it logs a warning, and again whenever the time has doubled; 0:
+            never.
+        end_after: seconds without progress after which the process ends; 0: never; None: ``Watchdog.patience``.
+        elastic: whether the launcher replaces ended ranks, so that an ended rank is no reason to end.
     """
 
     on: bool = True
@@ -73,23 +77,25 @@ class Limits(NamedTuple):
 
 
 class Watchdog:
-    """Watches the steps of one Compressor, from a thread that all of a process share.
+    """Watches the steps of one Compressor. All watchdogs of a process share one thread.
 
     Args:
-        rank, world: this rank, and their number.
-        place: returns where the rank is, or None once its ranks are no more; called by the thread.
-        pulse: returns a value that changes whenever the step makes progress; called by the thread.
-        limits: what it does, and when.
+        rank: this rank.
+        world: number of ranks.
+        progress: returns the progress of this rank, or None when the group of ranks no longer exists. The thread calls
+            it.
+        pulse: returns a value that changes whenever the step makes progress. The thread calls it.
+        limits: the settings.
 
     Attributes:
-        patience: seconds that the network's own waits may take.
+        patience: timeout of the network's own waits in seconds; the default of ``end_after``.
     """
 
     def __init__(
         self,
         rank: int,
         world: int,
-        place: Callable[[], Place | None],
+        progress: Callable[[], Progress | None],
         pulse: Callable[[], Any],
         limits: Limits = Limits(),  # noqa: B008  (it is a value)
     ):
@@ -99,125 +105,135 @@ class Watchdog:
         self.warn_after = limits.warn_after
         self.end_after = limits.end_after
         self.elastic = limits.elastic
-        self.patience = float(PATIENT)
-        self.over = False  # its ranks are no more: whatever comes after them is not its to watch
-        self.seconds = 0.0  # since the step moved
-        self.asked_by: int | None = None  # a rank that has waited too long
-        self._place = place
+        self.patience = float(DEFAULT_TIMEOUT)
+        self.over = False  # the group of ranks was replaced; stop watching it
+        self.seconds = 0.0  # since the step made progress
+        self.asked_by: int | None = None  # a rank that asked this one to end
+        self._progress = progress
         self._pulse = pulse
         self._last = object()
         self._peers: list[Message] = []
-        self._address: Message = {}
-        self._meets: str | None = None  # what this rank waits for in a meeting
-        self._come: Callable[[], Sequence[int]] = tuple
+        self._endpoint: Message = {}
+        self._rendezvous: str | None = None  # description of the rendezvous that this rank waits in
+        self._arrived: Callable[[], Sequence[int]] = tuple
         self._warns_at = self._asks_at = 0.0  # seconds of waiting
-        self._greeted = False  # all ranks have been asked once, to see who can be reached
-        self._answered: set[int] = set()  # ranks that can be reached
-        self._refusals = dict[int, int]()  # of those, one after another
+        self._asked_once = False  # whether all ranks were asked once, to find out which can be reached
+        self._answered: set[int] = set()  # ranks that have answered at least once
+        self._refusals = dict[int, int]()  # {rank: refused connections in a row}
 
-    # -- ranks meet -----------------------------------------------------------------------------------------
+    # -- rendezvous -----------------------------------------------------------------------------------------
 
-    def address(self) -> str:
-        """How others ask this one, in JSON; every rank gives all of them to :meth:`meet`. It watches from now on."""
-        if self.on and not self._address:
-            self._address = _service().watch(self)
-        return json.dumps(self._address)
+    def endpoint(self) -> str:
+        """Return this rank's endpoint as JSON, and start watching.
+
+        Pass the endpoints of all ranks to :meth:`set_peers`.
+        """
+        if self.on and not self._endpoint:
+            self._endpoint = _get_service().watch(self)
+        return json.dumps(self._endpoint)
 
     @contextlib.contextmanager
-    def meeting(self, what: str, come: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
-        """Inside, outside of any step, this rank waits for all others to come.
+    def rendezvous(self, what: str, arrived: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+        """Context manager for a rendezvous: this rank waits for all others, outside of a step.
 
         Args:
-            what: what it waits for, in words.
-            come: returns the ranks that have come, where that can be known; called by the thread.
+            what: description of what it waits for.
+            arrived: returns the ranks that have arrived, if the network knows them. The thread calls it.
         """
-        self.address()
-        self._meets = what
-        self._come = come
+        self.endpoint()
+        self._rendezvous = what
+        self._arrived = arrived
         try:
             yield
         finally:
-            self._meets = None
+            self._rendezvous = None
 
-    def meet(self, addresses: Sequence[str]) -> None:
-        """From now on the ranks can ask each other; ``addresses``: every rank's, in rank order."""
-        self._peers = [json.loads(address) for address in addresses]
-        self._greeted = False
+    def set_peers(self, endpoints: Sequence[str]) -> None:
+        """Set the endpoints of all ranks, in rank order. From then on the ranks can ask each other."""
+        self._peers = [json.loads(endpoint) for endpoint in endpoints]
+        self._asked_once = False
         if self.on:
-            _service().wake.set()
+            _get_service().wake.set()
 
     # -- in the thread --------------------------------------------------------------------------------------
 
-    def place(self) -> Place:
-        """Where this rank is.
+    def progress(self) -> Progress:
+        """Return the progress of this rank.
 
         Raises:
-            LookupError: its ranks are no more.
+            LookupError: the group of ranks no longer exists.
         """
-        if self.over or (place := self._now()) is None:
-            raise LookupError("its ranks are no more")
-        return place._replace(seconds=self.seconds)
+        if self.over or (progress := self._now()) is None:
+            raise LookupError("the group of ranks no longer exists")
+        return progress._replace(seconds=self.seconds)
 
-    def _now(self) -> Place | None:
-        place = self._place()
-        return place._replace(waits_for=self._meets) if place and self._meets else place
+    def _now(self) -> Progress | None:
+        progress = self._progress()
+        return progress._replace(waits_for=self._rendezvous) if progress and self._rendezvous else progress
 
-    def look(self) -> None:
-        """At each tick: has the step moved? Ends the process if it has waited too long, or others have, or in vain."""
-        place = self._now()
+    def check(self) -> None:
+        """Check the step once per tick: warn, or end the process, if it has waited too long."""
+        progress = self._now()
         pulse = self._pulse()
-        self.over = self.over or place is None
-        if self.over or place is None:
+        self.over = self.over or progress is None
+        if self.over or progress is None:
             return
-        if place.waits_for is None or pulse != self._last:
+        if progress.waits_for is None or pulse != self._last:
             self.seconds = 0.0
             self._warns_at = self.warn_after
-            self._asks_at = self._pause
+            self._asks_at = self._liveness_interval
         else:
             self.seconds += TICK
         self._last = pulse
-        gone = self._gone(place)
+        ended = self._ended(progress)
         limit = self.patience if self.end_after is None else self.end_after
-        if gone or self.asked_by is not None or 0 < limit <= self.seconds:
-            said = self.report(self.everyones_place(ends=True))
-            say(f"{said}. This rank ends: {self._why(gone, limit)}")
-            threading.Event().wait(FAREWELL)
+        if ended or self.asked_by is not None or 0 < limit <= self.seconds:
+            text = self.report(self.all_progress(ends=True))
+            print_error(f"{text}. This rank ends: {self._why(ended, limit)}")
+            threading.Event().wait(GRACE_PERIOD)
             os._exit(1)
         if 0 < self._warns_at <= self.seconds:
             self._warns_at = 2 * self.seconds
-            until = f"and ends after {limit:g} s (`end_after` in the plan)" if limit else "for ever"
-            LOGGER.warning("%s. This rank waits on, %s", self.report(self.everyones_place()), until)
+            until = f"until {limit:g} s (`end_after` in the plan), then it ends" if limit else "forever"
+            LOGGER.warning("%s. This rank continues to wait %s", self.report(self.all_progress()), until)
 
     @property
-    def _pause(self) -> float:
-        return max(PAUSE, self.world / 10)
+    def _liveness_interval(self) -> float:
+        return max(LIVENESS_INTERVAL, self.world / 10)
 
-    def _gone(self, place: Place) -> list[int]:
-        """Ask now and then, in a step, whether all ranks are alive; returns those that are no more."""
-        if not self._peers or self.elastic or (self._greeted and self.seconds < self._asks_at):
+    def _ended(self, progress: Progress) -> list[int]:
+        """Ask from time to time whether all ranks are alive. Return the ranks that have ended."""
+        if not self._peers or self.elastic or (self._asked_once and self.seconds < self._asks_at):
             return []
-        self._greeted = True
+        self._asked_once = True
         began = time.monotonic()
-        self.everyones_place()
-        self.seconds += min(time.monotonic() - began, PATIENCE) if place.waits_for else 0.0
-        self._asks_at = self.seconds + self._pause
-        most = REFUSALS * (LOADING if place.first else 1)
+        self.all_progress()
+        self.seconds += min(time.monotonic() - began, MESSAGE_TIMEOUT) if progress.waits_for else 0.0
+        self._asks_at = self.seconds + self._liveness_interval
+        most = MAX_REFUSALS * (FIRST_STEP_FACTOR if progress.first else 1)
         return [rank for rank, refusals in sorted(self._refusals.items()) if refusals >= most]
 
-    def everyones_place(self, ends: bool = False) -> list[Place | None]:
-        """Every rank's place, None of one that does not answer; asks all at once. ``ends``: and they, too, end."""
-        found: list[Place | None] = [None] * self.world
-        found[self.rank] = self.place()
+    def all_progress(self, ends: bool = False) -> list[Progress | None]:
+        """Ask all ranks for their progress, in parallel.
+
+        Args:
+            ends: whether to ask them to end, too.
+
+        Returns:
+            The progress of each rank; None for a rank that does not answer.
+        """
+        found: list[Progress | None] = [None] * self.world
+        found[self.rank] = self.progress()
 
         def find(rank: int) -> None:
-            address = self._peers[rank]
-            question = {"number": address.get("number"), "rank": self.rank, "ends": ends}
+            endpoint = self._peers[rank]
+            question = {"number": endpoint.get("number"), "rank": self.rank, "ends": ends}
             try:
-                found[rank] = Place(*ask(address, question))
+                found[rank] = Progress(*query(endpoint, question))
             except Unreachable as error:
-                if rank in self._answered or address["host"] == HERE:
+                if rank in self._answered or endpoint["host"] == LOCALHOST:
                     self._refusals[rank] = self._refusals.get(rank, 0) + 1 if error.refused else 0
-            except (TypeError, LookupError):  # an address of another sort, or no place
+            except (TypeError, LookupError):  # an endpoint of a rank without a watchdog, or a malformed answer
                 pass
             else:
                 self._answered.add(rank)
@@ -231,103 +247,105 @@ class Watchdog:
             thread.join()
         return list(found)
 
-    def report(self, places: Sequence[Place | None]) -> str:
-        """What this rank waits for, and which ranks are missing."""
-        mine = places[self.rank]
+    def report(self, everyone: Sequence[Progress | None]) -> str:
+        """Describe what this rank waits for and which ranks are missing."""
+        mine = everyone[self.rank]
         assert mine is not None
         if mine.waits_for is None:
-            said = f"rank {self.rank} is outside of a step, after {mine.steps}, and rank {self.asked_by} waits in vain"
+            text = f"rank {self.rank} is outside of a step, after {mine.steps} steps, while rank {self.asked_by} waits"
         else:
-            said = f"rank {self.rank} has waited {mine.seconds:.0f} s in step {mine.steps} for {mine.waits_for}"
-        return f"{said}; {self._absent(places) if self._peers else self._unmet()}"
+            text = f"rank {self.rank} has waited {mine.seconds:.0f} s in step {mine.steps} for {mine.waits_for}"
+        return f"{text}; {self._describe_missing(everyone) if self._peers else self._describe_rendezvous()}"
 
-    def _why(self, gone: Sequence[int], limit: float) -> str:
-        if gone:
-            return "the step cannot be done without them"
+    def _why(self, ended: Sequence[int], limit: float) -> str:
+        if ended:
+            return "the step cannot complete without them"
         if self.asked_by is not None:
-            return f"rank {self.asked_by} has asked all to end"
-        return f"`end_after` in the plan is {limit:g} s; 0 waits for ever"
+            return f"rank {self.asked_by} has asked all ranks to end"
+        return f"`end_after` in the plan is {limit:g} s; 0 waits forever"
 
-    def _absent(self, places: Sequence[Place | None]) -> str:
-        """Which ranks are missing, of those that have met."""
-        most = max(place.steps for place in places if place)
+    def _describe_missing(self, everyone: Sequence[Progress | None]) -> str:
+        """Describe which ranks are missing, after the rendezvous."""
+        most = max(each.steps for each in everyone if each)
         absent = []
         waiting = []
-        for rank, place in enumerate(places):
-            if place is None and self._refusals.get(rank):
+        for rank, progress in enumerate(everyone):
+            if progress is None and self._refusals.get(rank):
                 absent.append(f"rank {rank} has ended")
-            elif place is None:
-                absent.append(f"rank {rank} does not answer: it is stopped, starved, gone, or cut off")
-            elif place.waits_for is None:
-                absent.append(f"rank {rank} is outside of a step, after {place.steps}")
-            elif place.steps < most:
-                absent.append(f"rank {rank} is in step {place.steps}, and waits for {place.waits_for}")
+            elif progress is None:
+                absent.append(
+                    f"rank {rank} does not answer: it is stopped, overloaded or disconnected, or its host is down"
+                )
+            elif progress.waits_for is None:
+                absent.append(f"rank {rank} is outside of a step, after {progress.steps} steps")
+            elif progress.steps < most:
+                absent.append(f"rank {rank} is in step {progress.steps} and waits for {progress.waits_for}")
             elif rank != self.rank:
-                waiting.append(f"rank {rank} waits for {place.waits_for}")
+                waiting.append(f"rank {rank} waits for {progress.waits_for}")
         missing = f"missing: {'; '.join(absent)}" if absent else "no rank is missing"
         return f"{missing} ({'; '.join(waiting)})" if waiting else missing
 
-    def _unmet(self) -> str:
-        """Which ranks are missing where they are to meet."""
-        come: Sequence[int] = ()
-        with contextlib.suppress(RuntimeError):  # torch.distributed's, whose store may be gone
-            come = self._come()
-        away = "; ".join(f"rank {rank} has not come" for rank in range(self.world) if rank not in come)
+    def _describe_rendezvous(self) -> str:
+        """Describe which ranks are missing in the rendezvous."""
+        arrived: Sequence[int] = ()
+        with contextlib.suppress(RuntimeError):  # the store of torch.distributed may be gone
+            arrived = self._arrived()
+        away = "; ".join(f"rank {rank} has not arrived" for rank in range(self.world) if rank not in arrived)
         who = f"missing: {away}" if away else "no rank is missing any more"
-        if not come:
-            who = "which ranks are missing is not known before they have met"
-        return f"there {self.world} ranks meet for the first time; {who}; look at every rank's log and stack"
+        if not arrived:
+            who = "which ranks are missing is unknown before they have connected"
+        return f"the {self.world} ranks connect here for the first time; {who}; check the log and stack of every rank"
 
 
-def say(text: str) -> None:
-    """Print to where errors go, whatever the program logs; in one piece, as all ranks may print at once."""
+def print_error(text: str) -> None:
+    """Write a line to stderr in one call, whatever the program does with logs: all ranks may write at once."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"hvdcompress: {text}\n")
         sys.stderr.flush()
 
 
 class _Service:
-    """The Compressors of this process, the socket that answers for them, and the thread that looks at them."""
+    """The watchdogs of this process, the server that answers for them, and the thread that runs them."""
 
     def __init__(self) -> None:
         self.parent = os.getppid()
         self.watched: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self.wake = threading.Event()  # to look before the next tick
-        self.answering = Answering(self.answer)
-        threading.Thread(target=self._look, name="hvdcompress-watchdog", daemon=True).start()
+        self.wake = threading.Event()  # set to check before the next tick
+        self.server = AnswerServer(self.answer)
+        threading.Thread(target=self._run, name="hvdcompress-watchdog", daemon=True).start()
 
     def watch(self, watchdog: Watchdog) -> Message:
-        """Watch a Compressor from now on; returns how other ranks ask for it."""
+        """Start watching a Compressor, and return the endpoint at which other ranks can ask for it."""
         number = next(self._numbers)
         self.watched[number] = watchdog
-        return {**self.answering.address, "number": number}
+        return {**self.server.endpoint, "number": number}
 
-    def answer(self, question: Message) -> Place:
-        """Say where a Compressor is.
+    def answer(self, question: Message) -> Progress:
+        """Return the progress of a Compressor.
 
         Args:
-            question: "number" of the Compressor, "rank" that asks, and "ends": whether this one is to end.
+            question: "number" of the Compressor, "rank" that asks, and "ends": whether this rank should end.
 
         Raises:
-            LookupError: there is none, or its ranks are no more.
+            LookupError: there is no such Compressor, or its group of ranks no longer exists.
         """
         watchdog = self.watched[question["number"]]
-        place = watchdog.place()
+        progress = watchdog.progress()
         if question["ends"]:
             watchdog.asked_by = int(question["rank"])
-        return place
+        return progress
 
-    def _look(self) -> None:
-        launched = any(name in os.environ for name in LAUNCHED)
+    def _run(self) -> None:
+        launched = any(name in os.environ for name in LAUNCHER_VARIABLES)
         while True:
             self.wake.wait(TICK)
             self.wake.clear()
             for watchdog in list(self.watched.values()):
-                with contextlib.suppress(RuntimeError, LookupError):  # the step moves while it is looked at
-                    watchdog.look()
+                with contextlib.suppress(RuntimeError, LookupError):  # the step's containers change during the check
+                    watchdog.check()
             if launched and self.watched and os.getppid() != self.parent:
-                say(f"process {self.parent}, which has launched the ranks, is gone; this rank ends")
+                print_error(f"the launcher (process {self.parent}) is gone; this rank ends")
                 os._exit(1)
 
 
@@ -335,18 +353,19 @@ _services: list[_Service] = []
 _making = threading.Lock()
 
 
-def _service() -> _Service:
+def _get_service() -> _Service:
     with _making:
         if not _services:
             _services.append(_Service())
-            # threads of Python's end before MPI waits for the other ranks: nobody would answer, or refuse
-            atexit.register(_services[-1].answering.close)
-            os.register_at_fork(after_in_child=_forget)
+            # Close the socket at exit: Python's threads end before MPI_Finalize waits for the other ranks, whose
+            # questions would otherwise be neither answered nor refused
+            atexit.register(_services[-1].server.close)
+            os.register_at_fork(after_in_child=_close_in_child)
         return _services[-1]
 
 
-def _forget() -> None:
-    """In a fork, which has the socket, but not the threads."""
+def _close_in_child() -> None:
+    """Reset the module in a forked child, which has the socket but not the threads."""
     for service in _services:
-        service.answering.leave()
+        service.server.close_in_child()
     _services.clear()

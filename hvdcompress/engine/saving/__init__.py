@@ -1,1 +1,1 @@
-"""State as plain data, by tensor: on disk, and re-sharded for another number of ranks."""
+"""Saved state: plain data by tensor, files on disk, and re-sharding for another number of ranks."""

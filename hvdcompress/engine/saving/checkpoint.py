@@ -1,9 +1,10 @@
-"""State on disk: one safetensors file per rank, plain arrays with the plan, the steps and the world next to them.
+"""State on disk: one safetensors file per rank, with the plan, the step counts and the number of ranks as metadata.
 
-What all ranks save after one step is a *set*: ``step-120-rank-0-of-4.safetensors`` …
-``step-120-rank-3-of-4.safetensors``. The newest complete one of a folder is loaded; the one before it is kept until the
-next has been written. Loaded by another number of ranks, a set is re-sharded: residuals keep their sum over ranks.
-Files without a step, ``rank-0-of-4.safetensors``, are of earlier versions, and are read, too.
+The files of all ranks after the same step form a *set*: ``step-120-rank-0-of-4.safetensors`` …
+``step-120-rank-3-of-4.safetensors``. :func:`load` reads the newest complete set of a folder. The set before it is kept
+until the next one is written. A set of a different number of ranks is re-sharded, which preserves the sum of the
+residuals over ranks. Files without a step in their name, ``rank-0-of-4.safetensors``, are from earlier versions and can
+be loaded, too.
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from safetensors.numpy import save_file
 
 from hvdcompress.engine.saving import snapshot
 
-METADATA = "hvdcompress"  #: the key of what is no array: plan, steps, world, …
-KEPT = 2  #: files that a rank keeps: while one set is being written, the one before it is whole
-_TIME = "hvdcompress.time"  # the key of when it was saved, in ns: copies of a file lose their own time
-_SEPARATOR = "\n"  # between a tensor's name and its slot, which has no line break
+METADATA = "hvdcompress"  #: metadata key of everything that is no array: plan, steps, number of ranks, …
+KEPT = 2  #: files that a rank keeps, so that one set is complete while the next one is being written
+_TIME = "hvdcompress.time"  # metadata key of the time of saving in ns; copying a file changes its own time
+_SEPARATOR = "\n"  # between the names of a tensor and of a slot; slot names have no line break
 _NAME = re.compile(r"(?:step-(\d+)-)?rank-(\d+)-of-(\d+)\.safetensors")
 _UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, RecursionError)
 
 
 def path_of(folder: str | Path, rank: int, world: int, step: int) -> Path:
-    """The file of one rank after ``step`` steps in ``folder``."""
+    """Return the path of one rank's file after ``step`` steps."""
     return Path(folder) / f"step-{step}-rank-{rank}-of-{world}.safetensors"
 
 
 def to_bytes(saved: Mapping[str, Any]) -> bytes:
-    """One rank's ``state_dict()`` as the bytes of a safetensors file."""
+    """Return one rank's ``state_dict()`` as the bytes of a safetensors file."""
     head, arrays = _flattened(saved)
     return serialize(arrays, metadata={METADATA: head})
 
 
 def from_bytes(data: bytes) -> dict[str, Any]:
-    """The inverse of :func:`to_bytes`.
+    """Return the state that :func:`to_bytes` converted.
 
     Raises:
-        ValueError: the bytes are no saved state.
+        ValueError: the bytes are not a saved state.
     """
     try:
-        # safetensors reads metadata from files only; the format is 8 bytes of length, then the header in JSON
+        # safetensors reads metadata only from files, so parse the header here: 8 bytes of length, then JSON
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return _nested(json.loads(header["__metadata__"][METADATA]), deserialize(data))
     except _UNREADABLE as error:
-        raise ValueError(f"these bytes are no state saved by hvdcompress: {error}") from None
+        raise ValueError(f"not a state saved by hvdcompress: {error}") from None
 
 
 def _flattened(saved: Mapping[str, Any]) -> tuple[str, dict[str, np.ndarray[Any, Any]]]:
@@ -84,15 +85,16 @@ def _nested(head: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any
 
 
 def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
-    """Write one rank's ``state_dict()`` into ``folder``, and drop what is older than the set before.
+    """Write one rank's ``state_dict()`` into ``folder``, and remove files older than the previous set.
 
     Raises:
-        OSError: it cannot be written, as on a full disk; what was saved before is as it was.
+        OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
     """
     rank, world = saved["rank"], saved["world"]
     path = path_of(folder, rank, world, max(saved["steps"].values(), default=0))
     head, arrays = _flattened(saved)
-    # a folder, as safetensors writes files of its own choice; the same each time, as a rank that is killed leaves it
+    # safetensors chooses its own temporary file names, so write into a temporary folder. Its name does not change, so
+    # that the next save removes what a killed rank has left
     unfinished = path.with_name(f"rank-{rank}-of-{world}.tmp")
     try:
         _remove(unfinished)
@@ -102,7 +104,7 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
         os.replace(unfinished / path.name, path)
         _to_disk(path.parent)
     except (OSError, SafetensorError) as error:
-        raise OSError(f"the state cannot be saved as {path}: {error}; what was saved before is as it was") from error
+        raise OSError(f"cannot save the state as {path}: {error}; earlier files are unchanged") from error
     finally:
         with contextlib.suppress(OSError):
             _remove(unfinished)
@@ -111,7 +113,7 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
 
 
 def _to_disk(path: Path) -> None:
-    """Have the system write a file, or a folder's entries, before anything that follows."""
+    """Flush a file, or the entries of a folder, to disk before continuing."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -120,7 +122,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder that may not be there."""
+    """Remove a file or a folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -128,7 +130,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear(folder: Path, rank: int, world: int) -> None:
-    """Remove this rank's files but for the newest, and, as rank 0, what ranks have left that are no more."""
+    """Remove this rank's older files. Rank 0 also removes files of ranks that no longer exist."""
     own = [file for file in _files(folder) if file.rank == rank]
     for file in sorted(own, key=lambda file: (_modified(file.path), file.step or 0))[:-KEPT]:
         _remove(file.path)
@@ -142,24 +144,24 @@ def _clear(folder: Path, rank: int, world: int) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One rank's saved state.
+    """Read one rank's saved state from a file.
 
     Raises:
-        ValueError: the file is no saved state.
+        ValueError: the file is not a saved state.
     """
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             return _nested(json.loads(file.metadata()[METADATA]), arrays)
     except _UNREADABLE as error:
-        raise ValueError(f"{path} is no state saved by hvdcompress: {error}") from None
+        raise ValueError(f"{path} is not a state saved by hvdcompress: {error}") from None
 
 
 # -- a folder ----------------------------------------------------------------------------------------------
 
 
 class _File(NamedTuple):
-    """What a file's name says; ``step`` is None where it does not say it."""
+    """Contents of a file name. ``step`` is None if the name has none."""
 
     path: Path
     step: int | None
@@ -168,14 +170,14 @@ class _File(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What a file's header says, and the file's whole length agrees with."""
+    """Contents of a file header that were checked against the name of the file."""
 
     steps: dict[str, int]
-    saved: int  #: when, in ns
+    saved: int  #: time of saving in ns
 
 
 def _files(folder: str | Path) -> list[_File]:
-    """The files of saved states, by their names; others are not looked at."""
+    """Return the files in a folder whose names are those of saved states."""
     folder = Path(folder)
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -192,10 +194,10 @@ def _modified(path: Path) -> int:
 
 
 def _head(file: _File) -> _Head:
-    """A file's header.
+    """Read the header of a file.
 
     Raises:
-        ValueError: the file is no saved state, is cut short, or is not what its name says.
+        ValueError: the file is not a saved state, is truncated, or does not match its name.
     """
     try:
         with safe_open(file.path, framework="numpy") as opened:
@@ -204,9 +206,9 @@ def _head(file: _File) -> _Head:
         snapshot.check_head(head)
         saved = int(metadata[_TIME]) if _TIME in metadata else _modified(file.path)
     except (*_UNREADABLE, OSError) as error:
-        raise ValueError(f"{file.path} is no state saved by hvdcompress: {error}") from None
+        raise ValueError(f"{file.path} is not a state saved by hvdcompress: {error}") from None
     if (head["rank"], head["world"]) != (file.rank, file.world):
-        raise ValueError(f"{file.path} holds the state of rank {head['rank']} of {head['world']}")
+        raise ValueError(f"{file.path} contains the state of rank {head['rank']} of {head['world']}")
     return _Head(head["steps"], saved)
 
 
@@ -214,9 +216,9 @@ class _Set:
     """The files of one step and one number of ranks.
 
     Attributes:
-        wrong: why it cannot be loaded; None if it can.
-        missing: all that is wrong is that it lacks a rank's file.
-        order: the greater, the newer.
+        wrong: why the set cannot be loaded; None if it can.
+        missing: whether files of some ranks are missing and nothing else is wrong.
+        order: sort key; newer sets have greater keys.
     """
 
     def __init__(self, files: Iterable[_File], alone: bool):
@@ -240,23 +242,28 @@ class _Set:
             self.missing = not wrong
             prefix = "" if first.step is None else f"step-{first.step}-"
             names = ", ".join(f"{prefix}rank-{rank}-of-{self.world}.safetensors" for rank in lacking)
-            wrong.append(f"{first.path.parent} lacks {names}: residuals of all {self.world} ranks are needed")
+            wrong.append(f"{first.path.parent} lacks {names}; the residuals of all {self.world} ranks are needed")
         if any(head.steps != heads[0].steps for head in heads):
             names = ", ".join(path.name for path in self.files.values())
-            wrong.append(f"{first.path.parent} holds states of different steps: {names}")
+            wrong.append(f"{first.path.parent} contains states of different steps: {names}")
         if wrong:
             self.wrong = "; ".join(wrong)
 
 
 def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:
-    """The state of ``rank`` out of ``world`` from a folder: the newest complete set, re-sharded if need be.
+    """Load the state of one rank from the newest complete set in a folder, re-sharded if necessary.
 
-    Where a newer set is incomplete or damaged, a warning names what is wrong with it. A folder with files of this rank
-    alone, on a disk that other ranks do not see, counts as complete.
+    A warning names the problems of newer sets that are incomplete or damaged. A folder that contains only files of this
+    rank counts as complete: it may be on a local disk that other ranks do not see.
+
+    Args:
+        folder: the folder.
+        rank: this rank.
+        world: number of ranks.
 
     Raises:
-        FileNotFoundError: the folder holds no saved state, or none of all ranks.
-        ValueError: what it holds is damaged, of another format, or of different steps.
+        FileNotFoundError: the folder has no saved state, or no set of all ranks.
+        ValueError: all sets are damaged, of an unknown format, or mix different steps.
     """
     files = _files(folder)
     alone = all((file.rank, file.world) == (rank, world) for file in files)
@@ -265,13 +272,13 @@ def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:
         groups.setdefault((file.step, file.world), []).append(file)
     sets = sorted((_Set(group, alone) for group in groups.values()), key=lambda one: one.order, reverse=True)
     if not sets:
-        raise FileNotFoundError(f"no saved state in {folder}: there is no step-*-rank-{rank}-of-{world}.safetensors")
+        raise FileNotFoundError(f"no saved state in {folder}: expected step-*-rank-{rank}-of-{world}.safetensors")
     good = next((one for one in sets if one.wrong is None), None)
     wrong = "; ".join(one.wrong for one in sets[: None if good is None else sets.index(good)] if one.wrong)
     if good is None:
         raise (FileNotFoundError if all(one.missing for one in sets) else ValueError)(wrong)
     if wrong:
-        warnings.warn(f"{wrong}; the state of step {good.step} is loaded, which was saved before", stacklevel=2)
+        warnings.warn(f"{wrong}; loading the earlier state of step {good.step} instead", stacklevel=2)
     if good.world == world:
         return read(good.files[rank])
     return snapshot.reshard([read(good.files[old]) for old in range(good.world)], world)[rank]

@@ -1,9 +1,9 @@
-"""A rank's state as plain data, and back: by tensor, so that it survives another bucketing.
+"""Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
-A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and four
-tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, of which acted upon, step of the last]},
-``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. ``BucketState.momentum`` is
-among the slots, in the form in which it is kept (``pieces.slots_of``).
+A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and
+four tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the
+last]}, ``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include the
+contents of ``BucketState.momentum``, in the form in which they are kept in memory (``pieces.slots_of``).
 """
 
 from __future__ import annotations
@@ -17,66 +17,65 @@ import numpy as np
 
 import hvdcompress.ops
 from hvdcompress.engine.bucket_state import BucketState, MomentumState, declared_by_members, declared_slots
-from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of
-from hvdcompress.engine.pieces import whole as dense
+from hvdcompress.engine.pieces import Piece, Pieces, by_tensor, slots_of, to_dense
 from hvdcompress.method import Array, Slot, Sparse, TensorSpec
 from hvdcompress.ops.vectors import Outer, dtype_name
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
 
 FORMAT = 1
-ARRIVED = "momentum.arrived"  #: the slot of ``MomentumState.arrived``
-TABLES = ("steps", "restarts", "merge", "state")  #: of a saved state, by tensor
+ARRIVED = "momentum.arrived"  #: slot name of ``MomentumState.arrived``
+TABLES = ("steps", "restarts", "merge", "state")  #: the tables by tensor in a saved state
 Saved = Mapping[str, Any]
-Ages = Mapping[str, tuple[int, ...]]  #: by tensor: its step, and its restarts if there are any
-Copy = Callable[[list[Any]], Array]  #: saved arrays of a slot's parts -> one fresh array
+Ages = Mapping[str, tuple[int, ...]]  #: {tensor name: its step, followed by its restarts if there are any}
+Copy = Callable[[list[Any]], Array]  #: concatenates the saved arrays of a slot's parts into a new array
 
 
 def check_head(head: Any) -> None:
-    """Refuse what is no saved state, arrays apart.
+    """Raise an error unless a value is a saved state; arrays are not checked.
 
     Raises:
-        ValueError: it is of another format, or a key is missing or not what it should be; it names the key.
+        ValueError: the format is unknown, or a key is missing or has a wrong value. The message names the key.
     """
     if not isinstance(head, Mapping) or head.get("format") != FORMAT:
         found = head.get("format") if isinstance(head, Mapping) else head
-        raise ValueError(f"the saved state is of format {found!r}, this is format {FORMAT}")
+        raise ValueError(f"the saved state has format {found!r}; this version reads format {FORMAT}")
     for key, holds in _HOLDS.items():
         if not holds(head.get(key)):
             raise ValueError(f"the saved state's {key!r} is {head.get(key, 'missing')!r:.80}")
 
 
 def check(saved: Saved) -> None:
-    """Refuse what is no saved state; see :func:`check_head`.
+    """Raise an error unless a value is a saved state; see :func:`check_head`.
 
     Raises:
-        ValueError: as there; or arrays are not those that ``merge`` speaks of.
+        ValueError: as for :func:`check_head`, or "merge" and "state" have different arrays.
     """
     check_head(saved)
     slots = {name: slots.keys() for name, slots in saved.get("state", {}).items()}
     if slots != {name: slots.keys() for name, slots in saved["merge"].items()}:
-        raise ValueError("the saved state's 'merge' and 'state' are of different arrays")
+        raise ValueError("the saved state's 'merge' and 'state' have different arrays")
 
 
 def check_origin(saved: Saved, world: int, rank: int) -> None:
-    """Refuse a value that is not a saved state, and a state of another format, world or rank.
+    """Raise an error unless a value is a saved state of this rank and number of ranks.
 
     Raises:
-        ValueError: it says which.
+        ValueError: format, number of ranks or rank do not match. The message says which.
     """
     check(saved)
     for key, mine in (("world", world), ("rank", rank)):
         if saved[key] != mine:
-            hint = "; Compressor.load re-shards a folder with the states of all ranks" if key == "world" else ""
-            raise ValueError(f"the saved state is of {key} {saved[key]!r}, this is {key} {mine!r}{hint}")
+            hint = "; Compressor.load() re-shards a folder with the states of all ranks" if key == "world" else ""
+            raise ValueError(f"the saved state has {key} {saved[key]!r}, but {key} is {mine!r} here{hint}")
 
 
 def ages(steps: Mapping[str, int], restarts: Mapping[str, Sequence[int]]) -> Ages:
-    """Return where tensors are in their programs, without those at the start; only tensors of one age can be joined.
+    """Return the progress of each tensor, without tensors at step 0. Only tensors of equal age may share a bucket.
 
     Args:
-        steps: steps done, by tensor.
-        restarts: as in the table of a saved state.
+        steps: {tensor name: steps done}.
+        restarts: {tensor name: restarts}, as in the table of a saved state.
     """
     there = {name for name, step in steps.items() if step} | restarts.keys()
     return {name: (steps.get(name, 0), *restarts.get(name, ())) for name in there}
@@ -102,7 +101,7 @@ def _table(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Mapping) and all(map(of, value.values()))
 
 
-#: what a saved state must have besides its format and arrays
+#: checks of the keys of a saved state, except for its format and arrays
 _HOLDS: dict[str, Callable[[Any], bool]] = {
     "plan": lambda value: isinstance(value, Mapping),
     "world": lambda value: _is_count(value) and value > 0,
@@ -115,7 +114,7 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
 
 
 def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
-    """The four tables by tensor; arrays are fresh copies."""
+    """Return the four tables by tensor of these states. Arrays are copied."""
     steps: dict[str, int] = {}
     restarts: dict[str, list[int]] = {}
     merge: dict[str, dict[str, str]] = {}
@@ -149,7 +148,7 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
 
 
 def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array]]:
-    """A slot's array by tensor: a slot of the gradient's own shape is cut, another belongs to the whole bucket."""
+    """Split a slot by tensor if it has the shape of the gradient. Other slots belong to the bucket as a whole."""
     if slot not in feedback.BUFFERED:
         return [(bucket.spec.name, array)]
     places = zip(bucket.members, bucket.spans, strict=True)
@@ -157,19 +156,20 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
-    """The bucket's state from a saved one; None if it has none of its tensors.
+    """Build the state of a bucket from a saved state. Return None if the saved state has none of its tensors.
 
-    What the bucket's methods do not use of a residual is kept in the state, for when one does.
+    Saved residuals are kept even if the present methods of the bucket do not use them, because a later method may.
+
 
     Args:
-        saved: it.
-        bucket: whose tensors are at one step.
-        copy: makes a fresh array of a slot's saved parts.
-        whole: All of its tensors and slots must be there. Otherwise zeros take the place of what is not, as of tensors
-            that have not come, or that were too small to be compressed.
+        saved: the saved state.
+        bucket: the bucket; its tensors must be at the same step.
+        copy: concatenates the saved parts of a slot into a new array.
+        whole: whether all tensors and slots must be present. Otherwise missing ones become zeros: tensors may not have
+            appeared before saving, or may have been too small to be compressed.
 
     Raises:
-        ValueError: tensors are at different steps; or a slot is missing, of another size or dtype, or has an Inf or a
+        ValueError: tensors are at different steps; or a slot is missing, has a wrong size or dtype, or has an Inf or a
             NaN.
     """
     members = [member.name for member in bucket.members]
@@ -199,7 +199,8 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
     triggers, *restart = saved["restarts"].get(members[0], (0, 0, 0))
     declared = declared_slots(bucket)
     kept = {slot for name in members for slot in saved["state"].get(name, {}) if slot in feedback.BUFFERED}
-    whole = whole and not kept - declared.keys()  # what is kept besides may be some tensors' only
+    # Residuals that no present method declares may exist for some tensors only
+    whole = whole and not kept - declared.keys()
     return BucketState(
         bucket,
         slots(declared | {slot: Slot((bucket.spec.size,)) for slot in kept}, bucket.spec.name),
@@ -212,7 +213,7 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
 
 
 def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
-    """``MomentumState.arrived`` from a saved state; None if that has none of some of the bucket's tensors."""
+    """Return the saved ``MomentumState.arrived``; None unless all tensors of the bucket have it."""
     parts = [saved["state"].get(member.name, {}).get(ARRIVED) for member in bucket.members]
     if any(part is None for part in parts):
         return None
@@ -222,11 +223,11 @@ def _arrived(saved: Saved, bucket: Bucket, copy: Copy) -> Array | None:
 
 
 def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
-    """``MomentumState.content`` from a saved state.
+    """Return the saved ``MomentumState.content``.
 
     Raises:
-        ValueError: an array is malformed; or, with ``whole``, it is kept for some of the bucket's tensors only, or in
-            several forms.
+        ValueError: an array is malformed; or, if ``whole``, only some tensors of the bucket have it, or in different
+            forms.
     """
     names = set(slots_of(Sparse(0, 0))) | set(slots_of(Outer(0, 0, 1))) | set(slots_of(0))
     found = [saved["state"].get(member.name, {}) for member in bucket.members]
@@ -235,16 +236,16 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
         return ()
     if any(slots.keys() != kept[0].keys() for slots in kept):
         if whole:
-            raise ValueError(f"the saved state has the momentum of bucket {bucket.spec.name!r} in several forms")
+            raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
         nothing = Sparse(np.zeros(0, np.int32), np.zeros(0, np.float32))
         forms = [_piece(m, slots, copy) if slots else nothing for m, slots in zip(bucket.members, kept, strict=True)]
-        return (dense(tuple(forms), bucket, hvdcompress.ops.fast, forms[0]),)
+        return (to_dense(tuple(forms), bucket, hvdcompress.ops.fast, forms[0]),)
     pieces = [_piece(member, slots, copy) for member, slots in zip(bucket.members, kept, strict=True)]
     return tuple(pieces) if isinstance(pieces[0], Sparse | Outer) else (copy(pieces),)
 
 
 def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
-    """One tensor's part of ``MomentumState.content``."""
+    """Return one tensor's part of ``MomentumState.content``."""
     whose = f"momentum of {member.name!r}"
     if "momentum" in slots:
         _check_part(whose, slots["momentum"], member.size, "float32")
@@ -268,26 +269,26 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
 
 
 def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
-    """Refuse a saved array that is not what a slot declares: it would be in every gradient from then on."""
+    """Check size, dtype and finiteness of a saved array. A NaN in a residual would spoil every later gradient."""
     if len(part) != size:
         raise ValueError(f"{what} has {len(part)} elements, not {size}")
     if (found := dtype_name(part)) != dtype:
         raise ValueError(f"{what} is {found}, not {dtype}")
     if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
-        raise ValueError(f"{what} has an Inf or a NaN")
+        raise ValueError(f"{what} contains an Inf or a NaN")
 
 
 def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
-    """What a saved state has besides these buckets; None if that is nothing."""
+    """Return a saved state without the tensors of these buckets; None if no tensor remains."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
     return {**saved, **left} if left["steps"] else None
 
 
 def renamed(saved: Saved, names: Sequence[str]) -> Saved:
-    """Return a saved state under these tensors' names, where they differ by what is before a slash.
+    """Rename the tensors of a saved state to these names, if they differ only by a prefix that ends in a slash.
 
-    Keras puts the model's name in front of a variable's path, or leaves it out.
+    Keras adds the name of the model to the path of a variable in some versions, and omits it in others.
     """
     mine = saved["steps"].keys()
     new: dict[str, str] = {}
@@ -295,23 +296,23 @@ def renamed(saved: Saved, names: Sequence[str]) -> Saved:
         found = [name for name in set(names) - mine if name.endswith(f"/{old}") or old.endswith(f"/{name}")]
         if len(found) == 1:
             new[old] = found[0]
-    if len(set(new.values())) < len(new):  # one tensor for two
+    if len(set(new.values())) < len(new):  # two saved tensors would get the same name
         return saved
     return {**saved, **{table: {new.get(name, name): one for name, one in saved[table].items()} for table in TABLES}}
 
 
 def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
-    """The saved states of all ranks, made into states for ``world`` ranks.
+    """Convert the saved states of all ranks into states for ``world`` ranks.
 
-    Each new rank gets an equal part of what is summed, so that no gradient is lost or counted twice.
+    Summed slots are divided equally among the new ranks, so that no gradient is lost or counted twice.
 
     Raises:
-        ValueError: a rank's state is missing, or they are of different steps or tensors.
+        ValueError: the state of a rank is missing, or steps or tensors differ between ranks.
     """
     first = saved[0]
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(first["world"])):
-        raise ValueError(f"states of all {first['world']} ranks are needed, these are of ranks {ranks}")
+        raise ValueError(f"states of all {first['world']} ranks are needed; these are of ranks {ranks}")
     for one in saved:
         for what in ("steps", "merge"):
             if one[what] != first[what]:

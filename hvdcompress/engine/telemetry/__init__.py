@@ -1,1 +1,1 @@
-"""What was done: events, the ledger of bytes and seconds, figures as tables and metrics, and logs."""
+"""Telemetry: events, the ledger of bytes and seconds, tables, metrics and logs."""

@@ -1,4 +1,4 @@
-"""Seconds that numba compiles: a kernel is compiled, or loaded from disk, when it is first called, amid codec work."""
+"""Time that Numba spends compiling. A kernel is compiled, or loaded from disk, on its first call, inside codec work."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from threading import Lock
 __all__ = ["taken"]
 
 _lock = Lock()
-_told = 0.0
+_reported = 0.0
 
 
 def taken() -> float:
-    """Seconds that this process has compiled since this was last asked: each second is told once."""
-    global _told
-    kernels = sys.modules.get("hvdcompress.ops.numba._kernels.compiling")  # not imported here: it imports numba
+    """Return the seconds that this process has compiled since the last call of this function."""
+    global _reported
+    # Not imported here, because the module imports Numba, which takes a second
+    kernels = sys.modules.get("hvdcompress.ops.numba._kernels.compiling")
     with _lock:
         now = kernels.LOCK.seconds if kernels else 0.0
-        before = _told
-        _told = now
+        before = _reported
+        _reported = now
         return now - before

@@ -1,4 +1,4 @@
-"""Which method each group of tensors gets, and the memory of its state, in words."""
+"""Text descriptions of a plan in use: which methods tensors have, and the memory of their state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcompress.plan import Bucket
 
 
 def describe(buckets: Iterable[Bucket]) -> str:
-    """Return which method each group of tensors gets, and the memory of its state on a rank; a line per group."""
+    """Return one line per group of tensors: the methods, the number of tensors, and the memory of state per rank."""
     groups: dict[str, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(str(bucket.program), []).append(bucket)
@@ -29,12 +29,15 @@ def describe(buckets: Iterable[Bucket]) -> str:
 
 
 def first_step(buckets: Sequence[Bucket], dense: int, sent: int) -> str:
-    """Return what is compressed, and how much less is sent, in a line; nothing if no tensor is compressed.
+    """Return a line about the first step: which tensors are compressed, and the bytes before and after.
 
     Args:
-        buckets: all of them.
+        buckets: all buckets.
         dense: bytes of the gradients of a step.
-        sent: bytes that a rank has sent in it.
+        sent: bytes that a rank has sent in the step.
+
+    Returns:
+            The line; empty if no tensor is compressed.
     """
     counts: Counter[str] = Counter()
     for bucket in buckets:
@@ -46,7 +49,7 @@ def first_step(buckets: Sequence[Bucket], dense: int, sent: int) -> str:
 
 
 def memory(bucket: Bucket) -> int:
-    """Return the bytes of a bucket's state on a rank, second buffers included."""
+    """Return the bytes of a bucket's state on one rank, including second buffers."""
     declared = [*declared_slots(bucket).items(), *(pair for own in declared_by_members(bucket) for pair in own.items())]
     sizes = [(name, prod(slot.shape) * itemsize(slot.dtype)) for name, slot in declared]
     return sum(2 * size if name in feedback.BUFFERED else size for name, size in sizes)

@@ -1,4 +1,4 @@
-"""Why is it not faster? What a step's time consists of, in lines within 80 columns, and a sentence that answers."""
+"""Analysis of the step time for ``Compressor.summary()``: what it consists of, and which part limits the speed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import textwrap
 from hvdcompress.engine.telemetry.summary import WIDTH, scaled
 from hvdcompress.engine.telemetry.timing import StepTime
 
-MINOR = 0.1  #: part of a step below which being blocked matters little
+MINOR = 0.1  #: part of a step; an exchange that blocks less does not limit the speed
 
 
 def explanation(step: StepTime, uncompressed: str, link_gbits: float | None) -> str:
-    """Return what a step's time consists of, and a sentence that says which part matters.
+    """Return the parts of a step's time and a conclusion, in lines of at most 80 columns.
 
-    The codec and waiting may overlap with the backward pass, so they need not add up to what blocks the program.
+    Codec time and waiting may overlap with the backward pass, so they may add up to more than the blocked time.
 
     Args:
         step: means of recent steps.
-        uncompressed: what is known of uncompressed steps, in words.
-        link_gbits: the link's speed in Gbit/s, if the user has told it.
+        uncompressed: text about the duration of uncompressed steps.
+        link_gbits: speed of the link in Gbit/s; None if unknown.
     """
     overlap = f", {_time(step.overlap)} of them overlap" if step.overlap else ""
     other = f", {_time(step.other)} other work" if step.other else ""
@@ -34,11 +34,11 @@ def explanation(step: StepTime, uncompressed: str, link_gbits: float | None) -> 
 
 
 def conclusion(step: StepTime, link: float | None) -> str:
-    """Return which part of a step matters, in a sentence.
+    """Return a sentence that names the part that limits the speed.
 
     Args:
         step: means of recent steps.
-        link: seconds that the link alone needs for what is sent; None if its speed is not known.
+        link: seconds that the link needs for the bytes of a step; None if its speed is unknown.
     """
     if step.blocked < MINOR * step.whole:
         return f"The exchange blocks {_of(step.blocked, step.whole)} of a step, so it is not what limits the speed."
@@ -48,7 +48,7 @@ def conclusion(step: StepTime, link: float | None) -> str:
     if largest == "codec":
         return f"The codec {takes}: a cheaper method helps more than a faster link."
     if largest == "other":
-        return f"What is neither codec nor waiting {takes}: copies, calls, and kernels on a GPU."
+        return f"Work that is neither codec nor waiting {takes}: copies, calls, and kernels on a GPU."
     if link is None:
         return f"Waiting {takes}, for the link or for slower ranks: summary(link_gbits=…) tells them apart."
     if link >= 0.5 * step.waiting:
@@ -58,7 +58,7 @@ def conclusion(step: StepTime, link: float | None) -> str:
 
 
 def seconds_on(link_gbits: float, num_bytes: float) -> float:
-    """Return the seconds that a link of so many Gbit/s takes for bytes."""
+    """Return the seconds that a link needs to transfer bytes."""
     return 8 * num_bytes / (1e9 * link_gbits)
 
 

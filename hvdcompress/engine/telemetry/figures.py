@@ -1,4 +1,4 @@
-"""What a rank's Compressor has done so far, as figures by method: what tables and metrics are made of."""
+"""Figures of a Compressor's work so far, by program of methods. Tables and metrics are made from them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from hvdcompress.engine.telemetry.ledger import Entry, Ledger
 from hvdcompress.method import Array
 from hvdcompress.parts import feedback
 from hvdcompress.plan import Bucket
-from hvdcompress.plan.plan import in_words
+from hvdcompress.plan.plan import describe_method
 
-Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: an array, as one of numpy's in the host's memory
+Host = Callable[[Array], "np.ndarray[Any, Any]"]  #: converts an array to a NumPy array in host memory
 
-OTHER = "agreement"  #: what travels for no tensor's sake: status, plans, lengths, addresses
-BLOCK = 1 << 20  #: elements whose squares are added at once
+OTHER = "agreement"  #: label for traffic that belongs to no tensor: status, plans, lengths, addresses
+BLOCK = 1 << 20  #: elements that are converted to float64 at a time
 
 
 @dataclass
 class Figures:
-    """The figures of the tensors that have one program, on one rank.
+    """Figures of all tensors with the same program, on one rank.
 
     Attributes:
-        program: the methods over the course of training, in words, as :meth:`Compressor.describe` has them.
-        now: the method of the next step, in words.
-        tensors, elements: how many there are.
-        totals: bytes, collectives and seconds in the codec.
-        residual: the l2-norm of what error feedback keeps, of all these tensors together: what has been left out so
-            far and is still to come. None where nothing is kept.
+        program: the methods over the course of training, as text, as in :meth:`Compressor.describe`.
+        now: the method of the next step, as text.
+        tensors: number of tensors.
+        elements: number of elements.
+        totals: bytes, collectives and codec time; None before the first exchange.
+        residual: l2-norm of the residuals of all these tensors: what error feedback still has to send. None if the
+            method keeps no residual.
     """
 
     program: str
@@ -44,31 +45,31 @@ class Figures:
 
     @property
     def account(self) -> Entry:
-        """The totals; zeros where nothing has gone through."""
+        """The totals, or zeros before the first exchange."""
         return self.totals or Entry()
 
     @property
     def ratio(self) -> float:
-        """Bytes of the gradients / bytes sent; NaN where either is 0."""
+        """Compression ratio: bytes of the gradients / bytes sent; NaN if either is 0."""
         entry = self.account
         return entry.dense / entry.sent if entry.dense and entry.sent else math.nan
 
 
 def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: Host = np.asarray) -> list[Figures]:
-    """One rank's figures by program, those with most elements first; last what travels for no tensor's sake.
+    """Return the figures of one rank by program, the largest first, and traffic that belongs to no tensor last.
 
     Args:
-        local: the rank.
-        ledger: its accounts; since it was reset, if it ever was.
-        buckets: what is exchanged.
-        host: brings an array into numpy.
+        local: the state of the rank.
+        ledger: the ledger of the rank, which counts since it was created or reset.
+        buckets: all buckets.
+        host: converts an array to a NumPy array.
     """
     found: dict[str, Figures] = {}
     program_of: dict[str, str] = {}
     squares: dict[str, float] = {}
     for bucket in buckets:
         program = str(bucket.program)
-        group = found.setdefault(program, Figures(program, in_words(local.turn(bucket).method)))
+        group = found.setdefault(program, Figures(program, describe_method(local.next_step(bucket).method)))
         group.tensors += len(bucket.members)
         group.elements += bucket.spec.size
         program_of |= dict.fromkeys([bucket.spec.name, *(member.name for member in bucket.members)], program)
@@ -87,7 +88,7 @@ def figures(local: RankState, ledger: Ledger, buckets: Iterable[Bucket], host: H
 
 
 def _sum_of_squares(array: np.ndarray[Any, Any]) -> float:
-    """In float64, block by block: no second array as large as the residual."""
+    """Return the sum of squares in float64, block by block, which avoids a float64 copy of the whole residual."""
     flat = array.reshape(-1)
     blocks = (flat[start : start + BLOCK].astype(np.float64) for start in range(0, len(flat), BLOCK))
     return sum(float(block @ block) for block in blocks)

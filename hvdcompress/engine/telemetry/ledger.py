@@ -1,17 +1,17 @@
-"""The ledger: bytes and seconds, per rank and tensor, as the collectives really carry them.
+"""The ledger: bytes and seconds per rank and tensor.
 
-``bytes_sent`` counts the payload bytes that a rank hands to its collectives (headers, probes and status
-included). ``bytes_on_wire`` is what the rank transmits when the collectives run as rings: gradient build-up
-shows only there, as a gathered payload is passed on p − 1 times.
+``bytes_sent`` counts the payload bytes that a rank passes to its collectives, including headers, probes and status.
+``bytes_on_wire`` is the number of bytes that the rank transmits if the collectives run as rings. Only the latter shows
+gradient build-up, because a ring forwards each gathered payload p − 1 times.
 
-=========== ============== ===============================================
-collective        sent           on the wire
-=========== ============== ===============================================
+==========  =============  ==================================================================
+collective  sent           on the wire
+==========  =============  ==================================================================
 all-reduce  m              2·(p − 1)/p · m
-all-gather  own m          Σ over ranks of m, less the successor's own
-all-to-all  m              m less the rank's own piece: (p − 1)/p · m if pieces are equal
-broadcast   m, every rank  as an all-reduce: it is sent as a sum with zeros
-=========== ============== ===============================================
+all-gather  own m          sum of m over all ranks, minus the m of the successor
+all-to-all  m              m minus the rank's own piece: (p − 1)/p · m for equal pieces
+broadcast   m, every rank  as an all-reduce, because it is sent as a sum with zeros
+==========  =============  ==================================================================
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ from hvdcompress.engine.telemetry.observer import Compared, Observer, Sent
 
 @dataclass
 class Entry:
-    """Totals of one rank, or of one tensor on one rank."""
+    """Totals of one rank, or of one tensor on one rank.
+
+    Attributes:
+        sent: bytes passed to collectives.
+        on_wire: bytes transmitted if collectives run as rings.
+        dense: bytes of the gradients in their own dtype.
+        collectives: number of collectives.
+        seconds: codec time.
+    """
 
     sent: int = 0
     on_wire: float = 0.0
     dense: int = 0
     collectives: int = 0
-    seconds: float = field(default=0.0, compare=False)  #: codec work; two runs never take the same time
+    seconds: float = field(default=0.0, compare=False)  # not compared: no two runs take the same time
 
     def __add__(self, other: Entry) -> Entry:
         return Entry(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -41,7 +49,15 @@ class Entry:
 
 @dataclass
 class Ledger(Observer):
-    """Totals since it was made (or :meth:`reset`). ``rank=None`` means the rank that the ledger was made for."""
+    """Observer that adds up bytes and seconds since its creation or the last :meth:`reset`.
+
+    In the methods below, ``rank=None`` means the rank that the ledger was created for.
+
+    Attributes:
+        world: number of ranks.
+        rank: the default rank.
+        steps: number of steps that all ranks have committed.
+    """
 
     world: int
     rank: int = 0
@@ -55,12 +71,12 @@ class Ledger(Observer):
     # -- events -----------------------------------------------------------------------------------------
 
     def begun(self, rank: int, name: str, num_bytes: int) -> None:
-        """A gradient of ``num_bytes`` went through."""
+        """Add ``num_bytes`` of gradients."""
         self._ranks[rank].dense += num_bytes
         self._tensors[rank, name].dense += num_bytes
 
     def sent(self, rank: int, name: str, what: Sent) -> None:
-        """One collective."""
+        """Add a collective."""
         p = self.world
         if what.collective in ("AllReduce", "Broadcast"):
             wire = 2 * (p - 1) / p * what.num_bytes
@@ -77,26 +93,26 @@ class Ledger(Observer):
             entry.collectives += 1
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select", without what numba compiled meanwhile."""
+        """Add codec time, without the time in which Numba compiled."""
         seconds = max(0.0, seconds - compiling.taken())
-        self._seconds[rank, "select"] += seconds
+        self._seconds[rank, "codec"] += seconds
         self._tensors[rank, name].seconds += seconds
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
-        """Codec work; counted as "select"."""
+        """Add codec time."""
         self.encoded(rank, name, seconds)
 
     def waited(self, rank: int, seconds: float) -> None:
-        """Waiting for collectives; counted as "communicate"."""
-        self._seconds[rank, "communicate"] += seconds
+        """Add time spent waiting for collectives."""
+        self._seconds[rank, "wait"] += seconds
 
     def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
-        """A method's counters, such as "saturated" and "kept", are added up."""
+        """Add a method's counters, such as "saturated" and "kept"."""
         for counter, amount in counters.items():
             self._counters[rank, counter] += amount
 
     def compared(self, rank: int, what: Compared) -> None:
-        """The last comparison is kept."""
+        """Store the last comparison."""
         self._compared[rank] = what
 
     # -- figures ----------------------------------------------------------------------------------------
@@ -105,50 +121,50 @@ class Ledger(Observer):
         return self.rank if rank is None else rank
 
     def bytes_sent(self, rank: int | None = None) -> int:
-        """Payload bytes that the rank handed to its collectives."""
+        """Return the payload bytes that the rank passed to its collectives."""
         return self._ranks[self._rank(rank)].sent
 
     def bytes_on_wire(self, rank: int | None = None) -> int:
-        """Bytes that the rank transmits when the collectives run as rings."""
+        """Return the bytes that the rank transmits if the collectives run as rings."""
         return round(self._ranks[self._rank(rank)].on_wire)
 
     def dense_bytes(self, rank: int | None = None) -> int:
-        """Bytes of the gradients themselves, in their own dtype."""
+        """Return the bytes of the gradients in their own dtype."""
         return self._ranks[self._rank(rank)].dense
 
     def compression_ratio(self, rank: int | None = None) -> float:
-        """Dense bytes / bytes sent. NaN before anything was sent; one rank alone never sends, and is told so."""
+        """Return dense bytes / bytes sent; NaN before the first collective. Warns if there is only one rank."""
         sent = self.bytes_sent(rank)
         if self.world == 1 and not sent:
             warnings.warn(
-                "one rank alone sends nothing, so there is no ratio: start several, such as `horovodrun -np 2 python "
-                "train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
+                "one rank alone sends nothing, so there is no compression ratio; start several: `horovodrun -np 2 "
+                "python train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",
                 stacklevel=2,
             )
         return self.dense_bytes(rank) / sent if sent else float("nan")
 
     def collectives(self, rank: int | None = None) -> int:
-        """Number of collectives of our own that the rank took part in."""
+        """Return the number of the library's own collectives that the rank took part in."""
         return self._ranks[self._rank(rank)].collectives
 
     def tensors(self, rank: int | None = None) -> dict[str, Entry]:
-        """Totals per tensor."""
+        """Return {tensor name: totals}."""
         return {name: entry for (r, name), entry in list(self._tensors.items()) if r == self._rank(rank)}
 
     def seconds(self, rank: int | None = None) -> dict[str, float]:
-        """{"select": codec work, "communicate": waiting for collectives}."""
-        return {what: self._seconds[self._rank(rank), what] for what in ("select", "communicate")}
+        """Return {"codec": codec time, "wait": time spent waiting for collectives}, in seconds."""
+        return {what: self._seconds[self._rank(rank), what] for what in ("codec", "wait")}
 
     def counters(self, rank: int | None = None) -> dict[str, int]:
-        """Sums of what methods counted, e.g. {"kept": …, "saturated": …}."""
+        """Return the sums of the methods' counters, such as {"kept": 120, "saturated": 0}."""
         return {name: int(amount) for (r, name), amount in self._counters.items() if r == self._rank(rank)}
 
     def last_compared(self, rank: int | None = None) -> Compared | None:
-        """Return the last comparison with the uncompressed average; None if there was none (``cosine_every``)."""
+        """Return the last comparison with the uncompressed average (``cosine_every``); None if there was none."""
         return self._compared.get(self._rank(rank))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset all counts to zero."""
         self.steps = 0
         for table in (self._ranks, self._tensors, self._seconds, self._counters, self._compared):
             table.clear()

@@ -1,4 +1,4 @@
-"""``HVDCOMPRESS_LOG=debug``: a line for each collective that a method has asked for, once it is answered."""
+"""Logging: one-time messages and warnings, and with ``HVDCOMPRESS_LOG=debug`` a line per collective of a method."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import logging
 import os
 from collections.abc import Sequence
 
-from hvdcompress.engine.telemetry.observer import Answer, Observer
+from hvdcompress.engine.telemetry.observer import Completed, Observer
 
 VARIABLE = "HVDCOMPRESS_LOG"
 LOGGER = logging.getLogger("hvdcompress")
 
 
 class RoundLog(Observer):
-    """Writes a line per round: tensor, method, round, collective, bytes, milliseconds, rank."""
+    """Logs a line per completed collective: rank, tensor, method, round, kind, bytes and milliseconds."""
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
-        """Write the line."""
+    def completed(self, rank: int, name: str, what: Completed) -> None:
+        """Log the line."""
         LOGGER.debug(
             "rank %d: tensor %r, method %s, round %d, %s, %d bytes, %.3f ms",
             rank, name, what.method, what.round, what.collective, what.num_bytes, 1e3 * what.seconds,
@@ -25,19 +25,19 @@ class RoundLog(Observer):
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of these names, in quotation marks, for a message."""
+    """Return the first three names in quotation marks, for a message."""
     return ", ".join([*map(repr, names[:3]), *["…"] * (len(names) > 3)])
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Log a fact, once in this process; on stderr where the program has not set up logging."""
+    """Log a message once per process, to stderr if the program has not configured logging."""
     _handle("hvdcompress: %(message)s", logging.INFO)
     LOGGER.info("%s", text)
 
 
 def _handle(form: str, level: int) -> None:
-    """Write lines of a level, and higher ones, to stderr, unless the program has said where lines go."""
+    """Log messages of a level and above to stderr, unless the program has configured logging."""
     if LOGGER.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
@@ -48,14 +48,14 @@ def _handle(form: str, level: int) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, once in this process."""
+    """Log a warning once per process."""
     LOGGER.warning("%s", text)
 
 
 def observers() -> list[Observer]:
-    """Who writes a log, as the environment says: nobody, or one :class:`RoundLog`.
+    """Return the observers that the environment asks for: none, or one :class:`RoundLog`.
 
-    Lines go to the logger "hvdcompress"; to stderr, if the program has not given it another handler.
+    It logs to the logger "hvdcompress", and to stderr if the program has not given this logger a handler.
 
     Raises:
         ValueError: ``HVDCOMPRESS_LOG`` is neither empty nor "debug".
@@ -64,7 +64,7 @@ def observers() -> list[Observer]:
     if not level:
         return []
     if level.lower() != "debug":
-        raise ValueError(f"{VARIABLE} = {level!r} must be 'debug', or not be set")
+        raise ValueError(f"{VARIABLE} = {level!r} must be 'debug' or unset")
     _handle("hvdcompress %(asctime)s.%(msecs)03d %(message)s", logging.DEBUG)
     LOGGER.setLevel(logging.DEBUG)
     return [RoundLog()]

@@ -1,8 +1,8 @@
-"""A Compressor's figures for machines: OpenMetrics text, and scalars for a writer of TensorBoard's events.
+"""Export of a Compressor's figures as OpenMetrics text and as TensorBoard scalars.
 
-The text is of the format that https://prometheus.io/docs/specs/om/open_metrics_spec/ (version 1.0.0) defines. Nothing
-is served or pushed here: write it into a file for Prometheus' textfile collector, or return it from a handler of your
-own as ``application/openmetrics-text; version=1.0.0; charset=utf-8``.
+The text follows https://prometheus.io/docs/specs/om/open_metrics_spec/ (version 1.0.0). The library neither serves nor
+pushes it: write it to a file for the textfile collector of Prometheus, or return it from your own handler as
+``application/openmetrics-text; version=1.0.0; charset=utf-8``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ PREFIX = "hvdcompress"
 
 
 class Writer(Protocol):
-    """What ``log_to`` asks of a writer: torch.utils.tensorboard's SummaryWriter has it, tensorboardX's, and others."""
+    """Interface that ``log_to`` needs: torch.utils.tensorboard.SummaryWriter, tensorboardX and others have it."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
 
 
 def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, float]:
-    """A rank's figures by tag: of all tensors together, and of each program by itself.
+    """Return {tag: value} of one rank, for all tensors together and for each program.
 
-    What is not known yet, such as the ratio before the first step, is left out.
+    Unknown values are omitted, such as the compression ratio before the first step.
     """
     seconds = ledger.seconds(rank)
     kept = [each.residual for each in groups if each.residual is not None]
@@ -36,8 +36,8 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
         "ratio": ledger.compression_ratio(rank),
         "sent_bytes": float(ledger.bytes_sent(rank)),
         "wire_bytes": float(ledger.bytes_on_wire(rank)),
-        "codec_seconds": seconds["select"],
-        "wait_seconds": seconds["communicate"],
+        "codec_seconds": seconds["codec"],
+        "wait_seconds": seconds["wait"],
         "residual_norm": math.hypot(*kept) if kept else math.nan,
     }
     if compared := ledger.last_compared(rank):
@@ -51,20 +51,20 @@ def scalars(groups: Sequence[Figures], ledger: Ledger, rank: int) -> dict[str, f
 
 
 def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Mapping[str, str]) -> str:
-    """A rank's figures as OpenMetrics text.
+    """Return the figures of one rank as OpenMetrics text.
 
     Args:
-        groups: its figures.
-        ledger: its accounts.
-        rank: the rank; the label ``rank``.
-        labels: further labels of every sample.
+        groups: the figures by program.
+        ledger: the ledger of the rank.
+        rank: the rank; exported as the label ``rank``.
+        labels: {name: value} of further labels of every sample.
 
     Raises:
-        ValueError: a label's name is none, or one of ours.
+        ValueError: a label name is malformed or reserved.
     """
     for name in labels:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or name in ("rank", "program", "counter"):
-            raise ValueError(f"{name!r} cannot be a label: use letters, digits and _, and not rank, program or counter")
+            raise ValueError(f"label {name!r}: use letters, digits and _; rank, program and counter are reserved")
     base = {**labels, "rank": str(rank)}
     by_program = [({**base, "program": each.program}, each) for each in groups]
     entries = [(own, each.account) for own, each in by_program]
@@ -82,7 +82,7 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
         ),
         *_family("collectives", "counter", "Collectives.", [(own, e.collectives) for own, e in entries]),
         *_family("codec_seconds", "counter", "Codec work.", [(own, e.seconds) for own, e in entries]),
-        *_family("wait_seconds", "counter", "Blocked in the transport.", [(base, seconds["communicate"])]),
+        *_family("wait_seconds", "counter", "Blocked in the transport.", [(base, seconds["wait"])]),
         *_family(
             "residual_norm",
             "gauge",
@@ -106,7 +106,7 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
 
 
 def _family(name: str, kind: str, text: str, samples: Sequence[tuple[Mapping[str, str], float]]) -> list[str]:
-    """The lines of a metric family; a counter's samples end in ``_total``."""
+    """Return the lines of a metric family. The samples of a counter end in ``_total``."""
     full = f"{PREFIX}_{name}"
     unit = name.rsplit("_", 1)[-1]
     lines = [f"# TYPE {full} {kind}", *([f"# UNIT {full} {unit}"] if unit in ("bytes", "seconds") else [])]

@@ -1,4 +1,4 @@
-"""Looking on: the events of a rank's exchanges, for the ledger, benchmarks, timelines and tests."""
+"""Event hooks: the events of a rank's exchanges, for the ledger, benchmarks, timelines and tests."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hvdcompress.method import Array
 
 
 class Sent(NamedTuple):
-    """A payload that was handed to a collective.
+    """A payload that was passed to a collective.
 
     Attributes:
         collective: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-        payload: what was handed over; None for a broadcast of another rank, for a driver's own probe, and for a
-            gradient that TensorFlow hands to Horovod itself.
-        num_bytes: its size; of a broadcast, which every rank is charged, that of the root's.
-        lengths: of an all-gather, the bytes of every rank.
-        splits: of an all-to-all of unequal pieces, the bytes for each rank.
+        payload: the payload. None for a broadcast from another rank, for a driver's own probe, and for a gradient that
+            TensorFlow passes to Horovod itself.
+        num_bytes: size of the payload. For a broadcast it is the size on the root, which is charged to every rank.
+        lengths: for an all-gather, the bytes of every rank.
+        splits: for an all-to-all with unequal pieces, the bytes for each rank.
     """
 
     collective: str
@@ -27,15 +27,15 @@ class Sent(NamedTuple):
     splits: Sequence[int] | None = None
 
 
-class Answer(NamedTuple):
-    """The result of a collective that a method asked for.
+class Completed(NamedTuple):
+    """A completed collective of a method.
 
     Attributes:
         method: the method's id.
-        round: which collective of the exchange it was, from 0.
+        round: index of the collective in its exchange, from 0.
         collective: "AllReduce", "AllGather", "Broadcast" or "AllToAll".
-        num_bytes: what this rank handed over; of a broadcast, what the root did.
-        seconds: from when the method asked until it was given the result: a rank may do other work meanwhile.
+        num_bytes: bytes that this rank sent; for a broadcast, the bytes that the root sent.
+        seconds: from the request of the method until it received the result. The rank may do other work in between.
     """
 
     method: str
@@ -46,13 +46,13 @@ class Answer(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Compressed gradients compared with the uncompressed average, of the step ``step``, counted from 1.
+    """A comparison of compressed gradients with the uncompressed average.
 
     Attributes:
-        step: the step.
-        cosine: of the angle between them, all tensors together.
-        name: the tensor whose cosine is least.
-        least: its cosine.
+        step: the step, counted from 1.
+        cosine: cosine of the angle between both, over all tensors.
+        name: name of the tensor with the smallest cosine.
+        least: the cosine of this tensor.
     """
 
     step: int
@@ -68,32 +68,32 @@ class Compared(NamedTuple):
 
 
 class Observer:
-    """Base class of all that look on; ``compressor.watch(observer)`` adds one. Override the events you need.
+    """Base class of event observers. Register one with ``compressor.watch(observer)`` and override the events you need.
 
-    Every event says which ``rank`` it happened on (in loopback there are several) and, where that applies, the
-    ``name`` of the tensor or bucket.
+    Every event has the ``rank`` on which it happened (in loopback there are several) and, if applicable, the ``name``
+    of the tensor or bucket.
     """
 
     def begun(self, rank: int, name: str, num_bytes: int) -> None:
-        """A gradient of ``num_bytes``, in its own dtype, came in."""
+        """A gradient of ``num_bytes``, in its own dtype, was added."""
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
-        """The codec worked for ``seconds`` before the exchange's last collective."""
+        """The codec ran for ``seconds`` before the last collective of an exchange."""
 
     def sent(self, rank: int, name: str, what: Sent) -> None:
-        """A payload was handed to a collective; ``name`` may be something else than a tensor, such as "status"."""
+        """A payload was passed to a collective. ``name`` may be something other than a tensor, such as "status"."""
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
-        """The result of a collective that a method asked for is there."""
+    def completed(self, rank: int, name: str, what: Completed) -> None:
+        """A collective of a method completed."""
 
     def waited(self, rank: int, seconds: float) -> None:
         """The rank was blocked in its transport for ``seconds``."""
 
     def decoded(self, rank: int, name: str, seconds: float) -> None:
-        """The codec worked for ``seconds`` after the exchange's last collective; writing results included."""
+        """The codec ran for ``seconds`` after the last collective of an exchange, including writing the results."""
 
     def compared(self, rank: int, what: Compared) -> None:
-        """Gradients were compared with the uncompressed average, as the plan's ``cosine_every`` says."""
+        """Gradients were compared with the uncompressed average (``cosine_every`` in the plan)."""
 
     def committed(self, rank: int, name: str, counters: dict[str, Any]) -> None:
-        """The exchange ended well and its new state is kept; ``counters``: what the method counted."""
+        """The exchange was committed. ``counters`` are the method's counts."""

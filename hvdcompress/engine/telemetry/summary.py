@@ -1,4 +1,4 @@
-"""A table of what a Compressor has done so far, for people: within 80 columns."""
+"""Table of a Compressor's work so far, within 80 columns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 WIDTH = 80
 COLUMNS = ("tensors", "gradients", "sent", "ratio", "residual", "codec")
 _WIDTHS = (7, 9, 8, 9, 8, 9)
-_FIRST = WIDTH - sum(_WIDTHS) - len(_WIDTHS)  # what is left for the method
+_FIRST = WIDTH - sum(_WIDTHS) - len(_WIDTHS)  # width of the column with the method
 _SCALES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
-    """The table: a line for each program, one for what ranks tell each other besides tensors, and a total.
+    """Return the table: one line per program, one for traffic that belongs to no tensor, and a total.
 
-    Below it, the last comparison with the uncompressed average, if the plan has ``cosine_every``.
+    If the plan has ``cosine_every``, the last comparison with the uncompressed average follows.
 
-    Columns: the method of the next step (an arrow leads to the one that its program ends with), tensors, bytes of
-    the gradients in their own dtype, bytes sent, the ratio of these two, the l2-norm of the residuals (what error
-    feedback has still to send; "-" where none is kept), and seconds in the codec (without numba's compiling).
+    The columns are the method of the next step (with an arrow to the last method of its program), the number of
+    tensors, the bytes of the gradients in their own dtype, the bytes sent, the compression ratio, the l2-norm of the
+    residuals ("-" if the method keeps none), and the codec time without Numba's compilation.
 
     Args:
-        groups: the rank's figures.
-        ledger: its accounts.
+        groups: the figures by program.
+        ledger: the ledger of the rank.
         rank: the rank.
     """
     seconds = ledger.seconds(rank)
@@ -40,8 +40,8 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     whole.residual = math.hypot(*kept) if kept else None
     lines.append(_line("total", _cells(whole)))
     lines.append(
-        f"rank {rank} of {ledger.world}, {ledger.steps} steps: {seconds['select']:.2f} s in the codec, "
-        f"{seconds['communicate']:.2f} s waiting"
+        f"rank {rank} of {ledger.world}, {ledger.steps} steps: {seconds['codec']:.2f} s in the codec, "
+        f"{seconds['wait']:.2f} s waiting"
     )
     if compared := ledger.last_compared(rank):
         lines += textwrap.wrap(str(compared), WIDTH)
@@ -71,7 +71,7 @@ def _line(first: str, cells: Sequence[str]) -> str:
 
 
 def scaled(amount: float) -> str:
-    """Return an amount with three digits and the power of ten: "25.6 M"."""
+    """Format a number with three digits and a unit prefix: 25600000 becomes "25.6 M"."""
     for scale, letter in _SCALES:
         if amount >= scale:
             number = amount / scale

@@ -1,7 +1,7 @@
-"""How long steps take, and how much of that the exchange takes: what `summary()` explains.
+"""Durations of recent steps, which ``Compressor.summary()`` analyses.
 
-A driver that sees where steps begin and end calls :meth:`StepTimes.note` once per step. The seconds of the codec and of
-waiting are those that the ledger counts in any case.
+A driver that sees the beginning and end of steps calls :meth:`StepTimes.note` once per step. Codec time and waiting
+come from the ledger.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 from hvdcompress.engine.telemetry.ledger import Ledger
 
-RECENT = 100  #: steps that are kept
-FEWEST = 4  #: steps of which a mean is made
+RECENT = 100  #: number of steps that are kept
+FEWEST = 4  #: minimum number of steps for a mean
 
 
 class StepTime(NamedTuple):
-    """Seconds and bytes of a step, or the means of several.
+    """Seconds and bytes of one step, or the means of several steps.
 
     Attributes:
-        whole: seconds from the step's first gradient to that of the next step.
-        blocked: seconds of these in which the program could not go on because of the exchange.
-        codec: seconds of codec work, which may overlap with the backward pass.
-        waiting: seconds in which the exchange waited for a collective; they may overlap, too.
-        on_wire: bytes that the rank transmits where collectives run as rings.
-        dense: the same if gradients were sent uncompressed.
+        whole: seconds from the first gradient of the step to the first gradient of the next one.
+        blocked: seconds in which the program waited for the exchange.
+        codec: codec time in seconds; it may overlap with the backward pass.
+        waiting: seconds in which the exchange waited for collectives; they may overlap, too.
+        on_wire: bytes that the rank transmits if collectives run as rings.
+        dense: bytes that it would transmit without compression.
     """
 
     whole: float
@@ -41,20 +41,20 @@ class StepTime(NamedTuple):
 
     @property
     def overlap(self) -> float:
-        """Seconds of codec and waiting that overlap with the backward pass, at least."""
+        """Lower bound of the codec time and waiting that overlap with the backward pass, in seconds."""
         return max(0.0, self.codec + self.waiting - self.blocked)
 
     @property
     def other(self) -> float:
-        """Seconds that block the program, and are neither codec nor waiting, at least."""
+        """Lower bound of the blocked time that is neither codec time nor waiting, in seconds."""
         return max(0.0, self.blocked - self.codec - self.waiting)
 
 
 class StepTimes:
-    """The times of recent steps of one rank.
+    """Durations of the recent steps of one rank.
 
     Args:
-        ledger: counts the seconds of the codec and of waiting.
+        ledger: the ledger of the rank, which counts codec time and waiting.
         rank: the rank.
     """
 
@@ -63,15 +63,16 @@ class StepTimes:
         self._rank = rank
         self._recent: deque[StepTime] = deque(maxlen=RECENT)
         self._before = self._totals()
-        # the last step: whether it counts, when it began, and its time, of which ``whole`` is not known yet
+        # The last step: whether it counts, when it began, and its times. ``whole`` is unknown until the next step
+        # begins.
         self._last: tuple[bool, float, StepTime] | None = None
 
     def note(self, began: float, blocked: float, waited: float = 0.0, counts: bool = True) -> None:
-        """Note a step at its end.
+        """Record a step at its end.
 
         Args:
-            began: when its first gradient came, in seconds.
-            blocked: seconds in which the program could not go on.
+            began: time of the first gradient, in seconds.
+            blocked: seconds in which the program waited for the exchange.
             waited: seconds of waiting that the ledger does not count.
             counts: whether it is an ordinary, compressed step.
         """
@@ -87,10 +88,10 @@ class StepTimes:
         self._last = (counts and not was_reset, began, time)
 
     def mean(self) -> StepTime | None:
-        """Return the mean of the middle half of recent steps, by their length; None if there are too few.
+        """Return the mean of the middle half of the recent steps, sorted by duration; None if there are too few.
 
-        A step with an evaluation behind it, or in which kernels were compiled, so counts as little as in a median, and
-        the parts of the mean still belong to the same steps.
+        Like a median, this ignores steps with an evaluation or with compiling kernels. Unlike medians of the parts, all
+        parts of the mean belong to the same steps.
         """
         steps = sorted(self._recent)
         if len(steps) < FEWEST:
@@ -103,4 +104,4 @@ class StepTimes:
         ledger, rank = self._ledger, self._rank
         seconds = ledger.seconds(rank)
         dense = 2 * (ledger.world - 1) / ledger.world * ledger.dense_bytes(rank)
-        return seconds["select"], seconds["communicate"], ledger.bytes_on_wire(rank), dense
+        return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(rank), dense

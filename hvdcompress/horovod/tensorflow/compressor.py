@@ -37,7 +37,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvdcompress.engine import compressor
-from hvdcompress.engine.agreement import compare_terms
+from hvdcompress.engine.agreement import compare_configs
 from hvdcompress.engine.collectives import cut
 from hvdcompress.engine.rehearsal import Round, rehearse
 from hvdcompress.engine.safety.watchdog import Watchdog
@@ -61,7 +61,7 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
         name = f"hvdcompress.set{set_id}.number"
         return int(hvd.allreduce(tf.constant([number]), name=name, op=hvd.Max, process_set=process_set)[0])
 
-    return compressor.next_number(_numbers, set_id, largest, watchdog)
+    return compressor.next_compressor_number(_numbers, set_id, largest, watchdog)
 
 
 def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
@@ -114,7 +114,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ``cosine_every`` or ``clip_norm``, which graphs cannot.
     """
 
-    never_falls_back = "in TensorFlow the ranks agree for each tensor, and not for a step"
+    no_fallback_reason = "in TensorFlow the ranks agree for each tensor, and not for a step"
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             if received:
                 self._segments.receive(bucket, done)
             reduced = self._segments.finish(bucket, probe, traced, passing)
-            self.local.warn_of_what_is_idle()
+            self.local.warn_about_unused()
             return reduced
 
         out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
@@ -285,7 +285,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
 
     def _passes(self, bucket: Bucket) -> bool:
         """Whether a gradient is all-reduced as it is in every step."""
-        return len(bucket.program.stages) == 1 and self.local.turn(bucket).passes
+        return len(bucket.program.stages) == 1 and self.local.next_step(bucket).passes_through
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
         """The bucket of the gradient that is being traced, and what was traced in the same outermost graph."""
@@ -385,7 +385,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _piggyback(self, bucket: Bucket) -> int | None:
         """The length of a payload that is the stock all-reduce itself; never where a tensor has several stages."""
         (_, method), *more = bucket.program.stages
-        if more or len(method.phases) > 1 or self.local.turn(bucket).dtype != "float32" or _work(bucket) != tf.float32:
+        if (
+            more
+            or len(method.phases) > 1
+            or self.local.next_step(bucket).dtype != "float32"
+            or _work(bucket) != tf.float32
+        ):
             return None
         return method.piggyback(bucket.spec, 0, {})
 
@@ -397,12 +402,12 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         """
         if self._agreed:
             return
-        with tf.init_scope(), self.watchdog.meeting("every rank's first trace"):
-            said = [self.plan.to_dict(), self.names, self.watchdog.address()]
+        with tf.init_scope(), self.watchdog.rendezvous("every rank's first trace"):
+            said = [self.plan.to_dict(), self.names, self.watchdog.endpoint()]
             texts = self._gather(np.frombuffer(json.dumps(said).encode(), np.uint8))
         everyone = [json.loads(text) for text in texts]
-        compare_terms([(plan, {"names": str(names)}) for plan, names, _ in everyone])
-        self.watchdog.meet([address for *_, address in everyone])
+        compare_configs([(plan, {"names": str(names)}) for plan, names, _ in everyone])
+        self.watchdog.set_peers([address for *_, address in everyone])
         self._agreed = True
         if self._optimizer is None and may_adapt(self.plan) and self.local.rank == 0:
             log.warn_once(UNKNOWN)
@@ -451,7 +456,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return self._segments.waits_for()
 
     def _is_over(self) -> bool:
-        return compressor.has_changed(self.process_set, self.local.world)
+        return compressor.process_set_changed(self.process_set, self.local.world)
 
     # -- state -------------------------------------------------------------------------------------------
 

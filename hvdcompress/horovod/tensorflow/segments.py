@@ -24,11 +24,11 @@ import numpy as np
 
 from hvdcompress.engine.agreement import PeerError, factor_of
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
-from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange, Stage
 from hvdcompress.engine.rehearsal import Round, lengths, round_of
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.state import NextStep, RankState
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
@@ -139,7 +139,7 @@ class Segments:
                     self._begun = traced
                     self.local.begin_round()
                 with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    work = gradient.astype(self.local.turn(bucket).dtype, copy=False)
+                    work = gradient.astype(self.local.next_step(bucket).dtype, copy=False)
                 self.exchanges[name] = exchange = Exchange(Setup(self.local, self.group, bucket, work, fast, scale))
                 exchange.add([0], [work], [None])
                 exchange.start()
@@ -159,8 +159,8 @@ class Segments:
     def phase(self, bucket: Bucket) -> tuple[int, int]:
         """The stage and phase that are on in the bucket's step."""
         with self._lock:
-            turn = self.local.turn(bucket)
-            return bucket.program.stage(turn.state.step if turn.state else 0), turn.phase
+            upcoming = self.local.next_step(bucket)
+            return bucket.program.stage(upcoming.state.step if upcoming.state else 0), upcoming.phase
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
         """The payload of the exchange's next collective; of an all-to-all also how many bytes go to each rank.
@@ -243,7 +243,7 @@ class Segments:
                 finite = non_finite < 0.5
                 if finite:
                     exchange.deliver(factor)
-                conclude(self.local, [exchange], passed, Outcome(finite, triggered > 0.5), alone=True)
+                commit_step(self.local, [exchange], passed, Outcome(finite, triggered > 0.5), per_bucket=True)
                 if finite:
                     self._carried[name] = self._asking[name]
                     self.local.ledger.steps = max(self.local.ledger.steps, self.local.states[name].step)
@@ -253,12 +253,12 @@ class Segments:
     def waits_for(self) -> str | None:
         """What this rank waits for, in words; None where no exchange is under way."""
         waiting = list(self.exchanges.values())
-        return waiting[0].where(len(waiting)) if waiting else None
+        return waiting[0].describe_wait(len(waiting)) if waiting else None
 
-    def _pass_on(self, bucket: Bucket) -> Turn:
+    def _pass_on(self, bucket: Bucket) -> NextStep:
         """Note that TensorFlow hands a tensor's gradient to Horovod itself."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return self.local.pass_on(bucket, _NOTHING, fast)
+        return self.local.pass_through(bucket, _NOTHING, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
         """Raise what failed, once no rank waits for another any more.
@@ -278,7 +278,7 @@ class Segments:
 
     def _asks(self, exchange: Exchange) -> bool:
         """Whether this tensor's probe carries a trigger; it does, for each request, until a step goes well."""
-        self._asked += self.local.take_request()
+        self._asked += self.local.take_trigger_request()
         self._asking[exchange.name] = self._asked
         return self._carried.get(exchange.name, 0) < self._asked
 
@@ -295,7 +295,7 @@ class Segments:
         elif not isinstance(collective, AllGather):
             splits = collective.splits if isinstance(collective, AllToAll) else None
             self._sent(name, Sent(type(collective).__name__, collective.x, collective.x.nbytes, splits=splits))
-        return payload, request.gives
+        return payload, request.send_lengths
 
     def _incoming(self, name: str, collective: Collective, result: Array) -> Any:
         """A collective's result as the method expects it."""
@@ -316,9 +316,9 @@ class Segments:
         dtype = "int32" if planned.collective == "Broadcast" else planned.dtype
         length = 0 if planned.collective == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
-            turn = self.local.turn(bucket)
+            upcoming = self.local.next_step(bucket)
             with suppress(Exception):  # what failed here may fail there
-                length = lengths(turn.method, turn.phase, self.group.world, bucket.spec)[number]
+                length = lengths(upcoming.method, upcoming.phase, self.group.world, bucket.spec)[number]
                 length //= 4 if planned.collective == "Broadcast" else 1
         return np.zeros(length or 0, dtype)
 

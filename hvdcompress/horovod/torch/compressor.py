@@ -20,9 +20,9 @@ from horovod.common.exceptions import HorovodInternalError
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.compressor import TensorCompressor, named
-from hvdcompress.engine.agreement import PeerError, Terms, factor_of
+from hvdcompress.engine.agreement import PeerError, SharedConfig, factor_of
 from hvdcompress.engine.collectives import Collectives
-from hvdcompress.engine.compressor import has_changed, next_number
+from hvdcompress.engine.compressor import next_compressor_number, process_set_changed
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.intake import SMALL
 from hvdcompress.engine.safety.watchdog import Watchdog
@@ -47,7 +47,7 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
         name = f"hvdcompress.set{set_id}.number"
         return int(hvd.allreduce(torch.tensor([number]), name=name, op=hvd.Max, process_set=process_set)[0])
 
-    return next_number(_numbers, set_id, largest, watchdog)
+    return next_compressor_number(_numbers, set_id, largest, watchdog)
 
 
 class Ticket:
@@ -79,7 +79,7 @@ class Clock:
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
-        self._codec = ledger.seconds()["select"]
+        self._codec = ledger.seconds()["codec"]
         self.began = self._returned = time.perf_counter()
         self.waited = 0.0
         self._came: float | None = None  # when the last gradient had come
@@ -93,7 +93,7 @@ class Clock:
         """Note that ``decompress`` is called."""
         if self._came is None:
             self._came = self._returned
-            self._in_hooks = self._ledger.seconds()["select"] - self._codec
+            self._in_hooks = self._ledger.seconds()["codec"] - self._codec
         self.waited += time.perf_counter() - self._returned
 
     def note_step(self, local: RankState) -> None:
@@ -214,7 +214,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         # An error is kept for decompress(): a rank that raised here would leave the others in the stock all-reduce
         try:
             if not (self._agreed or arrivals.order):
-                self._address = self.watchdog.address()  # from now on it watches
+                self._address = self.watchdog.endpoint()  # from now on it watches
             ticket.name = self._identify(tensor, len(arrivals.order))
             self._add(arrivals, ticket)
             if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
@@ -287,7 +287,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             transport = HorovodTransport(self.prefix, self.process_set)
             collectives = Collectives(transport, self.local.observers)
             step = self._new_step(collectives, Agree.BEFORE_WAITING)
-            with step.errors_wait:
+            with step.defer_errors:
                 step.loss_scale = self.current_loss_scale()
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
@@ -301,7 +301,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         if 0 < len(mine) < len(self.parameters):
             others = self.parameters.keys() - mine.keys()
             self.parameters = mine
-            self._terms = Terms(self._terms.plan, {name: self._terms.tensors[name] for name in mine})
+            self._terms = SharedConfig(self._terms.plan, {name: self._terms.tensors[name] for name in mine})
             self._group(self.local.ages())
             self.local.regroup(self._buckets())
             self.local.forget(others)  # they had no gradient
@@ -315,7 +315,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         return arrivals.step.waits_for() if arrivals else None
 
     def _is_over(self) -> bool:
-        return has_changed(self.process_set, self.local.world)
+        return process_set_changed(self.process_set, self.local.world)
 
     def _drop(self) -> None:
         """Leave the step that is under way, if any, as if it had not been."""
@@ -334,7 +334,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         arrivals.left.add(ticket.name)
         bucket, index = self._place[ticket.name]
         # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
-        if self._agreed and self.local.turn(bucket).passes:
+        if self._agreed and self.local.next_step(bucket).passes_through:
             ticket.passed = True
             arrivals.passing.append(ticket)
             return
@@ -349,29 +349,29 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             gradient = ticket.gradient
             bucket, _ = self._place[ticket.name]
             vector = self.framework.flat(gradient)
-            step.pass_on(bucket, gradient, vector)
+            step.pass_through(bucket, gradient, vector)
             # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
             if self.plan.stateless:
                 continue
             if gradient.numel() < SMALL:  # a call costs more than a copy
                 small.setdefault(gradient.device, []).append(gradient.detach().reshape(-1))
             else:
-                step.look(vector)
+                step.check_finite(vector)
         for several in small.values():
-            step.look(self.framework.flat(torch.cat(several)))
+            step.check_finite(self.framework.flat(torch.cat(several)))
 
     def _seal(self, arrivals: Arrivals) -> None:
         """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
         arrivals.sealed = True
         step = arrivals.step
-        with step.errors_wait:
+        with step.defer_errors:
             step.fill_missing()
             self._pass_on(arrivals)
         step.send_status()
         if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
             step.receive_status()
             if self.watchdog.on:
-                self.watchdog.meet(step.collectives.gather_text("watchdog", self._address))
+                self.watchdog.set_peers(step.collectives.gather_text("watchdog", self._address))
 
     def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
         """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
@@ -382,7 +382,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                 ticket.gradient.detach().copy_(output)
         elif step.factor is None:
             step.factor = factor_of(output[-2:].tolist(), self.local.world)
-        with step.errors_wait:
+        with step.defer_errors:
             if ticket.carried and step.factor:
                 step.receive_carried(ticket.carried, self.framework.flat(output[:-2]))
             step.poll()
@@ -426,8 +426,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         A payload that is the gradient itself goes without a probe: it needs none.
         """
         failed = step.error and self._agreed and ticket.name and not ticket.carried
-        turn = self.local.turn(self._place[ticket.name][0]) if failed else None
-        if ticket.passed or (turn and turn.passes):
+        planned = self.local.next_step(self._place[ticket.name][0]) if failed else None
+        if ticket.passed or (planned and planned.passes_through):
             ticket.passed = True
             payload = ticket.gradient
             stock = ticket.gradient.contiguous()
@@ -435,8 +435,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             payload = None
             if ticket.carried:
                 payload = torch.as_tensor(ticket.carried.collective.x)  # type: ignore[union-attr]
-            elif turn:  # the others' payloads may go along: match their length
-                length = turn.carried_elements()
+            elif planned:  # the others' payloads may go along: match their length
+                length = planned.carried_elements()
                 where = ticket.gradient.device
                 payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])

@@ -34,8 +34,8 @@ class HorovodTransport:
     """
 
     ordered = False
-    broadcasts = False
-    unequal = True
+    native_broadcast = False
+    variable_lengths = True
 
     def __init__(self, prefix: str, process_set: Any):
         self.prefix = prefix
@@ -48,12 +48,12 @@ class HorovodTransport:
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload
         full: dict[str, Any] = {"name": f"{self.prefix}.{name}", "process_set": self.set}
         if request.kind == "all_reduce":
-            reduce = hvd.allreduce_async_ if request.spent else hvd.allreduce_async
+            reduce = hvd.allreduce_async_ if request.may_overwrite else hvd.allreduce_async
             number = reduce(payload, op=hvd.Sum if request.op == "sum" else hvd.Max, **full)
         elif request.kind == "all_gather":
             number = hvd.allgather_async(payload, **full)
         else:
-            number = hvd.alltoall_async(payload, splits=torch.tensor(request.gives, dtype=torch.int32), **full)
+            number = hvd.alltoall_async(payload, splits=torch.tensor(request.send_lengths, dtype=torch.int32), **full)
         return Handle(number, is_numpy)
 
     def ready(self, handle: Handle) -> bool:

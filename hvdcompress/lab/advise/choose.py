@@ -120,7 +120,7 @@ class Case:
         """The units of buckets."""
         found = []
         for bucket in buckets:
-            key = (bucket.program, bucket.members, bucket.unasked)
+            key = (bucket.program, bucket.members, bucket.automatic)
             if key not in self._units:
                 unit = unit_of(bucket, self.world, self.codecs, self.shared)
                 self._units[key] = unit if self.grouping is BY_NAME else replace(unit, extra=())  # Horovod's alone

@@ -152,7 +152,7 @@ TENSORS: tuple[Column[Row], ...] = (
 
 LEGEND = """\
 Ranks run in lockstep in one process; what a rank computes is timed, from its gradients to the reduced ones and the new
-state (`Exchange.add`, `start`, `resume`, `deliver`, and `conclude`), on average over the ranks. The network is not:
+state (`Exchange.add`, `start`, `resume`, `deliver`, and `commit_step`), on average over the ranks. The network is not:
 collectives are carried out in between. Gradients come as PyTorch's driver takes them, reduced ones are written over
 them, and what it leaves to Horovod as it is (`none`) costs nothing. Each method has a process of its own with one
 thread, in which it takes turns with what it is compared with. The first steps ({warm} at least; of GradiVeQ all

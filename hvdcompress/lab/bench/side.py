@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.engine.setup import Setup
-from hvdcompress.engine.state import RankState, Turn
+from hvdcompress.engine.state import NextStep, RankState
 from hvdcompress.engine.transport import Group
 from hvdcompress.lab.bench.devices import Cost, Device, Gauge
 from hvdcompress.method import Array, Broadcast, TensorSpec
@@ -82,7 +82,7 @@ class Side:
         for rank, (own, passed) in zip(self.ranks, received, strict=True):
             for exchange in own.values():
                 self._measured(spent, "apply", exchange.deliver, 1.0 / self.world)
-            self._measured(spent, "apply", conclude, rank, own.values(), passed, Outcome())
+            self._measured(spent, "apply", commit_step, rank, own.values(), passed, Outcome())
         return spent
 
     def _measured(self, spent: Spent, part: str, call: Any, *arguments: Any) -> Any:
@@ -91,17 +91,19 @@ class Side:
         spent.parts[part].add(cost, 1.0 / self.world)
         return result
 
-    def _receive(self, rank: RankState, given: Sequence[Array], spent: Spent) -> tuple[dict[str, Exchange], list[Turn]]:
+    def _receive(
+        self, rank: RankState, given: Sequence[Array], spent: Spent
+    ) -> tuple[dict[str, Exchange], list[NextStep]]:
         """Take all gradients of a rank, up to the first collective of each bucket.
 
         Returns:
             The exchanges by bucket name, and the turns of the buckets that Horovod reduces itself.
         """
         exchanges: dict[str, Exchange] = {}
-        passed: list[Turn] = []
+        passed: list[NextStep] = []
         rank.begin_round()
         for (bucket, index), gradient in reversed(list(zip(self._places, given, strict=True))):
-            if rank.turn(bucket).passes:
+            if rank.next_step(bucket).passes_through:
                 passed.append(self._measured(spent, "encode", self._pass_on, rank, bucket, gradient))
             else:
                 self._measured(spent, "encode", self._add, rank, bucket, index, gradient, exchanges)
@@ -119,10 +121,10 @@ class Side:
         if exchange.is_full:
             exchange.start()
 
-    def _pass_on(self, rank: RankState, bucket: Bucket, gradient: Array) -> Turn:
+    def _pass_on(self, rank: RankState, bucket: Bucket, gradient: Array) -> NextStep:
         if not self.plan.stateless:
             self.device.ops.all_finite(gradient)
-        return rank.pass_on(bucket, gradient, self.device.ops)
+        return rank.pass_through(bucket, gradient, self.device.ops)
 
     def _exchange(self, exchanges: list[Exchange], spent: Spent) -> None:
         """The collectives of one bucket. Who computes the root's part of a broadcast is the mean rank, too."""

@@ -113,7 +113,7 @@ def gathered(rounds: Rounds, world: int) -> tuple[int, float]:
         elif asked.collective == "AllToAll":
             even = asked.keeps is None
             pieces += world if even else asked.pieces
-            num_bytes += asked.num_bytes if even else asked.gets
+            num_bytes += asked.num_bytes if even else asked.recv_bytes
     return pieces, num_bytes
 
 
@@ -194,7 +194,7 @@ def kind(each: Sequence[Asked]) -> Kind:
 
 def line(each: Sequence[Asked], world: int) -> float:
     """Bytes of a collective that pass one after the other."""
-    return max(max(on_wire(one, world), one.gets) for one in each)
+    return max(max(on_wire(one, world), one.recv_bytes) for one in each)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def exchange_of(bucket: Bucket, world: int) -> Exchange:
     phase = imagined.last_phase(method)
     rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
     passes = rides and method.identity and method.feedback == "none"
-    specs = bucket.members if bucket.apart(method) else [bucket.spec]
+    specs = bucket.members if bucket.runs_per_tensor(method) else [bucket.spec]
     parts = [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs]
     rounds = [
         [_one(each) for each in zip(*every, strict=True)] for every in zip(*(asked for _, asked in parts), strict=True)
@@ -230,7 +230,7 @@ def exchange_of(bucket: Bucket, world: int) -> Exchange:
 def _one(together: Sequence[Asked]) -> Asked:
     """What tensors that travel together ask for."""
     first = together[0]
-    num_bytes, gets = sum(one.num_bytes for one in together), sum(one.gets for one in together)
+    num_bytes, gets = sum(one.num_bytes for one in together), sum(one.recv_bytes for one in together)
     keeps = None if first.keeps is None else sum(one.keeps or 0 for one in together)
     return Asked(first.collective, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
 

@@ -28,7 +28,7 @@ class Asked(NamedTuple):
     dtype: str
     num_bytes: int
     keeps: int | None = None
-    gets: int = 0
+    recv_bytes: int = 0
     pieces: int = 0
 
 
@@ -60,8 +60,8 @@ def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
         world: the number of ranks.
         spec: the tensor.
     """
-    dtype = "float64" if method.wide and spec.dtype == "float64" else "float32"
-    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout, spec.joined)
+    dtype = "float64" if method.keeps_float64 and spec.dtype == "float64" else "float32"
+    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout, spec.member_sizes)
     if world > max(TRIED):
         few = [_imagine(method, phase, p, plain) for p in TRIED]
         totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world)}
@@ -98,7 +98,7 @@ def watch(
         sum(round.collective == "AllGather" for round in small) if small and small[-1].collective == "AllGather" else -1
     )
     whole = _components(method, phase, spec)
-    crew = range(min(world, 2 if method.uneven else 1))
+    crew = range(min(world, 2 if method.variable_length else 1))
     exchanges = [begin(method, context_of(method, phase, rank, world, spec), x, whole) for rank in crew]
     asked: list[tuple[Asked, ...]] = []
     seen: dict[int, Array] = {}

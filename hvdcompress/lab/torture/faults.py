@@ -50,7 +50,7 @@ FAULTS: dict[str, Fault] = {
     "decode": Fault("an exception in decode", True, INJECTED),
     "optimizer": Fault("an exception in the optimizer", False, INJECTED),
     "nan": Fault("a NaN in a gradient", True, ""),
-    "disk": Fault("a full disk while saving", True, "cannot be saved"),
+    "disk": Fault("a full disk while saving", True, "cannot save the state"),
     "late": Fault("a rank that starts 0.5 to 2.5 s late", True, ""),
     "plan": Fault("a rank with another plan", False, r"density|plan"),
     "order": Fault("parameters in another order", True, r"order|shape|same model|parameter"),

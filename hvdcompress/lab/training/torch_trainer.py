@@ -50,7 +50,7 @@ class TorchTrainer:
 
     def codec_seconds(self) -> float:
         """Seconds at work in codecs so far."""
-        return self.compressor.ledger.seconds()["select"]
+        return self.compressor.ledger.seconds()["codec"]
 
     def forward(self, model: torch.nn.Module, batch: Batch, rate: float) -> torch.Tensor:
         """Set the learning rate, forget the gradients, and return the loss of a batch."""

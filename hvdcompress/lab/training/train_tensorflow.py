@@ -80,10 +80,10 @@ class Trainer:
 
         Inside of a graph, waiting for other ranks cannot be told from computing: that time is not known.
         """
-        before, began = self.compressor.ledger.seconds()["select"], time.perf_counter()
+        before, began = self.compressor.ledger.seconds()["codec"], time.perf_counter()
         loss = float(self.graph(tf.constant(batch[0]), tf.constant(batch[1]), tf.constant(rate, tf.float32)))
         clock.total += time.perf_counter() - began
-        clock.select += self.compressor.ledger.seconds()["select"] - before
+        clock.select += self.compressor.ledger.seconds()["codec"] - before
         clock.communicate = float("nan")
         return loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError, Status, compare_terms, factor_of, failure, fingerprint
+from hvdcompress.engine.agreement import PeerError, Status, compare_configs, factor_of, fingerprint, peer_error
 
 
 def together(*ranks: Status) -> Status:
@@ -40,20 +40,20 @@ def test_fingerprints_are_held_exactly_and_differ() -> None:
 
 def test_different_loss_scales() -> None:
     with pytest.raises(PeerError, match=r"1\.0 on one and 8\.0 on another"):
-        together(Status(loss_scale=8.0), Status(loss_scale=1.0)).explain()
+        together(Status(loss_scale=8.0), Status(loss_scale=1.0)).raise_disagreement()
 
 
 def test_failures_are_told_with_their_ranks() -> None:
-    assert "rank 1: no; rank 3: neither" in str(failure(["", "no", "", "neither"]))
+    assert "rank 1: no; rank 3: neither" in str(peer_error(["", "no", "", "neither"]))
 
 
 def test_plans_and_tensors_are_compared_by_key() -> None:
     same = ({"method": "topk", "density": 0.1}, {"w": "(3,) float32"})
-    compare_terms([same, same])
+    compare_configs([same, same])
     with pytest.raises(PeerError, match="plan key 'method' is 'topk' on rank 0 and 'fft' on rank 2"):
-        compare_terms([same, same, ({"method": "fft", "density": 0.2}, same[1])])
+        compare_configs([same, same, ({"method": "fft", "density": 0.2}, same[1])])
     with pytest.raises(PeerError, match=r"tensor 'w' is '\(3,\) float32' on rank 0 and None on rank 1"):
-        compare_terms([same, (same[0], {})])
+        compare_configs([same, (same[0], {})])
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 16])
@@ -71,5 +71,5 @@ def test_probes_tell_an_average_from_a_sum_from_anything_else(world: int) -> Non
 def test_a_rank_that_gives_zeros_has_joined() -> None:
     good = Status(state=5.0, loss_scale=1024.0)
     maxima = np.maximum(good.numbers(), np.zeros(8))
-    assert Status.of(maxima.tolist()).joined
-    assert not together(good, good).joined
+    assert Status.of(maxima.tolist()).saw_join
+    assert not together(good, good).saw_join

@@ -6,7 +6,7 @@ import pytest
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.safety.alarm import Alarm, Call, everyones, missing
+from hvdcompress.engine.safety.alarm import Alarm, Call, common_error, missing_calls
 
 
 class Transport:
@@ -23,7 +23,7 @@ class Transport:
 @pytest.mark.parametrize("caught", [Alarm(), PeerError("all know"), ExchangeError("mine"), MemoryError("mine")])
 def test_each_error_is_ended_on_all_ranks_once(caught: Exception) -> None:
     transport = Transport()
-    raised = everyones(transport, caught)
+    raised = common_error(transport, caught)
     if isinstance(caught, Alarm):  # another rank has failed
         assert transport.failed == [None] and str(raised) == "the same on every rank"
     elif isinstance(caught, PeerError):  # nobody waits
@@ -36,7 +36,7 @@ def test_each_error_is_ended_on_all_ranks_once(caught: Exception) -> None:
 
 def test_a_rank_whose_input_was_wrong_raises_its_own_error() -> None:
     mine = ValueError("a wrong input")
-    assert everyones(Transport(), PeerError("rank 1: a wrong input"), mine) is mine
+    assert common_error(Transport(), PeerError("rank 1: a wrong input"), mine) is mine
 
 
 def test_what_others_have_begun_is_made_up_with_zeros() -> None:
@@ -44,10 +44,10 @@ def test_what_others_have_begun_is_made_up_with_zeros() -> None:
     gather = Call("all_gather", "uint8", 5, "sum", None, (5, 7, 3))
     turned = Call("all_to_all", "uint8", 6, "sum", (1, 2, 3), (1, 4, 0))
     begun = [[reduce, gather, turned], [reduce], [reduce, gather]]
-    assert missing(begun, 0) == []
-    made = missing(begun, 1)
+    assert missing_calls(begun, 0) == []
+    made = missing_calls(begun, 1)
     assert [call.kind for call in made] == ["all_gather", "all_to_all"]
     assert made[0].size == 7, "as many as the others expect of this rank"
     # rank 0 expects 4 bytes of this rank, and sends it 2
-    assert made[1].gives == (4, 0, 0) and made[1].gets == (2, 0, 0) and made[1].size == 4
-    assert [call.kind for call in missing(begun, 2)] == ["all_to_all"]
+    assert made[1].send_lengths == (4, 0, 0) and made[1].recv_lengths == (2, 0, 0) and made[1].size == 4
+    assert [call.kind for call in missing_calls(begun, 2)] == ["all_to_all"]

@@ -44,5 +44,5 @@ def test_a_world_of_one_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     log.warn_once.cache_clear()
     compressor = mpi.Compressor("topk", mpi.compressor.MPI.COMM_SELF)
     compressor.allreduce(np.ones(10, np.float32), name="w")
-    assert "there is one rank" in caplog.text
+    assert "there is only one rank" in caplog.text
     compressor.close()

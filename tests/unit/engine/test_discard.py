@@ -174,14 +174,14 @@ def test_momentum_of_updates_in_a_pause_decays() -> None:
 
 
 def test_the_pause_is_a_setting_that_ranks_compare() -> None:
-    from hvdcompress.engine.agreement import Terms
+    from hvdcompress.engine.agreement import SharedConfig
     from hvdcompress.engine.step import Step
 
     network = made("topk")
-    running = Step(network.ranks[0], None, Terms({}, {}))  # type: ignore[arg-type]
+    running = Step(network.ranks[0], None, SharedConfig({}, {}))  # type: ignore[arg-type]
     with network.paused():
-        paused = Step(network.ranks[0], None, Terms({}, {}))  # type: ignore[arg-type]
-    assert running.status().state != paused.status().state and paused.terms.plan == {"paused": True}
+        paused = Step(network.ranks[0], None, SharedConfig({}, {}))  # type: ignore[arg-type]
+    assert running.status().state != paused.status().state and paused.config.plan == {"paused": True}
 
 
 def test_the_plan_is_as_it_was() -> None:

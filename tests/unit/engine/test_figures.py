@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.telemetry import log
-from hvdcompress.engine.telemetry.observer import Answer, Observer, Sent
+from hvdcompress.engine.telemetry.observer import Completed, Observer, Sent
 from hvdcompress.engine.telemetry.summary import scaled
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
@@ -54,7 +54,7 @@ def test_figures_are_the_ledgers_and_the_residuals() -> None:
             assert each.residual is None
         else:
             assert each.residual == pytest.approx(np.linalg.norm(net.residual(name, 1).astype(float)), rel=1e-12)
-    assert sum(each.account.seconds for each in by_method.values()) == pytest.approx(net.ledger.seconds(1)["select"])
+    assert sum(each.account.seconds for each in by_method.values()) == pytest.approx(net.ledger.seconds(1)["codec"])
 
 
 def test_the_norm_of_a_long_residual_is_added_in_float64() -> None:
@@ -119,7 +119,7 @@ def test_openmetrics_are_the_ledgers_figures() -> None:
         assert whole["gradient_bytes_total"] == net.ledger.dense_bytes(rank)
         assert round(whole["wire_bytes_total"]) == net.ledger.bytes_on_wire(rank)
         assert whole["collectives_total"] == net.ledger.collectives(rank)
-        assert whole["codec_seconds_total"] == pytest.approx(net.ledger.seconds(rank)["select"])
+        assert whole["codec_seconds_total"] == pytest.approx(net.ledger.seconds(rank)["codec"])
         assert whole["method_events_total"] == sum(net.ledger.counters(rank).values()) > 0
         assert all(("rank", str(rank)) in labels for _, labels in found)
 
@@ -209,7 +209,7 @@ class Answers(Observer):
     def __init__(self) -> None:
         self.seen: list[tuple] = []
 
-    def answered(self, rank: int, name: str, what: Answer) -> None:
+    def completed(self, rank: int, name: str, what: Completed) -> None:
         assert what.seconds >= 0
         self.seen.append((rank, name, what.method, what.round, what.collective, what.num_bytes))
 

@@ -107,7 +107,7 @@ def test_seconds_and_steps() -> None:
     net.allreduce(bad)
     assert net.ledger.steps == 2, "an abandoned step is none"
     seconds = net.ledger.seconds(1)
-    assert set(seconds) == {"select", "communicate"} and seconds["select"] > 0
+    assert set(seconds) == {"codec", "wait"} and seconds["codec"] > 0
 
 
 def test_compiling_is_no_codec_work() -> None:
@@ -118,11 +118,11 @@ def test_compiling_is_no_codec_work() -> None:
     spent = LOCK.seconds - before
     ledger, other = Ledger(world=2), Ledger(world=2)
     ledger.encoded(0, "w", spent + 0.5)
-    assert ledger.seconds()["select"] < 0.5 + spent / 2 and spent > 0.01
+    assert ledger.seconds()["codec"] < 0.5 + spent / 2 and spent > 0.01
     ledger.decoded(0, "w", 0.25)
     other.encoded(0, "w", 0.25)
-    assert other.seconds()["select"] == 0.25
-    assert ledger.tensors()["w"].seconds == ledger.seconds()["select"] > 0.7
+    assert other.seconds()["codec"] == 0.25
+    assert ledger.tensors()["w"].seconds == ledger.seconds()["codec"] > 0.7
 
 
 def test_counters_add_up_and_reset_forgets() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hvdcompress.engine import lockstep
-from hvdcompress.engine.agreement import Status, Terms
+from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step
@@ -60,7 +60,7 @@ class Ranks(RuleBasedStateMachine):
         found = []
         for local in self.ranks:
             local.begin_round()
-            step = Step(local, Collectives(_Transport(local.rank, self.medium), local.observers), Terms({}, {}))
+            step = Step(local, Collectives(_Transport(local.rank, self.medium), local.observers), SharedConfig({}, {}))
             step.factor = 1.0 / self.world
             found.append(step)
         return found
@@ -80,7 +80,7 @@ class Ranks(RuleBasedStateMachine):
         for step, name in calls:
             bucket, index = place[name]
             step.add(bucket, [index], [outs[step.local.rank][name].reshape(-1)])
-            step._polled = 0.0  # polling pauses between two calls
+            step._last_poll = 0.0  # polling pauses between two calls
             step.poll()
         return outs
 
@@ -90,11 +90,11 @@ class Ranks(RuleBasedStateMachine):
             step.fill_missing()
         for _ in range(20):
             for step in steps:
-                step._polled = 0.0
+                step._last_poll = 0.0
                 step.poll()
         status = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
         for step in steps:
-            step.obey(status)
+            step.apply_status(status)
             step.close()
 
     @rule(seed=st.integers(0, 10**6), missing=st.sets(st.sampled_from(["b", "d"])))
@@ -180,7 +180,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 3))
     def trigger(self, rank: int) -> None:
-        self.ranks[rank % self.world].asks_for_trigger = True
+        self.ranks[rank % self.world].trigger_requested = True
 
     @rule(grouping=st.sampled_from(GROUPINGS))
     def regroup(self, grouping: int) -> None:
@@ -251,11 +251,11 @@ def test_collectives_start_before_the_last_gradient_comes(method: str) -> None:
     buckets = plan.buckets(SPECS)
     medium = _Medium(1, lambda name, requests: lockstep.carry_out(requests))
     local = RankState(plan, 0, 1)
-    step = Step(local, Collectives(_Transport(0, medium), local.observers), Terms({}, {}))
+    step = Step(local, Collectives(_Transport(0, medium), local.observers), SharedConfig({}, {}))
     step.factor, rounds = 1.0, []
     for bucket in buckets:
         step.add(bucket, [0], [np.ones(bucket.spec.size, np.float32)])
-        step._polled = 0.0
+        step._last_poll = 0.0
         step.poll()
         rounds.append(local.ledger.collectives())
     assert rounds == sorted(rounds) and 0 < rounds[0] < rounds[-1]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hvdcompress.engine.pieces import by_tensor, combined, in_form_of, is_compact, scaled, slots_of, whole
+from hvdcompress.engine.pieces import by_tensor, combined, in_form_of, is_compact, scaled, slots_of, to_dense
 from hvdcompress.method import Sparse, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.shared import outer_sum
@@ -32,19 +32,19 @@ EACH = (sparse([1, 7, 11], [1, 2, 3]), sparse([0], [4]), sparse([5], [5]))
 
 @pytest.mark.parametrize("pieces", [(FIRST,), EACH, (DENSE,), (DENSE[:12], DENSE[12:17], DENSE[17:])])
 def test_every_form_is_the_same_vector(pieces: tuple[Any, ...]) -> None:
-    np.testing.assert_array_equal(whole(pieces, BUCKET, fast, LIKE), DENSE)
-    np.testing.assert_array_equal(whole(by_tensor(pieces, BUCKET), BUCKET, fast, LIKE), DENSE)
-    np.testing.assert_array_equal(whole(scaled(pieces, 0.5), BUCKET, fast, LIKE), DENSE / 2)
+    np.testing.assert_array_equal(to_dense(pieces, BUCKET, fast, LIKE), DENSE)
+    np.testing.assert_array_equal(to_dense(by_tensor(pieces, BUCKET), BUCKET, fast, LIKE), DENSE)
+    np.testing.assert_array_equal(to_dense(scaled(pieces, 0.5), BUCKET, fast, LIKE), DENSE / 2)
     assert len(by_tensor(pieces, BUCKET)) == 3
 
 
 def test_a_matrix_of_low_rank_is_dense_where_it_has_to_be() -> None:
     outer = Outer(np.float32([1, 2, 3, 4]), np.float32([1, 10, 100]), 1)
     pieces = (outer, sparse([1], [7]), DENSE[:6])
-    dense = whole(pieces, BUCKET, fast, LIKE)
+    dense = to_dense(pieces, BUCKET, fast, LIKE)
     np.testing.assert_array_equal(dense[:12].reshape(4, 3), np.outer([1, 2, 3, 4], [1, 10, 100]))
     assert dense[12:17].tolist() == [0, 7, 0, 0, 0] and dense[17:].tolist() == DENSE[:6].tolist()
-    np.testing.assert_array_equal(whole(scaled(pieces, 3.0), BUCKET, fast, LIKE), 3 * dense)
+    np.testing.assert_array_equal(to_dense(scaled(pieces, 3.0), BUCKET, fast, LIKE), 3 * dense)
 
 
 def test_the_past_takes_the_form_of_what_comes() -> None:

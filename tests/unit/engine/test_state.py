@@ -27,7 +27,7 @@ def next_of(local: RankState, name: str) -> dict[str, BucketState]:
     """The state of a tensor one step on, with a residual that tells the step."""
     one = bucket(name)
     local.note_begun(one)
-    state = local.state_of(local.turn(one), LIKE, fast)
+    state = local.state_of(local.next_step(one), LIKE, fast)
     return {name: replace(state, step=state.step + 1, slots={"residual": np.full(20, state.step + 1, np.float32)})}
 
 
@@ -85,11 +85,11 @@ def test_what_ranks_agreed_on_survives_discard() -> None:
     for _ in range(2):
         local.begin_round()
         local.swap(next_of(local, "a"))
-    local.asking.add("a")
+    local.trigger_requests.add("a")
     local.restart(["a"])
     local.discard()
-    assert local.states["a"].step == 1 and local.states["a"].triggers == 1 and not local.asking
-    assert local.turn(bucket("a")).restart == (1, 1), "it takes effect in the next step"
+    assert local.states["a"].step == 1 and local.states["a"].triggers == 1 and not local.trigger_requests
+    assert local.next_step(bucket("a")).restart == (1, 1), "it takes effect in the next step"
     local.restart(["a", "unknown"])
     assert local.states["a"].triggers == 2
 
@@ -114,7 +114,7 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     local.swap(next_of(local, "a"))
     other = bucket("a", 30)
     with pytest.raises(ValueError, match=r"'a' had shape \(20,\) before and has \(30,\) now"):
-        local.state_of(local.turn(other), LIKE, fast)
+        local.state_of(local.next_step(other), LIKE, fast)
 
 
 def test_forgotten_and_released_states_have_no_memory() -> None:
@@ -143,7 +143,7 @@ def test_second_buffers_take_turns() -> None:
 def test_a_paused_rank_sends_all_and_stays_where_it_is() -> None:
     local = local_of(warmup={"steps": 1})
     one = bucket("a")
-    assert local.turn(one).method.id == "topk"
+    assert local.next_step(one).method.id == "topk"
     local.paused = True
-    turn = local.turn(one)
-    assert turn.method.id == "none" and turn.phase == 0 and turn.carried_elements() == 20
+    planned = local.next_step(one)
+    assert planned.method.id == "none" and planned.phase == 0 and planned.carried_elements() == 20

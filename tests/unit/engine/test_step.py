@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcompress.engine.agreement import PeerError, Terms
+from hvdcompress.engine.agreement import PeerError, SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Exchange, ExchangeError
 from hvdcompress.engine.setup import Setup
@@ -26,7 +26,7 @@ from tests.unit.engine.threads import Medium, ThreadTransport, run
 
 SHAPES = {"a": (40, 50), "b": (9,), "c": (300,), "d": (17, 3)}
 WORLD = 3
-TERMS = Terms({"method": "x"}, {"a": "float32"})
+CONFIG = SharedConfig({"method": "x"}, {"a": "float32"})
 AGREE = {True: Agree.FIRST_AND_LAST, False: Agree.BEFORE_WAITING}
 
 
@@ -43,10 +43,14 @@ class Driver:
         self.collectives = Collectives(transport, self.local.observers)
 
     def reduce(
-        self, given: dict[str, np.ndarray], terms: Terms = TERMS, error: Exception | None = None, scale: float = 1.0
+        self,
+        given: dict[str, np.ndarray],
+        config: SharedConfig = CONFIG,
+        error: Exception | None = None,
+        scale: float = 1.0,
     ) -> dict[str, np.ndarray]:
         agree = AGREE[self.collectives.ordered]
-        step = Step(self.local, self.collectives, terms, agree)
+        step = Step(self.local, self.collectives, config, agree)
         step.loss_scale = scale
         step.factor = 1.0 / self.local.world
         step.error = error
@@ -110,7 +114,7 @@ def test_lengths_that_are_fixed_are_told_once(method: str) -> None:
 
 
 def test_lengths_that_may_differ_are_told_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TopK, "uneven", True)
+    monkeypatch.setattr(TopK, "variable_length", True)
     first, *later = lengths_asked("topk")
     assert first and later == [first] * 3
 
@@ -182,7 +186,7 @@ def test_a_length_that_is_fixed_but_differs_is_every_ranks_error(differs: str, m
     found, _ = run(WORLD, True, program)
     for error in found:
         assert isinstance(error, PeerError | ExchangeError), error
-        assert "all-gather of fixed length" in str(error) and "method qsgd" in str(error)
+        assert "fixed-length all-gather" in str(error) and "method qsgd" in str(error)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -194,14 +198,14 @@ def test_an_infinity_on_one_rank_undoes_the_step_and_a_trigger_waits(ordered: bo
         for step in range(4):
             given = gradients(step, transport.rank)
             if step == 2:
-                driver.local.asks_for_trigger = transport.rank == 1
+                driver.local.trigger_requested = transport.rank == 1
                 given["c"][5] = np.inf if transport.rank == 2 else given["c"][5]
             before = driver.local.state_dict()
             outs = driver.reduce(given)
             if step == 2:
                 assert all(np.isnan(out).all() for out in outs.values())
                 after = driver.local.state_dict()
-                assert before["steps"] == after["steps"] and driver.local.asks_for_trigger
+                assert before["steps"] == after["steps"] and driver.local.trigger_requested
             triggers.append(driver.local.states["a"].triggers)
         return triggers
 
@@ -235,7 +239,7 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
     def told(**changes: Any) -> set[str]:
         def program(transport: ThreadTransport) -> Any:
             odd = transport.rank == 2
-            terms = Terms({"method": "x"}, {"a": "float16" if odd and "dtype" in changes else "float32"})
+            config = SharedConfig({"method": "x"}, {"a": "float16" if odd and "dtype" in changes else "float32"})
             driver = Driver(transport, "topk", min_elements=100)
             if "step" in changes:
                 driver.reduce(gradients(0, transport.rank))
@@ -243,8 +247,8 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
                 driver.local.swap({"c": replace(state, step=state.step + odd)})
             error = ValueError("a payload of another plan") if odd and "error" in changes else None
             scale = 2.0 if odd and "scale" in changes else 1.0
-            terms = Terms({}, {}) if odd and "unknown" in changes else terms
-            return driver.reduce(gradients(1, transport.rank), terms, error, scale)
+            config = SharedConfig({}, {}) if odd and "unknown" in changes else config
+            return driver.reduce(gradients(1, transport.rank), config, error, scale)
 
         found, _ = run(WORLD, ordered, program)
         assert all(isinstance(one, PeerError) for one in found), found
@@ -256,7 +260,7 @@ def test_what_ranks_disagree_on_is_named(ordered: bool) -> None:
     }
     assert told(dtype=True, error=True) == told(dtype=True), "what explains the failure comes first"
     (words,) = told(unknown=True, error=True)
-    assert "rank 2: a payload of another plan" in words, "a rank that does not know its terms yet is not compared"
+    assert "rank 2: a payload of another plan" in words, "a rank that does not know its config yet is not compared"
     assert told(scale=True) == {"ranks disagree on the loss scale: it is 1.0 on one and 2.0 on another"}
     (words,) = told(step=True)
     assert "ranks disagree on the step" in words
@@ -294,19 +298,19 @@ def alone(agree: Agree | None = None) -> tuple[Step, Any]:
     (bucket,) = plan.buckets([TensorSpec("a", (4,)), TensorSpec("b", (6,))], IN_ORDER)
     local = RankState(plan, 0, 1)
     transport = ThreadTransport(0, Medium(1, agree is Agree.FIRST_AND_LAST))
-    return Step(local, Collectives(transport, local.observers), TERMS, agree), bucket
+    return Step(local, Collectives(transport, local.observers), CONFIG, agree), bucket
 
 
 def test_an_error_waits_for_the_ranks_agreement_and_the_first_one_counts() -> None:
     step, _ = alone()
-    with step.errors_wait:
+    with step.defer_errors:
         raise ValueError("first")
-    with step.errors_wait:
+    with step.defer_errors:
         raise TypeError("second")
     assert str(step.error) == "first"
-    with pytest.raises(KeyboardInterrupt), step.errors_wait:  # it ends the program, and is no error of the step
+    with pytest.raises(KeyboardInterrupt), step.defer_errors:  # it ends the program, and is no error of the step
         raise KeyboardInterrupt
-    waiting = step.errors_wait
+    waiting = step.defer_errors
     del step
     with pytest.raises(ValueError, match="nobody is there"), waiting:
         raise ValueError("nobody is there")
@@ -321,8 +325,8 @@ def test_a_gradient_that_never_comes_is_named(agree: Agree) -> None:
     step.add(bucket, [1], [np.ones(6, np.float32)])
     if agree is Agree.BEFORE_WAITING:
         step.send_status()  # the others are told
-        assert "no gradient of 'a' has come" in str(step.error)
-    with pytest.raises((RuntimeError, PeerError), match="no gradient of 'a' has come"):
+        assert "no gradient of 'a'" in str(step.error)
+    with pytest.raises((RuntimeError, PeerError), match="no gradient of 'a'"):
         step.finish()
 
 
@@ -341,7 +345,7 @@ def test_a_factor_that_was_not_set_is_said() -> None:
     step, bucket = alone(Agree.FIRST_AND_LAST)
     step.send_status()
     step.add(bucket, [0, 1], [np.ones(4, np.float32), np.ones(6, np.float32)])
-    with pytest.raises(RuntimeError, match=r"step.factor was not set"):
+    with pytest.raises(RuntimeError, match=r"step.factor"):
         step.finish()
 
 

@@ -59,7 +59,7 @@ class Phased(Method):
     def phase_of(self, age: int) -> int:
         return int(age >= 2)
 
-    def notices(self, metric: str, value: float, low: float, high: float) -> bool:
+    def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:
         return metric == "loss" and value > 1.5 * low
 
     def exchange(self, x: Any, state: Any, ctx: Any, work: Any) -> Any:
@@ -85,7 +85,7 @@ def test_phases_count_from_when_the_method_came_on() -> None:
 def test_a_trigger_on_one_rank_acts_on_all_in_the_next_step(rank: int) -> None:
     net = Loopback(Phased(), world=2, min_elements=1)
     assert run(net, 4) == [8, 8, 4, 4]
-    net.ranks[rank].asks_for_trigger = True
+    net.ranks[rank].trigger_requested = True
     assert run(net, 4) == [4, 8, 8, 4]
     assert [rank.states["w"].triggers for rank in net.ranks] == [1, 1]
 

@@ -36,7 +36,7 @@ def test_equal_checksums_are_no_error() -> None:
 def test_the_first_that_differs_is_named_with_its_ranks() -> None:
     everyone = [{"z": 1, "b": 2, "a": 5}, {"z": 1, "b": 3, "a": 6}, {"z": 1, "b": 2, "a": 5}]
     words = re.escape(
-        "b is not the same on all ranks after 7 steps (checksums: 00000002 on rank 0, 2; 00000003 on rank 1)"
+        "b is not equal on all ranks after 7 steps (checksums: 00000002 on rank 0, 2; 00000003 on rank 1)"
     )
     with pytest.raises(PeerError, match=words + ".*2 of 3"):
         compare(everyone, 7)

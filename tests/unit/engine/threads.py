@@ -37,11 +37,11 @@ class Medium:
 class ThreadTransport:
     """One thread's end of it; collectives are matched by their number, or by their name."""
 
-    broadcasts = False
+    native_broadcast = False
 
     def __init__(self, rank: int, medium: Medium):
         self.rank, self.world, self.medium = rank, medium.world, medium
-        self.ordered, self.unequal = medium.ordered, not medium.ordered
+        self.ordered, self.variable_lengths = medium.ordered, not medium.ordered
         self.names: list[str] = []
 
     def start(self, name: str, request: Request) -> Any:

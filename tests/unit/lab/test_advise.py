@@ -159,7 +159,7 @@ LARGE = {"first": (1000, 1000), "middle": (1200, 1000), "last": (1000, 1100)}
 MB = 4e6
 
 
-EACH = replace(BY_NAME, joined=1_000_000)  #: none of LARGE's tensors travels with another
+EACH = replace(BY_NAME, bucket_elements=1_000_000)  #: none of LARGE's tensors travels with another
 
 
 def case(rate=8e6, ready=(0.1, 0.05, 0.0), backward=0.1, codec=no_codec, grouping=BY_NAME, **given):

@@ -342,10 +342,10 @@ def test_no_recovery_unless_asked_for() -> None:
 
 def test_what_calls_for_recovery() -> None:
     method = hvdcompress.get("fft", recovery=1.5)
-    assert method.notices("loss", 1.11, 1.0, 1.11) and not method.notices("loss", 1.09, 1.0, 1.09)
-    assert not method.notices("learning_rate", 2.0, 1.0, 2.0)
-    assert method.notices("loss", -0.8, -1.0, -0.8) and not method.notices("loss", -1.0, -1.0, -0.95)
-    assert method.notices("loss", float("inf"), 1.0, float("inf"))
+    assert method.wants_trigger("loss", 1.11, 1.0, 1.11) and not method.wants_trigger("loss", 1.09, 1.0, 1.09)
+    assert not method.wants_trigger("learning_rate", 2.0, 1.0, 2.0)
+    assert method.wants_trigger("loss", -0.8, -1.0, -0.8) and not method.wants_trigger("loss", -1.0, -1.0, -0.95)
+    assert method.wants_trigger("loss", float("inf"), 1.0, float("inf"))
     spec = TensorSpec("w", (1000,))
     assert [method.num_kept(spec, t) for t in (0, 1, 5, 10**9)] == [75, 112, 501, 501]
 

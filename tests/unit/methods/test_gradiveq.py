@@ -362,10 +362,10 @@ def test_the_mean_is_that_of_the_last_round() -> None:
 
 
 def test_a_falling_learning_rate_trains_again() -> None:
-    notices: Callable[..., bool] = hvdcompress.get("gradiveq").notices
-    assert notices("learning_rate", 0.049, 0.049, 0.1) and not notices("learning_rate", 0.05, 0.05, 0.1)
-    assert not notices("loss", 0.0, 0.0, 9.0)
-    assert not hvdcompress.get("gradiveq", retrain_drop=0).notices("learning_rate", 0.0, 0.0, 1.0)
+    wants_trigger: Callable[..., bool] = hvdcompress.get("gradiveq").wants_trigger
+    assert wants_trigger("learning_rate", 0.049, 0.049, 0.1) and not wants_trigger("learning_rate", 0.05, 0.05, 0.1)
+    assert not wants_trigger("loss", 0.0, 0.0, 9.0)
+    assert not hvdcompress.get("gradiveq", retrain_drop=0).wants_trigger("learning_rate", 0.0, 0.0, 1.0)
     net = trained(2)
     net.observe(learning_rate=0.1)
     assert not is_dense(net, key=1)
@@ -377,10 +377,10 @@ def test_a_falling_learning_rate_trains_again() -> None:
 def test_a_growing_loss_on_one_rank_trains_again(threshold: float, expected: list[bool]) -> None:
     net = trained(2, retrain_error=threshold, slice_elements=8, dense_steps=8)
     net.allreduce([gradient(rank, 50) for rank in range(2)], "w")  # like the dense steps: a small error
-    assert not net.ranks[0].asking
+    assert not net.ranks[0].trigger_requests
     given = [gradient(0, 51), numbers(SHAPE, 5)]
     net.allreduce(given, "w")  # noise on rank 1
-    assert [bool(worker.asking) for worker in net.ranks] == [False, threshold < 1]
+    assert [bool(worker.trigger_requests) for worker in net.ranks] == [False, threshold < 1]
     assert [is_dense(net, key=step) for step in range(1, 4)] == expected[1:]
 
 

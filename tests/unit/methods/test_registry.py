@@ -148,7 +148,7 @@ def test_two_methods_of_one_id_are_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_registry: None
 ) -> None:
     _entry_point(monkeypatch, tmp_path, "topk")
-    with pytest.raises(RuntimeError, match="two methods have the id 'topk'"):
+    with pytest.raises(RuntimeError, match="'topk'"):
         hvdcompress.available()
 
 
@@ -174,7 +174,7 @@ def test_a_class_is_registered_anywhere() -> None:
     ones = np.ones(2000, np.float32)
     assert Loopback("mine", world=2).allreduce([ones, ones], name="w")[0][0] == 2.0
     assert hvdcompress.load(hvdcompress.load({"method": "mine"}).to_dict()).program.main == Mine()
-    with pytest.raises(ValueError, match="'topk' is that of a method of hvdcompress"):
+    with pytest.raises(ValueError, match="'topk' belongs to a method"):
         contract.method("topk")
 
 

@@ -32,7 +32,7 @@ def test_every_method_clips_as_if_the_gradients_had_come_clipped(id: str, feedba
             for clip in ({"local_clip_norm": 3.0}, {})
         ]
     except ValueError as error:
-        assert feedback == "momentum" and "leaves elements out" in str(error)
+        assert feedback == "momentum" and "needs a sparse method" in str(error)
         return
     for step in range(3):
         gradients = [
@@ -80,7 +80,7 @@ def test_a_step_with_an_inf_is_undone_under_clipping() -> None:
 
 @pytest.mark.parametrize("id", hvdcompress.available())
 def test_clipping_without_feedback_is_refused(id: str) -> None:
-    with pytest.raises(ValueError, match="local_clip_norm needs a feedback"):
+    with pytest.raises(ValueError, match="local_clip_norm needs feedback"):
         hvdcompress.get(id, local_clip_norm=1.0, feedback="none")
     for bad in (0.0, -1.0, float("inf"), True):
         with pytest.raises(ValueError, match="local_clip_norm"):

@@ -9,7 +9,7 @@ import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Sparse
 from hvdcompress.optimizers import SGD
-from hvdcompress.parts.momentum import MOST, Filter, Momentum, adapting, adapts, shares
+from hvdcompress.parts.momentum import MAX_WAIT, Filter, Momentum, adapts, cancelling_filter, shares
 from tests.installed import needs
 
 STEPS, SIZE = 30, 40
@@ -53,7 +53,7 @@ def test_pytorchs_sgd_moves_as_without_momentum(options: dict, fused: dict) -> N
     rate = 1.0 - dampening
     method = TOPK
     filters = [
-        adapting(method, Momentum(factor, rate, 1.0 if step == 0 else rate, options.get("nesterov", False)))
+        cancelling_filter(method, Momentum(factor, rate, 1.0 if step == 0 else rate, options.get("nesterov", False)))
         for step in range(STEPS)
     ]
     reduced = drawn()
@@ -74,7 +74,7 @@ def test_kerass_sgd_moves_as_without_momentum(nesterov: bool) -> None:
     """The buffer contains the learning rate, which a schedule changes, to 0 in one step."""
     reduced, factor = drawn(1), 0.9
     rates = [0.1 * 0.9**step if step != 7 else 0.0 for step in range(STEPS)]
-    filters = [adapting(TOPK, Momentum(factor, rate, rate, nesterov)) for rate in rates]
+    filters = [cancelling_filter(TOPK, Momentum(factor, rate, rate, nesterov)) for rate in rates]
     moved, buffer, plain, excess = np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     for s, u, rate in zip(reduced, filtered(reduced, filters), rates, strict=True):
         if rate == 0.0:  # nothing that is handed over has an effect: the buffer is applied once more
@@ -97,7 +97,7 @@ def test_weight_decay_keeps_its_momentum() -> None:
     parameter = torch.nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
     sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.01)
     moved, decay = np.ones(SIZE), np.zeros(SIZE)
-    for s, u in zip(reduced, filtered(reduced, [adapting(method, Momentum(0.9))] * STEPS), strict=True):
+    for s, u in zip(reduced, filtered(reduced, [cancelling_filter(method, Momentum(0.9))] * STEPS), strict=True):
         parameter.grad = torch.from_numpy(u.copy())
         sgd.step()
         decay = 0.9 * decay + 0.01 * moved
@@ -108,9 +108,9 @@ def test_weight_decay_keeps_its_momentum() -> None:
 def test_a_methods_own_momentum_is_not_counted_twice() -> None:
     """DGC and feedback "momentum" have grown their sums by 1/(1 − m) already."""
     for method in (hvdcompress.get("dgc", momentum=0.9), hvdcompress.get("topk", feedback="momentum", momentum=0.9)):
-        assert adapting(method, Momentum(0.9)).gain == pytest.approx(1.0)
-        assert adapting(method, Momentum(0.5)).gain == pytest.approx(0.2)
-    assert adapting(TOPK, Momentum(0.5)).gain == pytest.approx(2.0)
+        assert cancelling_filter(method, Momentum(0.9)).gain == pytest.approx(1.0)
+        assert cancelling_filter(method, Momentum(0.5)).gain == pytest.approx(0.2)
+    assert cancelling_filter(TOPK, Momentum(0.5)).gain == pytest.approx(2.0)
 
 
 def test_sparse_methods_keep_no_dense_vector() -> None:
@@ -184,12 +184,14 @@ def test_what_is_not_sparse_waits_as_its_method_says() -> None:
     known = shares(0.9, 1.0)
     for id in ("powersgd", "signsgd"):
         method = hvdcompress.get(id)
-        assert adapts(method) and adapting(method, Momentum(0.9)).share == pytest.approx(known[method.waits - 1])
+        assert adapts(method) and cancelling_filter(method, Momentum(0.9)).share == pytest.approx(
+            known[method.delay - 1]
+        )
     for id in ("fft", "qsgd"):
         assert not adapts(hvdcompress.get(id, feedback="plain"))
         assert adapts(hvdcompress.get(id, feedback="plain", optimizer_momentum="cancel"))
     assert not adapts(hvdcompress.get("topk", optimizer_momentum="keep"))
-    assert adapting(hvdcompress.get("dgc"), Momentum(0.9)).share == 1.0
+    assert cancelling_filter(hvdcompress.get("dgc"), Momentum(0.9)).share == 1.0
 
 
 def test_steps_are_told_apart_for_ever() -> None:
@@ -198,7 +200,7 @@ def test_steps_are_told_apart_for_ever() -> None:
     for step in range(1, 600):
         net.allreduce([np.array([1.0, 0.0], np.float32)], name="w")  # the second element never arrives
         state = net.ranks[0].states["w"]
-        assert min(step, MOST) <= (state.step - state.momentum.arrived.astype(int))[1] % 256 < 128
+        assert min(step, MAX_WAIT) <= (state.step - state.momentum.arrived.astype(int))[1] % 256 < 128
 
 
 def test_clip_norm_is_that_of_the_gradients_themselves() -> None:

@@ -1,7 +1,7 @@
-"""Several tensors' exchanges as one: each method runs on its own tensor, and their payloads travel together.
+"""Fused exchanges: the method runs on each tensor of a bucket, and their payloads are sent in one collective.
 
-A collective costs a call, a name that ranks agree on and a message, however small it is. What a tensor gets and keeps
-is the same as alone, to the bit.
+Each collective costs a call, a name that ranks agree on, and a message, however small the payload is. The result and
+the new state of a tensor are bit-identical to those of an exchange of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast,
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import dtype_name
 
-#: Returns an array [n] of a dtype that is kept from step to step: (name, n, dtype) -> array
+#: (name, n, dtype) -> array [n] that is reused from step to step
 Buffer = Callable[[str, int, str], Array]
 
 
-class Together:
-    """The communications of several tensors under one method, driven as if they were one.
+class FusedCommunication:
+    """The communications of several tensors under one method, driven like a single one.
 
-    Inside a phase the number, kinds and dtypes of a method's collectives are fixed, so each round is one collective.
+    Within a phase the number, kinds and dtypes of a method's collectives are fixed, so the k-th collectives of all
+    tensors can be combined into one.
 
     Args:
-        names: the tensors'.
+        names: names of the tensors.
         group: the ranks that take part.
-        ops: the array ops of their library.
-        buffer: where payloads are joined.
+        ops: the array ops of the gradients' library.
+        buffer: returns the array in which payloads are concatenated.
 
     Attributes:
-        now: the tensor whose method runs, for error messages.
+        current: name of the tensor whose method runs at the moment, for error messages.
     """
 
     def __init__(self, names: Sequence[str], group: Group, ops: Ops, buffer: Buffer):
@@ -44,96 +45,100 @@ class Together:
         self.rank, self.world = group
         self.ops = ops
         self.buffer = buffer
-        self.now = names[0]
-        self._each: list[Communication | None] = [None] * len(names)
+        self.current = names[0]
+        self._communications: list[Communication | None] = [None] * len(names)
         self._collectives: list[Collective | None] = [None] * len(names)
         self._reduced: list[Reduced | None] = [None] * len(names)
         self._round = 0
-        self._joins: list[tuple[int, int]] = []  # where payloads were joined, in memory
+        self._concatenated: list[tuple[int, int]] = []  # address ranges of the concatenated payloads
 
-    def begin(self, place: int, communication: Communication) -> None:
-        """Run a tensor's communication to its first collective."""
-        self._each[place] = communication
-        self._run(place, None)
+    def begin(self, index: int, communication: Communication) -> None:
+        """Run the communication of one tensor to its first collective."""
+        self._communications[index] = communication
+        self._run(index, None)
 
     def send(self, result: Any) -> Collective:
-        """Hand all of them their parts of a collective's result (None at first); returns the next collective.
+        """Distribute the result of a collective (None at first) to all tensors and return the next collective.
 
         Raises:
-            StopIteration: all have returned; its value is the list of their results.
-            RuntimeError: they do not ask for the same.
+            StopIteration: all communications have returned. Its value is the list of their results.
+            RuntimeError: the tensors yield different kinds of collectives.
         """
         if self._round:
-            for place, part in enumerate(self._parts(result)):
-                self._run(place, part)
+            for index, part in enumerate(self._parts(result)):
+                self._run(index, part)
         left = sum(collective is not None for collective in self._collectives)
         if not left:
             raise StopIteration(self._reduced)
         if left < len(self._collectives):
-            self._unlike()
+            self._raise_mismatch()
         self._round += 1
-        return self._joined()
+        return self._combined()
 
     def close(self) -> None:
-        """End the communications that are under way."""
-        for communication in self._each:
+        """Close all communications."""
+        for communication in self._communications:
             if communication is not None:
                 communication.close()
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _run(self, place: int, result: Any) -> None:
-        communication = self._each[place]
+    def _run(self, index: int, result: Any) -> None:
+        communication = self._communications[index]
         assert communication is not None
-        self.now = self.names[place]
+        self.current = self.names[index]
         try:
-            self._collectives[place] = communication.send(result)
+            self._collectives[index] = communication.send(result)
         except StopIteration as stop:
-            self._collectives[place] = None
-            self._reduced[place] = self._kept(stop.value)
+            self._collectives[index] = None
+            self._reduced[index] = self._detached(stop.value)
 
-    def _join(self, arrays: list[Array]) -> Array:
+    def _concatenate(self, arrays: list[Array]) -> Array:
         dtype = dtype_name(arrays[0])
-        out = self.buffer(f"together.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
-        self._joins.append(span(out))
+        out = self.buffer(f"fused.{self._round}.{dtype}", sum(map(len, arrays)), dtype)
+        self._concatenated.append(span(out))
         return self.ops.concat(arrays, out)
 
-    def _kept(self, reduced: Reduced) -> Reduced:
-        """The same, without state in memory that the next step's collectives are written to."""
+    def _detached(self, reduced: Reduced) -> Reduced:
+        """Copy state out of buffers that the next step overwrites."""
 
-        def kept(array: Array) -> Array:
+        def detached(array: Array) -> Array:
             start, stop = span(array)
-            if not any(a < stop and start < b for a, b in self._joins):
+            if not any(a < stop and start < b for a, b in self._concatenated):
                 return array
             return self.ops.concat([array], self.ops.zeros(len(array), dtype_name(array), array))
 
-        return replace(reduced, state={slot: kept(array) for slot, array in reduced.state.items()})
+        return replace(reduced, state={slot: detached(array) for slot, array in reduced.state.items()})
 
-    def _joined(self) -> Collective:
-        """One collective for all."""
+    def _combined(self) -> Collective:
+        """Combine the current collectives of all tensors into one."""
         collectives: list[Any] = self._collectives
         first, *others = collectives
         if any(_kind(collective) != _kind(first) for collective in others):
-            self._unlike()
+            self._raise_mismatch()
         if isinstance(first, Broadcast):
             if len({int(collective.root) for collective in collectives}) > 1:
                 return self._from_several_roots(collectives)
             num_bytes = sum(collective.num_bytes for collective in collectives)
             return Broadcast(
-                lambda: self._join([collective.make() for collective in collectives]), first.root, num_bytes
+                lambda: self._concatenate([collective.make() for collective in collectives]), first.root, num_bytes
             )
         if isinstance(first, AllReduce):
-            x = end_to_end([collective.x for collective in collectives])
+            x = contiguous_view([collective.x for collective in collectives])
             if x is not None:
-                return AllReduce(x, first.op, spent=all(collective.spent for collective in collectives))
-            return AllReduce(self._join([collective.x for collective in collectives]), first.op, spent=True)
+                return AllReduce(x, first.op, may_overwrite=all(collective.may_overwrite for collective in collectives))
+            return AllReduce(
+                self._concatenate([collective.x for collective in collectives]), first.op, may_overwrite=True
+            )
         if isinstance(first, AllGather):
             lengths = tuple(len(collective.x) for collective in collectives)
-            fixed = all(collective.fixed for collective in collectives)
-            return AllGather(self._join([collective.x for collective in collectives]), fixed=fixed, lengths=lengths)
-        # what goes to one rank, of all tensors, lies together
+            fixed = all(collective.fixed_length for collective in collectives)
+            return AllGather(
+                self._concatenate([collective.x for collective in collectives]), fixed_length=fixed, lengths=lengths
+            )
+        # Order by destination rank, because an all-to-all sends one contiguous piece to each rank
         pieces = [cut(collective.x, self._lengths(collective, collective.splits)) for collective in collectives]
-        x = self._join([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
+        x = self._concatenate([piece for to_one in zip(*pieces, strict=True) for piece in to_one])
         if first.splits is None:
             return AllToAll(x)
         return AllToAll(
@@ -143,20 +148,20 @@ class Together:
         )
 
     def _from_several_roots(self, collectives: list[Broadcast]) -> AllReduce:
-        """A sum, to which each rank gives its own payloads, and zeros in the places of the others'."""
+        """Replace broadcasts from several roots by one sum in which non-root ranks contribute zeros."""
         x = self.buffer(
-            f"together.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
+            f"fused.{self._round}.roots", sum(collective.num_bytes for collective in collectives) // 4, "int32"
         )
         self.ops.fill(x, 0)
-        for collective, place in zip(
+        for collective, index in zip(
             collectives, cut(x, [collective.num_bytes // 4 for collective in collectives]), strict=True
         ):
             if int(collective.root) == self.rank:
-                self.ops.concat([self.ops.from_bytes(collective.make(), "int32")], place)
-        return AllReduce(x, spent=True)
+                self.ops.concat([self.ops.from_bytes(collective.make(), "int32")], index)
+        return AllReduce(x, may_overwrite=True)
 
     def _parts(self, result: Any) -> list[Any]:
-        """Each tensor's part of the collective's result."""
+        """Split the result of the combined collective by tensor."""
         collectives: list[Any] = self._collectives
         first = collectives[0]
         count = len(collectives)
@@ -164,8 +169,8 @@ class Together:
             return cut(self.ops.to_bytes(result), [collective.num_bytes for collective in collectives])
         if isinstance(first, AllReduce):
             return cut(result, [len(collective.x) for collective in collectives])
-        if isinstance(first, AllGather):  # a payload per rank and tensor
-            return [result[place::count] for place in range(count)]
+        if isinstance(first, AllGather):  # the list has one payload per rank and tensor, rank by rank
+            return [result[index::count] for index in range(count)]
         lengths = [self._lengths(collective, collective.receives) for collective in collectives]
         from_ranks = [cut(piece, [each[rank] for each in lengths]) for rank, piece in enumerate(result)]
         return [list(pieces) for pieces in zip(*from_ranks, strict=True)]
@@ -173,20 +178,20 @@ class Together:
     def _lengths(self, collective: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
         return given if given is not None else (len(collective.x) // self.world,) * self.world
 
-    def _unlike(self) -> NoReturn:
+    def _raise_mismatch(self) -> NoReturn:
         kinds = [
-            (type(collective).__name__ if collective else "nothing more", name)
+            (type(collective).__name__ if collective else "no further collective", name)
             for collective, name in zip(self._collectives, self.names, strict=True)
         ]
         words = ", ".join(f"{kind} for {name!r}" for kind, name in kinds)
         raise RuntimeError(
-            f"tensors that are exchanged together ask for different collectives in round {self._round}: {words}; "
-            "bucket_elements: 0 keeps them apart"
+            f"the tensors of a bucket yield different collectives in round {self._round}: {words}; "
+            "set bucket_elements: 0 in the plan to exchange them separately"
         )
 
 
-def end_to_end(arrays: Sequence[Any]) -> Array | None:
-    """The arrays as one, if each lies in memory where the one before it ends; otherwise None."""
+def contiguous_view(arrays: Sequence[Any]) -> Array | None:
+    """Return adjacent arrays as one array without copying; None if they are not adjacent in memory."""
     first = arrays[0]
     spans = [span(array) for array in arrays]
     is_numpy = isinstance(first, np.ndarray)
@@ -198,13 +203,13 @@ def end_to_end(arrays: Sequence[Any]) -> Array | None:
 
 
 def span(array: Any) -> tuple[int, int]:
-    """Where a vector begins and ends in memory."""
+    """Return the address range (start, stop) of a contiguous vector."""
     start = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
     return start, start + array.nbytes
 
 
 def _kind(collective: Any) -> tuple[Any, ...]:
-    """What collectives must have alike to be one."""
+    """Return the properties in which collectives must agree to be combined."""
     if isinstance(collective, Broadcast):
         return (Broadcast,)
     return (

@@ -1,4 +1,4 @@
-"""Tensors that travel together get, send and keep what they would alone."""
+"""Tensors that travel fused get, send and keep what they would alone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from hvdcompress.engine.collectives import gathered_lengths
-from hvdcompress.engine.commit import Outcome, conclude
+from hvdcompress.engine.commit import Outcome, commit_step
 from hvdcompress.engine.exchange import Exchange, ExchangeError
+from hvdcompress.engine.fused import FusedCommunication, contiguous_view
 from hvdcompress.engine.rehearsal import carry_out
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.together import Together, end_to_end
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Broadcast, Reduced, TensorSpec
 from hvdcompress.ops import fast
@@ -51,10 +51,12 @@ def run(programs: list[list[list[Any]]]) -> list[list[Any]]:
     """By rank and tensor, a list of collectives -> by rank and tensor, their results."""
     ranks = []
     for number, tensors in enumerate(programs):
-        together = Together([f"t{place}" for place in range(len(tensors))], Group(number, len(programs)), fast, buffer)
+        fused = FusedCommunication(
+            [f"t{place}" for place in range(len(tensors))], Group(number, len(programs)), fast, buffer
+        )
         for place, collectives in enumerate(tensors):
-            together.begin(place, asks(*collectives))
-        ranks.append(together)
+            fused.begin(place, asks(*collectives))
+        ranks.append(fused)
     results: list[Any] = [None] * len(ranks)
     try:
         while True:
@@ -115,11 +117,11 @@ def test_lengths_that_differ_are_read_from_every_tensors_header() -> None:
 def test_what_lies_end_to_end_is_sent_as_it_lies() -> None:
     whole = np.arange(9, dtype=np.float32)
     pieces = [whole[:4], whole[4:6], whole[6:]]
-    found = end_to_end(pieces)
+    found = contiguous_view(pieces)
     assert found is not None and np.shares_memory(found, whole)
     np.testing.assert_array_equal(found, whole)
-    assert end_to_end(pieces[::2]) is None and end_to_end(pieces[::-1]) is None
-    assert end_to_end([*pieces, np.zeros(2, np.float32)]) is None
+    assert contiguous_view(pieces[::2]) is None and contiguous_view(pieces[::-1]) is None
+    assert contiguous_view([*pieces, np.zeros(2, np.float32)]) is None
 
 
 def test_state_is_not_left_where_the_next_step_writes() -> None:
@@ -133,12 +135,12 @@ def test_state_is_not_left_where_the_next_step_writes() -> None:
         total = yield AllReduce(np.full(3 + place, place, np.float32))
         return Reduced(total=total, state={"sum": total, "own": np.ones(2, np.float32)})
 
-    together = Together(["a", "b"], Group(0, 1), fast, keep)
+    fused = FusedCommunication(["a", "b"], Group(0, 1), fast, keep)
     for place in range(2):
-        together.begin(place, method(place))
-    collective: Any = together.send(None)
+        fused.begin(place, method(place))
+    collective: Any = fused.send(None)
     with pytest.raises(StopIteration) as stopped:
-        together.send(collective.x)  # as a transport does that reduces in place
+        fused.send(collective.x)  # as a transport does that reduces in place
     for buffer in kept.values():
         buffer[:] = -1
     for place, reduced in enumerate(stopped.value.value):
@@ -146,16 +148,16 @@ def test_state_is_not_left_where_the_next_step_writes() -> None:
 
 
 def test_unlike_collectives_are_an_error_that_names_tensors() -> None:
-    together = Together(["left", "right"], Group(0, 2), fast, buffer)
-    together.begin(0, asks(AllReduce(np.zeros(2, np.float32))))
-    together.begin(1, asks(AllReduce(np.zeros(2, np.float16))))
+    fused = FusedCommunication(["left", "right"], Group(0, 2), fast, buffer)
+    fused.begin(0, asks(AllReduce(np.zeros(2, np.float32))))
+    fused.begin(1, asks(AllReduce(np.zeros(2, np.float16))))
     with pytest.raises(RuntimeError, match="left.*right.*bucket_elements: 0"):
-        together.send(None)
-    together = Together(["left", "right"], Group(0, 2), fast, buffer)
-    together.begin(0, asks())
-    together.begin(1, asks(AllGather(np.zeros(4, np.uint8))))
-    with pytest.raises(RuntimeError, match="nothing more for 'left'"):
-        together.send(None)
+        fused.send(None)
+    fused = FusedCommunication(["left", "right"], Group(0, 2), fast, buffer)
+    fused.begin(0, asks())
+    fused.begin(1, asks(AllGather(np.zeros(4, np.uint8))))
+    with pytest.raises(RuntimeError, match="for 'left'"):
+        fused.send(None)
 
 
 def steps(ranks: list[RankState], grouping: Grouping | None, numbers_of: range) -> list[dict[str, np.ndarray]]:
@@ -176,7 +178,7 @@ def steps(ranks: list[RankState], grouping: Grouping | None, numbers_of: range) 
                     exchange.resume(result)
             for rank, exchange in zip(ranks, exchanges, strict=True):
                 exchange.deliver(1.0)
-                conclude(rank, [exchange], [], Outcome())
+                commit_step(rank, [exchange], [], Outcome())
         outs.append(given[0])
     return outs
 
@@ -191,7 +193,10 @@ def test_state_saved_together_goes_on_alone_and_back(
     """State is kept by tensor, so it survives another grouping."""
     more = {"gradiveq": {"dense_steps": 3, "slice_elements": 20, "matrix_rank": 2, "tensors": "all"}}.get(method, {})
     plan = plan_of(method, min_elements=1, **more)
-    assert len(plan.buckets(SPECS, BY_NAME)) < len(SPECS) and max(spec.size for spec in SPECS) < BY_NAME.apart
+    assert (
+        len(plan.buckets(SPECS, BY_NAME)) < len(SPECS)
+        and max(spec.size for spec in SPECS) < BY_NAME.per_tensor_elements
+    )
     through = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
     expected = steps(through, first, range(8))[4:]
     before = [RankState(plan, rank, WORLD) for rank in range(WORLD)]
@@ -218,9 +223,9 @@ def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) ->
         for rank, exchange, result in zip(ranks, exchanges, carry_out(collectives), strict=True):
             assert exchange.resume(result) is None
             exchange.deliver(1.0)
-            conclude(rank, [exchange], [], Outcome())
+            commit_step(rank, [exchange], [], Outcome())
     for rank in ranks:
-        assert all(memory.joined is None for memory in rank.memory.values())
+        assert all(memory.flat is None for memory in rank.memory.values())
         assert rank.ledger.counters() == {"saturated": sum(spec.size for spec in SPECS)}
 
 
