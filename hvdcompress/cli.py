@@ -1,7 +1,7 @@
-"""The ``hvdcompress`` command: its commands in groups, and what becomes of errors.
+"""The ``hvdcompress`` command line: the list of commands with their examples, and the handling of errors.
 
-The commands are in ``lab/commands``, a file per subject. Frameworks, and all that is slow to import, are imported where
-they are used.
+The commands themselves are in ``lab/commands``, one file per subject. They import frameworks and other slow modules
+only when they need them, so that ``hvdcompress --help`` is fast.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ PACKAGES = {"sklearn": "examples", "matplotlib": "report", "jinja2": "report", "
 
 
 def examples(*lines: str) -> str:
-    """What stands below a command's help; each line is a paragraph, as others would be joined."""
+    """Return the text below the help of a command. Each line is a paragraph, because typer joins the lines of one."""
     return "\n\n".join(["Examples:", *lines])
 
 
 class Commands(TyperGroup):
-    """The commands; an error of any of them becomes a line and an exit status, with ``--debug`` a traceback, too."""
+    """A group that turns an error of any command into one line and an exit status; ``--debug`` adds the traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """``--debug`` may stand anywhere."""
+        """Accept ``--debug`` anywhere on the command line: move it to the front."""
         if DEBUG in args:
             args = [DEBUG, *(word for word in args if word != DEBUG)]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command, and report its errors."""
         debug = ctx.params.get("debug")
         try:
             return super().invoke(ctx)
@@ -53,26 +53,26 @@ class Commands(TyperGroup):
                 traceback.print_exc()
             raise fail(error) from None
         except Exception as error:
-            if type(error).__module__.startswith(("typer", "click")):  # a wrong word on the command line
+            if type(error).__module__.startswith(("typer", "click")):  # a usage error, which typer reports itself
                 raise
             if debug:
                 traceback.print_exc()
-            if type(error).__module__.startswith("hvdcompress"):  # LaunchError, HostsError: they say what to do
+            if type(error).__module__.startswith("hvdcompress"):  # LaunchError, HostsError: their text is complete
                 raise fail(error) from None
-            hint = "" if debug else f"\nThis should not happen. The same command with {DEBUG} shows where it did."
+            hint = "" if debug else f"\nThis is a bug. Run the same command with {DEBUG} to see the traceback."
             raise fail(f"{type(error).__name__}: {error}{hint}", 1) from None
 
 
 app = typer.Typer(
     cls=Commands,
-    help="Gradient compression for PyTorch, TensorFlow and MPI: train, measure, decide and look things up.",
+    help="Gradient compression for PyTorch, TensorFlow and MPI: train, measure, choose a method and look things up.",
     epilog=examples(
-        "hvdcompress quickstart --driver ddp — train with and without compression; no Horovod needed",
+        "hvdcompress quickstart --driver ddp — train with and without compression; Horovod is not needed",
         "hvdcompress run quickstart -np 4 — the same under Horovod, on four ranks",
-        "hvdcompress methods scalecom — one method: what is sent, options and their values",
-        "Exit status: 0 done; 1 something that was run has failed; 2 a wrong argument or file, or something is "
-        "missing; 130 ended by Ctrl-C.",
-        'Completion: eval "$(hvdcompress completion bash)"',
+        "hvdcompress methods scalecom — describe one method: the bytes it sends, its options and their values",
+        "Exit status: 0 success; 1 a command that was run has failed; 2 wrong argument or file, or a missing package; "
+        "130 interrupted by Ctrl-C.",
+        'Shell completion: eval "$(hvdcompress completion bash)"',
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -82,20 +82,22 @@ app = typer.Typer(
 
 
 class Bench(TyperGroup):
-    """The commands of ``bench``; where none is named, ``exchanges`` is meant: ``bench FILE``."""
+    """The commands of ``bench``, with ``exchanges`` as the default: ``bench FILE`` means ``bench exchanges FILE``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Fill in the command that is meant."""
+        """Insert the default command if the first argument is not a command."""
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["exchanges", *args]
         return super().parse_args(ctx, args)
 
 
-TRAIN, MEASURE, LOOK = "Train", "Measure and predict", "Look up, check and write"
+TRAIN = "Train"
+MEASURE = "Measure and predict"
+LOOK = "Look up, check and write"
 benchmarks = typer.Typer(
     cls=Bench,
     no_args_is_help=True,
-    help="Measure: `bench CONFIG` the exchanges of a benchmark's file, `bench codec` what a rank computes.",
+    help="Measure: `bench CONFIG` times the exchanges of a benchmark file, `bench codec` the computation of one rank.",
 )
 
 app.command(
@@ -173,10 +175,10 @@ app.command(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: Annotated[
         bool,
-        typer.Option(DEBUG, envvar="HVDCOMPRESS_DEBUG", help="Show where an error comes from; anywhere on the line."),
+        typer.Option(DEBUG, envvar="HVDCOMPRESS_DEBUG", help="Show the traceback of an error; may be given anywhere."),
     ] = False,
 ) -> None:
     if version:
@@ -191,7 +193,8 @@ def main() -> None:
     completion_init()
     try:
         app(prog_name="hvdcompress")
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:
+        # The reader of a pipe has closed it, as head does. Without this, the interpreter reports the error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -1,4 +1,4 @@
-"""FSDP2: dense between the shards of a model, compressed between its replicas.
+"""Compress gradients between the replicas of an FSDP2 model; the exchange between the shards of a replica stays dense.
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, mesh=mesh["shard"])                         # layers first, as always
@@ -6,13 +6,14 @@
 
     fsdp.attach(model, "scalecom", replicas=mesh["replicate"], density=0.01)
 
-``fully_shard`` over the shards alone reduces gradients within each replica, by a dense reduce-scatter. What a rank has
-then, one flat vector for each module that was given to ``fully_shard``, goes to an *all-reduce hook*
-(``FSDPModule.set_all_reduce_hook``), which here averages it over the ranks that hold the same shard in the other
-replicas. With a mesh that has the replicas, too, PyTorch reduces over them by itself, before any hook.
+``fully_shard`` over the shard dimension reduces gradients within each replica, with a dense reduce-scatter. Afterwards
+a rank has one flat gradient vector for each module that was given to ``fully_shard``. FSDP passes this vector to an
+*all-reduce hook* (``FSDPModule.set_all_reduce_hook``). The Compressor's hook averages the vector, compressed, over the
+ranks that hold the same shard in the other replicas. A mesh that contains the replica dimension does not work, because
+PyTorch then reduces over the replicas itself, before any hook.
 
-Gradients come one after the other, and each is waited for: a vector's exchange is a step of its own, by the module's
-name. A flat vector has no rows and columns, so methods that want matrices leave it dense.
+FSDP waits for the hook of each module before it goes on, so each vector is exchanged in a step of its own, under the
+module's name. A flat vector has no rows and columns, so methods that need matrices, such as powersgd, leave it dense.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers, trains
-from hvdcompress.ddp.transport import ProcessGroupTransport, joined
+from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.method import Method
@@ -36,16 +37,17 @@ from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
 __all__ = ["Compressor", "attach"]
 
-ROOT = "(root)"  #: the name of the outermost module's own vector: of what is in no module inside of it
+ROOT = "(root)"  #: name of the outermost module, whose vector has the parameters that no inner FSDPModule has
+ONE_STEP_PER_MODULE = "under FSDP the gradients of each module are exchanged in a step of their own"
 
 
 class Shard(NamedTuple):
-    """What a rank holds of a sharded model.
+    """The part of a sharded model that this rank holds.
 
     Attributes:
-        vectors: by module, a tensor like the one that is reduced: flat, of that size, dtype and device.
-        parameters: by module, the parameters whose gradients its vector has.
-        number: of this rank among the shards of a replica, from 0.
+        vectors: by module name, a tensor with the size [n], dtype and device of the module's gradient vector.
+        parameters: by module name, the parameters whose gradients make up the vector.
+        number: index of this shard within its replica, from 0.
         num_shards: number of shards of a replica.
     """
 
@@ -56,28 +58,30 @@ class Shard(NamedTuple):
 
 
 class Compressor(TensorCompressor):
-    """One shard's compression between replicas; :func:`attach` makes it.
+    """Compresses the gradients of one shard between replicas; made by :func:`attach`.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        shard: what this rank holds of the model.
+        shard: the part of the model that this rank holds.
         replicas: the process group of the ranks that hold the same shard.
-        loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
-        optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
-            it, an optimizer is found when it takes its first step.
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
+            ``scaler.get_scale``.
+        optimizer: the optimizer, or several. Its momentum is adapted where error feedback delays gradients. Without
+            this argument, an optimizer is found when it takes its first step.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 
     Attributes:
-        plan: what each module's vector gets.
-        ledger: bytes and seconds so far, on this rank, over the links between replicas; ``steps`` counts vectors.
+        plan: the plan: which method each module's vector gets, and with which hyper-parameters.
+        ledger: bytes and seconds so far, on this rank, between replicas; ``steps`` counts exchanged vectors.
 
     Raises:
-        ValueError: the plan is wrong, joins tensors, or has ``verify_every`` or ``cosine_every``.
+        ValueError: the plan is wrong, or has ``bucket_elements``, ``clip_norm``, ``verify_every`` or
+            ``cosine_every``, which FSDP does not support.
     """
 
     driver = "FSDP"
-    no_fallback_reason = "under FSDP each module's gradients are exchanged in a step of their own"
+    no_fallback_reason = ONE_STEP_PER_MODULE
     grouping = IN_ORDER
 
     def __init__(
@@ -93,27 +97,21 @@ class Compressor(TensorCompressor):
     ):
         plan = plan_of(method, **{"bucket_elements": 0, **settings})
         if plan.verify_every:
-            raise ValueError(
-                "verify_every must be 0: under FSDP the Compressor has no parameters, but shards' gradients"
-            )
+            raise ValueError("verify_every must be 0: under FSDP the Compressor sees only gradients, not parameters")
         if plan.cosine_every:
-            raise ValueError(
-                "cosine_every must be 0: under FSDP each module's gradients are exchanged in a step of their own"
-            )
+            raise ValueError(f"cosine_every must be 0: {ONE_STEP_PER_MODULE}")
         if plan.bucket_elements:
-            raise ValueError("bucket_elements must be 0: FSDP waits for each module's gradients by themselves")
+            raise ValueError(f"bucket_elements must be 0: {ONE_STEP_PER_MODULE}")
         if plan.clip_norm is not None:
-            raise ValueError(
-                "clip_norm must be null: under FSDP each module's gradients are exchanged in a step of their own"
-            )
+            raise ValueError(f"clip_norm must be null: {ONE_STEP_PER_MODULE}")
         rank = dist.get_rank(replicas)
         world = dist.get_world_size(replicas)
         super().__init__(plan, rank, world, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
         self.shard = shard
         self._parent = replicas
         self._transport: ProcessGroupTransport | None = None
-        self._step: Step | None = None  # under way
-        self._waiting: dict[str, torch.Tensor] = {}  # sums of vectors that are not to be reduced yet, by module
+        self._step: Step | None = None  # the open step; None between steps
+        self._waiting: dict[str, torch.Tensor] = {}  # by module: sums of gradients that are accumulated, not reduced
         self._trained = {id(parameter) for members in shard.parameters.values() for parameter in members}
         if optimizer is not None:
             self.use_optimizer(optimizer)
@@ -122,13 +120,16 @@ class Compressor(TensorCompressor):
         return self.shard.parameters
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to take a step; see :meth:`TensorCompressor.notice`. It ends one of ours."""
+        """Look at an optimizer that is about to take a step; see :meth:`TensorCompressor.notice`.
+
+        A training step has one engine step per module. The optimizer's step marks its end.
+        """
         super().notice(optimizer)
         if trains(optimizer, self._trained):
             self.local.end_round()
 
     def close(self) -> None:
-        """Free its process group. Nothing may be under way."""
+        """Free the Compressor's process group. Call it between steps."""
         if self._transport:
             self._transport.close()
 
@@ -140,15 +141,26 @@ class Compressor(TensorCompressor):
         return step.waits_for() if step else None
 
     def save(self, folder: str | Path) -> Path:
-        """Write this rank's state to its own file, in a folder of its shard in ``folder``; call it on every rank."""
+        """Write this rank's state to a file of its own, in a subfolder for its shard; call it on every rank.
+
+        Args:
+            folder: the folder for all shards.
+
+        Returns:
+            The path of the file.
+        """
         return super().save(self._folder(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Read this rank's state; states of another number of replicas are re-sharded.
+        """Read this rank's state. The number of replicas may differ from the number at saving; it is re-sharded.
+
+        Args:
+            folder: the folder that was given to :meth:`save`.
 
         Raises:
-            FileNotFoundError: the folder holds no saved state, or not that of all replicas, or of other shards.
-            ValueError: a file is damaged, or the state does not fit; nothing is changed then.
+            FileNotFoundError: the folder does not contain the state of all replicas of this shard, or the number of
+                shards differs.
+            ValueError: a file is damaged, or the state belongs to another model; nothing is changed.
         """
         super().load(self._folder(folder))
 
@@ -157,9 +169,15 @@ class Compressor(TensorCompressor):
 
     @torch.no_grad()
     def receive(self, module: Any, name: str, gradient: torch.Tensor) -> None:
-        """Take a module's vector from FSDP, which calls its hook after ``set_requires_all_reduce(False)``, too.
+        """All-reduce hook: average a module's gradient vector, or keep it for the next backward pass.
 
-        Then it waits here for the next one, and is added to that, as FSDP does where it reduces over replicas itself.
+        FSDP calls the hook also after ``set_requires_all_reduce(False)``, and would then lose the vector. So it is
+        kept here and added to the next one, as FSDP does when it reduces over replicas itself.
+
+        Args:
+            module: the FSDPModule.
+            name: its name.
+            gradient: its gradient vector [n] on this rank; overwritten with the average over replicas.
         """
         if not all(group.all_reduce_grads for group in _groups(module)):
             before = self._waiting.get(name)
@@ -172,13 +190,18 @@ class Compressor(TensorCompressor):
 
     @torch.no_grad()
     def reduce(self, name: str, gradient: torch.Tensor) -> None:
-        """Average a module's vector over the replicas, in its place.
+        """Average a module's gradient vector over the replicas, in place.
+
+        Args:
+            name: the module's name.
+            gradient: the vector [n].
 
         Raises:
-            PeerError: a replica failed, or replicas disagree; on every one.
+            PeerError: a replica failed, or replicas disagree; on every replica.
+            ValueError: some parameters of the module have no gradient.
         """
         if self._transport is None:
-            self._transport = joined(self._parent, gradient.device, self.watchdog)
+            self._transport = connect(self._parent, gradient.device, self.watchdog)
         transport = self._transport
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
@@ -187,10 +210,10 @@ class Compressor(TensorCompressor):
             step.loss_scale = self.current_loss_scale()
             if len(gradient) != len(self.parameters[name]):
                 raise ValueError(
-                    f"{name}: {len(gradient)} of {len(self.parameters[name])} elements have a gradient; a parameter "
-                    "that a step does not use does not go with compression under FSDP"
+                    f"{name}: only {len(gradient)} of {len(self.parameters[name])} elements have a gradient; under "
+                    "FSDP, compression needs a gradient of every parameter in every step"
                 )
-        bucket, index = self._place[name]
+        bucket, index = self._bucket_and_index[name]
         try:
             step.run(lambda: step.add(bucket, [index], [self.framework.vector(step, bucket, gradient)]))
         finally:
@@ -201,23 +224,23 @@ class Compressor(TensorCompressor):
 def attach(
     model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], *, replicas: Any, **settings: Any
 ) -> Compressor:
-    """Compress what the replicas of a sharded model exchange.
+    """Compress the gradients that the replicas of a sharded model exchange.
 
     Call it on every rank, after ``fully_shard(…, mesh=mesh["shard"])`` and before the first backward pass. Replicas
     must start from the same weights.
 
     Args:
-        model: an ``FSDPModule``, sharded over the ranks of one replica alone.
-        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. Rules see the
-            names of modules that were given to ``fully_shard``.
-        replicas: the mesh of one dimension, or the process group, of the ranks that hold the same shard.
-        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys.
+        model: an ``FSDPModule``, sharded only over the ranks of its replica.
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. The plan's rules
+            match the names of the modules that were given to ``fully_shard``.
+        replicas: the ranks that hold the same shard: a one-dimensional device mesh, or a process group.
+        settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see :class:`Compressor`.
 
     Returns:
         The Compressor.
 
     Raises:
-        ValueError: the model is not sharded, or over more than one dimension; the plan is wrong.
+        ValueError: the model is not sharded, or is sharded over more than one dimension; the plan is wrong.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -229,20 +252,21 @@ def attach(
     for name, parameter in trained:
         owners = [module for module in modules if not module or name.startswith(f"{module}.")]
         if not owners:
-            raise ValueError(f"{name} is in no FSDPModule: call fully_shard() first")
+            raise ValueError(f"parameter {name} is in no FSDPModule: call fully_shard() first")
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 1:
             raise ValueError(
-                f"{name} must be sharded over one dimension, the ranks of a replica (mesh=mesh['shard']). With a mesh "
-                "that has the replicas, too, PyTorch reduces over them itself, and nothing is left to do"
+                f"parameter {name} must be sharded over one dimension, the ranks of a replica: call fully_shard(…, "
+                "mesh=mesh['shard']). With a mesh that contains the replicas, PyTorch reduces over them itself"
             )
         owner = max(owners, key=len)
         sizes[owner] = sizes.get(owner, 0) + _elements(parameter)
         members.setdefault(owner or ROOT, []).append(parameter)
     if not trained:
-        raise ValueError(f"{type(model).__name__} has no parameter to train")
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient")
     like = trained[0][1].to_local().detach()
     mesh = trained[0][1].device_mesh
-    vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}  # without memory
+    # Expanded scalars: they have the vectors' sizes, but take no memory
+    vectors = {owner or ROOT: like.new_zeros(()).expand(size) for owner, size in sizes.items()}
     group = replicas if isinstance(replicas, dist.ProcessGroup) else replicas.get_group()
     shard = Shard(vectors, members, mesh.get_local_rank(), mesh.size())
     compressor = Compressor(method, shard, group, **settings)
@@ -252,14 +276,14 @@ def attach(
 
 
 def _groups(module: Any) -> Sequence[Any]:
-    """FSDP's groups of the parameters of a module."""
+    """Return FSDP's internal parameter groups of a module."""
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
+    several = getattr(state, "_fsdp_param_groups", None)  # newer versions of PyTorch have a list
     return several if several is not None else [state._fsdp_param_group]
 
 
 def _elements(parameter: Any) -> int:
-    """The elements of a parameter's shard, as every rank has them: rows that do not divide are filled up."""
+    """Return the number of elements of a parameter's shard, including padding: all shards have the same size."""
     dim = parameter.placements[0].dim
     shards = parameter.device_mesh.size()
     return prod(-(-size // shards) if at == dim else size for at, size in enumerate(parameter.shape))

@@ -1,1 +1,1 @@
-"""What the drivers for PyTorch share: Horovod, DistributedDataParallel and FSDP2."""
+"""Code that the PyTorch drivers share: Horovod, DistributedDataParallel and FSDP2."""

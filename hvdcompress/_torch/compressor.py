@@ -1,4 +1,7 @@
-"""What the Compressors of PyTorch's drivers have in common: named parameters, their buckets, state as tensors."""
+"""Base class of the PyTorch Compressors: named parameters, their buckets, saved state as tensors, the optimizer.
+
+How gradients arrive and how ranks communicate belongs to the drivers: ``ddp/``, ``fsdp.py`` and ``horovod/torch/``.
+"""
 
 from __future__ import annotations
 
@@ -27,82 +30,90 @@ from hvdcompress.optimizers import adaptation_summary
 from hvdcompress.parts import momentum
 from hvdcompress.plan import Bucket, Grouping, Plan
 
-#: what can be reduced, and the dtype of a complex number's parts
+#: dtype of a gradient that can be reduced -> its own dtype or, for complex numbers, the dtype of their two parts
 REAL = {
     **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
     **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
 }
-FROZEN = ", frozen"  #: what ranks say of such a parameter, after its shape and dtype
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: that modules put around others add to the names inside
+FROZEN = ", frozen"  #: follows the shape and dtype of a frozen parameter where ranks compare their tensors
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  #: name components of torch.compile and of checkpointing
 
-_living: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
-_hooked: list[Any] = []  # the handle of the hook below, once there is a Compressor
+_compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()  # of this process
+_hook_handles: list[Any] = []  # at most one: of the hook below, registered with the first Compressor
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for living in list(_living):
-        living.notice(optimizer)
+    """Optimizer pre-step hook: show the optimizer to every Compressor."""
+    for each in list(_compressors):
+        each.notice(optimizer)
 
 
 def named(given: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return names, without wrappers, and parameters.
+    """Check ``named_parameters`` and return them as a list, with names as in the plain, unwrapped model.
+
+    Args:
+        given: an iterable of (name, parameter), or a mapping from names to parameters.
 
     Raises:
-        TypeError: something else was given; it says what.
+        TypeError: a model, a class, or parameters without names were given.
     """
-    wanted = "named_parameters must be names and parameters, as model.named_parameters() gives them"
+    expected = "named_parameters must be (name, parameter) pairs, such as model.named_parameters()"
     if isinstance(given, type | torch.nn.Module):
-        raise TypeError(f"{wanted}, not the {'class' if isinstance(given, type) else 'model'} itself")
+        raise TypeError(f"{expected}, not the {'class' if isinstance(given, type) else 'model'} itself")
     pairs = list(given.items() if isinstance(given, Mapping) else given)
     if any(isinstance(pair, torch.Tensor) for pair in pairs):
-        raise TypeError(f"{wanted}; these have no names, as those of model.parameters()")
+        raise TypeError(f"{expected}; these parameters have no names, like those of model.parameters()")
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(f"{wanted}, not {pair!r:.60}")
+            raise TypeError(f"{expected}, not {pair!r:.60}")
     return [(plain_name(name), parameter) for name, parameter in pairs]
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what ``torch.compile`` and activation checkpointing add to it."""
+    """Return a parameter's name without the components that ``torch.compile`` and activation checkpointing add."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def spec_of(name: str, parameter: torch.Tensor) -> TensorSpec:
-    """Return what the engine sees of a parameter: complex numbers are pairs of real ones.
+    """Return the engine's description of a parameter. A complex one is described as real numbers [*shape, 2].
 
     Raises:
-        ValueError: its dtype cannot be reduced.
+        ValueError: gradients of this dtype cannot be reduced.
     """
     if parameter.dtype not in REAL:
-        raise ValueError(f"{name!r}: gradients of {dtype_name(parameter)} cannot be reduced: use float32, for example")
+        raise ValueError(f"{name!r}: gradients of {dtype_name(parameter)} cannot be reduced; use float32, for example")
     shape = (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
     return TensorSpec(name, shape, str(REAL[parameter.dtype]).removeprefix("torch."))
 
 
 class TensorCompressor(compressor.Compressor):
-    """A driver's Compressor of the gradients of named parameters.
+    """Base class of a driver's Compressor for the gradients of named PyTorch parameters.
 
     Args:
-        plan: what each tensor gets.
+        plan: the plan: which method each tensor gets, and with which hyper-parameters.
         rank: this rank.
         world: number of ranks.
         named_parameters: names and parameters. State is kept by name.
-        loss_scale: a number, or a function that returns one, by which the loss was multiplied.
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
 
     Attributes:
         parameters: the parameters by name.
-        buckets: what is exchanged together, by name.
+        model_parameters: all parameters of the model by name, including those that are not exchanged; empty if the
+            driver does not know the model.
+        buckets: the buckets by name; the tensors of a bucket are exchanged in one go.
+        framework: the engine's access to PyTorch tensors.
 
     Raises:
         TypeError: ``named_parameters`` is a model, or parameters without names.
-        ValueError: ``ops`` is neither; two parameters have one name; another driver compresses one of them.
+        ValueError: ``ops`` has another value; two parameters have the same name; another driver already compresses
+            one of the parameters.
     """
 
-    driver: str  #: what a user calls the driver
-    grouping: Grouping  #: which tensors travel together
+    driver: str  #: the driver's name in messages
+    grouping: Grouping  #: how the driver groups small tensors into buckets
 
     def __init__(
         self,
@@ -118,12 +129,12 @@ class TensorCompressor(compressor.Compressor):
         super().__init__(plan, rank, world, loss_scale)
         pairs = named(named_parameters)
         self.parameters = dict(pairs)
-        self.model_parameters: dict[str, torch.nn.Parameter] = {}  # with those that are not exchanged, if it is known
+        self.model_parameters: dict[str, torch.nn.Parameter] = {}
         if len(self.parameters) != len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"two parameters have one name: {sorted({n for n in names if names.count(n) > 1})}")
+            raise ValueError(f"two parameters have the same name: {sorted({n for n in names if names.count(n) > 1})}")
         self._refuse_two_drivers()
-        myself = weakref.ref(self)
+        myself = weakref.ref(self)  # a strong reference would be a cycle, and delay freeing the residuals
         self.framework = TorchFramework(ops == "torch", lambda: _all_parameters(myself()))
         specs = self._group({})
         methods = {method for bucket in self.buckets.values() for _, method in bucket.program.stages}
@@ -132,45 +143,51 @@ class TensorCompressor(compressor.Compressor):
         self.local.warn_about_unused(specs)
         self._reader: TorchReader | None = None
         self._noticed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._frozen: frozenset[str] = frozenset()  # names of parameters that need no gradient any more
+        self._frozen: frozenset[str] = frozenset()  # names of the parameters that do not require a gradient any more
         self._warm_up(specs)
 
     def _warm_up(self, specs: Sequence[TensorSpec]) -> None:
-        """Import and compile now what the first step needs, so that no rank waits for it there."""
+        """Import and compile the array ops of the first step, which would otherwise keep the other ranks waiting."""
         if not self.framework.force_torch and all(parameter.is_cpu for parameter in self.parameters.values()):
-            with contextlib.suppress(ExchangeError):  # the first step raises it, with the tensor that it is about
+            with contextlib.suppress(ExchangeError):  # the first step raises it again, with the name of the tensor
                 warm_up(self.plan, specs, self.grouping)
 
     def _group(self, ages: Mapping[str, object]) -> list[TensorSpec]:
-        """Group the parameters into buckets; returns what the engine sees of them.
+        """Group the parameters into buckets; return the engine's description of each parameter.
 
         Args:
-            ages: where they are in their programs, of those that are not at the start; see :meth:`RankState.ages`.
+            ages: progress in the plan's schedules, by name, for parameters that are not at their start; see
+                :meth:`RankState.ages`.
         """
         specs = [spec_of(name, parameter) for name, parameter in self.parameters.items()]
         self.buckets = {bucket.spec.name: bucket for bucket in self.plan.buckets(specs, self.grouping, ages)}
-        self._place = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
+        self._bucket_and_index = {m.name: (b, i) for b in self.buckets.values() for i, m in enumerate(b.members)}
         return specs
 
     def _refuse_two_drivers(self) -> None:
-        mine = {id(parameter): name for name, parameter in self.parameters.items()}
-        for other in _living:
-            twice = [mine[id(p)] for p in other.parameters.values() if id(p) in mine]
-            if twice and other.driver != self.driver:
+        """Raise ValueError if a Compressor of another driver has one of the parameters."""
+        own = {id(parameter): name for name, parameter in self.parameters.items()}
+        for other in _compressors:
+            shared = [own[id(p)] for p in other.parameters.values() if id(p) in own]
+            if shared and other.driver != self.driver:
                 raise ValueError(
-                    f"{twice[0]!r} would be exchanged twice: a Compressor under {other.driver} has it, and now one "
-                    f"under {self.driver}; use one of them"
+                    f"{shared[0]!r} would be exchanged twice: by a Compressor under {other.driver}, and by this one "
+                    f"under {self.driver}; make only one of them"
                 )
-        _living.add(self)
-        if not _hooked:
-            _hooked.append(register_optimizer_step_pre_hook(_before_step))
+        _compressors.add(self)
+        if not _hook_handles:
+            _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
 
     # -- state ----------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> torch.Tensor:
-        """This rank's residual of a parameter, in its shape (a copy); zeros where none is kept.
+        """Return a copy of this rank's residual of a parameter; zeros if the method keeps none.
 
-        Of a complex parameter, the last dimension has the real and the imaginary part.
+        Args:
+            name: the parameter's name.
+
+        Returns:
+            A tensor in the parameter's shape; [*shape, 2] for a complex parameter, with real and imaginary parts.
 
         Raises:
             KeyError: there is no such parameter.
@@ -180,13 +197,15 @@ class TensorCompressor(compressor.Compressor):
         return torch.zeros(shape) if flat is None else torch.as_tensor(flat).clone().reshape(shape)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals as tensors in host memory. Ranks differ: save one file per rank.
+        """Return this rank's state: the plan, step counts, and residuals as CPU tensors.
+
+        Residuals differ between ranks, so save one file per rank.
 
         Raises:
             RuntimeError: a step is under way.
         """
         if self._is_under_way():
-            raise RuntimeError("a step is under way: save after optimizer.step(), not between backward() and it")
+            raise RuntimeError("a step is under way: save the state after optimizer.step(), or before backward()")
         saved = super().state_dict()
         state = {
             name: {s: torch.as_tensor(a).cpu() for s, a in slots.items()} for name, slots in saved["state"].items()
@@ -194,31 +213,31 @@ class TensorCompressor(compressor.Compressor):
         return {**saved, "state": state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; residuals go to their parameters' device.
+        """Restore the state that :meth:`state_dict` returned on this rank. Residuals move to the parameters' device.
 
-        Parameters of which nothing was saved, as they were frozen then, begin at zero.
+        Parameters that the saved state does not contain, because they were frozen, start with a residual of zero.
 
         Raises:
-            ValueError: it is of another rank or world, or of other parameters; nothing is changed then.
+            ValueError: the state belongs to another rank, number of ranks, or model; nothing is changed.
         """
         snapshot.check(saved)
         ages = snapshot.ages(saved["steps"], saved["restarts"])
-        anywhere = next(iter(self.parameters.values()), torch.zeros(0))
+        any_parameter = next(iter(self.parameters.values()), torch.zeros(0))
 
         def copy(parts: list[Any]) -> Any:
-            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(anywhere.device)
+            joined = torch.cat([torch.as_tensor(part).reshape(-1) for part in parts]).clone().to(any_parameter.device)
             return self.framework.flat(joined)
 
-        before = (self.buckets, self._place)
+        before = (self.buckets, self._bucket_and_index)
         self._group(ages)
         try:
             self.local.load_state_dict(saved, copy, self._buckets())
         except ValueError:
-            self.buckets, self._place = before
+            self.buckets, self._bucket_and_index = before
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
-            log.warn_once(f"the saved state has nothing of {log.some(new)}: their residuals begin at zero")
+            log.warn_once(f"the saved state does not contain {log.some(new)}: their residuals start at zero")
 
     def _to_host(self, array: Any) -> Any:
         return to_host(array)
@@ -228,7 +247,7 @@ class TensorCompressor(compressor.Compressor):
 
     @abstractmethod
     def _is_under_way(self) -> bool:
-        """Whether a step has begun and not ended."""
+        """Return whether a step is under way: it has gradients, and has not ended."""
 
     # -- a step ---------------------------------------------------------------------------------------------
 
@@ -236,16 +255,16 @@ class TensorCompressor(compressor.Compressor):
         self.framework.begin()
         if self._adapts and self._reader is None and self.ledger.steps == 2 and self.local.rank == 0:
             log.warn_once(
-                "no optimizer of PyTorch has taken a step with these parameters, so its momentum acts on top of the "
-                "residuals, which costs accuracy: call use_optimizer(optimizer) of the Compressor, or say "
-                'optimizer_momentum="keep" if there is no momentum'
+                "no PyTorch optimizer has taken a step with these parameters, so the optimizer's momentum cannot be "
+                "adapted. It adds to the momentum of the residuals, which costs accuracy: call "
+                'compressor.use_optimizer(optimizer), or set optimizer_momentum="keep" if there is no momentum'
             )
         step = Step(self.local, collectives, self._terms, agree, self.framework)
         step.unused = set(self._frozen)
         return step
 
     def _note_frozen(self) -> None:
-        """Look which parameters are frozen by now; ranks compare that, as all else that they must have alike."""
+        """Update which parameters are frozen. Ranks compare them in the next step, because they must be the same."""
         frozen = frozenset(name for name, parameter in self.parameters.items() if not parameter.requires_grad)
         if frozen != self._frozen:
             self._frozen = frozen
@@ -256,45 +275,55 @@ class TensorCompressor(compressor.Compressor):
     # -- the optimizer --------------------------------------------------------------------------------------
 
     def use_optimizer(self, optimizer: Optimizers) -> None:
-        """Cancel the momentum of an optimizer, or of several, for parameters whose method keeps a residual.
+        """Cancel the momentum of one or several optimizers for parameters whose method keeps a residual.
 
-        An optimizer is also found by itself when it takes its first step. Call this on every rank, before the first
-        backward pass, to have its momentum adapted from the first exchange on.
+        A Compressor also finds its optimizer when the optimizer takes its first step. To have the momentum adapted
+        from the first exchange on, call this method on every rank, before the first backward pass.
+
+        Args:
+            optimizer: a PyTorch optimizer, or an iterable of them.
 
         Raises:
-            TypeError: it is no optimizer of PyTorch.
+            TypeError: an argument is not a PyTorch optimizer.
         """
-        self._reader = self.local.optimizer = TorchReader(optimizer, self._tensors())
+        self._reader = TorchReader(optimizer, self._tensors())
+        self.local.optimizer = self._reader
         self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
-        self._say_what_is_adapted(self._reader)
+        self._log_adaptation(self._reader)
 
     def notice(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to take a step: read its momentum from now on, if it trains our parameters."""
+        """Look at an optimizer that is about to take a step; read its momentum from now on if it has our parameters.
+
+        A hook calls this method before every step of every optimizer in the process.
+        """
         if not self._adapts or optimizer in self._noticed:
             return
         self._noticed.add(optimizer)
         reader = self._reader or TorchReader([], self._tensors())
         if reader.trains(optimizer) and not reader.has(optimizer):
             reader.add(optimizer)
-            self._reader = self.local.optimizer = reader
-            self._say_what_is_adapted(reader)
+            self._reader = reader
+            self.local.optimizer = reader
+            self._log_adaptation(reader)
 
-    def _say_what_is_adapted(self, reader: TorchReader) -> None:
-        """Log, on rank 0, what happens to the optimizer's momentum."""
+    def _log_adaptation(self, reader: TorchReader) -> None:
+        """Log on rank 0 how the optimizers' momentum is adapted, and which momentum cannot be adapted."""
         programs = {member.name: bucket.program for bucket in self.buckets.values() for member in bucket.members}
-        done = adaptation_summary((momentum.adapts(program.main), reader(name)) for name, program in programs.items())
-        others = reader.others() if self._adapts else []
-        if done and self.local.rank == 0:
-            log.warn_once(done)
-        if others and self.local.rank == 0:
+        adapted = adaptation_summary(
+            (momentum.adapts(program.main), reader(name)) for name, program in programs.items()
+        )
+        not_adapted = reader.others() if self._adapts else []
+        if adapted and self.local.rank == 0:
+            log.warn_once(adapted)
+        if not_adapted and self.local.rank == 0:
             log.warn_once(
-                f"{', '.join(others)}: momentum on top of residuals costs accuracy, and only that of SGD can be "
-                "adapted; hvdcompress.without_momentum(optimizer) takes it out of the optimizer, as auto does if it is "
-                "given optimizer=optimizer"
+                f"{', '.join(not_adapted)}: momentum on top of residuals costs accuracy, and only the momentum of SGD "
+                "can be adapted. hvdcompress.without_momentum(optimizer) removes it from the optimizer; auto does so "
+                "if it is given optimizer=optimizer"
             )
 
     def _tensors(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """The parameters that each tensor consists of."""
+        """Return the parameters that make up each exchanged tensor, by tensor name; under FSDP there are several."""
         return {name: [parameter] for name, parameter in self.parameters.items()}
 
 

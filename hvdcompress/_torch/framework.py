@@ -1,4 +1,4 @@
-"""PyTorch's gradients as the engine's vectors, and back: views where possible, copies of dtype and layout elsewhere."""
+"""Give PyTorch gradients to the engine as flat vectors: views, or copies where the dtype or layout differs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class TorchFramework(Framework):
-    """The engine's view of one Compressor's gradients.
+    """The engine's access to the gradients of one Compressor.
 
     Args:
-        force_torch: use the array ops of PyTorch for all gradients, instead of the numpy core on the CPU and Triton on
+        force_torch: use PyTorch's array ops for all gradients, instead of the numpy core on the CPU and Triton on
             CUDA.
-        parameters: returns all parameters, by name, in the order of the model.
+        parameters: returns all parameters by name, in the order of the model.
     """
 
     def __init__(self, force_torch: bool, parameters: Callable[[], Mapping[str, torch.Tensor]]):
         self.force_torch = force_torch
         self._parameters = parameters
-        # of the step under way, by bucket: gradients whose results are in another array, of another dtype or layout
+        # Of this step, by bucket name: (gradient, its copy of another dtype or layout, which receives the result)
         self._copies: dict[str, list[tuple[torch.Tensor, Any]]] = {}
 
     def begin(self) -> None:
-        """Forget the copies of the last step."""
+        """Begin a step: drop the copies of the last one."""
         self._copies.clear()
 
     def ops(self, like: Any) -> Any:
@@ -48,19 +48,24 @@ class TorchFramework(Framework):
         return torch_ops
 
     def flat(self, gradient: torch.Tensor) -> Any:
-        """Return a gradient as a vector of the library that computes with it; a view where it is contiguous."""
+        """Return a gradient as a flat numpy array or tensor [n]; a view if the gradient is contiguous."""
         flat = gradient.detach().reshape(-1)
         return flat if self.force_torch or flat.device.type != "cpu" else flat.numpy()
 
     def vector(self, step: Step, bucket: Bucket, gradient: torch.Tensor) -> Any:
-        """Return a gradient as the vector that :meth:`Step.add` takes; the result is written over it.
+        """Return a gradient as the vector for :meth:`Step.add`, which the engine overwrites with the result.
 
-        It is a view where the gradient is contiguous and of the working dtype. Elsewhere it is a copy, and
-        :meth:`store` brings the result back.
+        The vector is a view if the gradient is contiguous and has the bucket's working dtype. Otherwise it is a copy,
+        and :meth:`store` copies the result back.
+
+        Args:
+            step: the open step.
+            bucket: the bucket of the gradient.
+            gradient: the gradient; any shape and dtype.
         """
         name = bucket.spec.name
-        known = step.exchanges.get(name)
-        dtype = known.setup.dtype if known else step.local.next_step(bucket).dtype
+        exchange = step.exchanges.get(name)
+        dtype = exchange.setup.dtype if exchange else step.local.next_step(bucket).dtype
         if gradient.dtype == DTYPES[dtype] and gradient.is_contiguous():
             return self.flat(gradient)
         flat = self.flat(gradient.to(DTYPES[dtype]).contiguous())
@@ -68,19 +73,19 @@ class TorchFramework(Framework):
         return flat
 
     def store(self, exchange: Exchange) -> None:
-        """Bring the results of an exchange into the gradients' memory, where they are not there already."""
+        """Copy the results of an exchange into the gradients, where :meth:`vector` returned a copy."""
         for gradient, flat in self._copies.get(exchange.name, ()):
             gradient.detach().copy_(torch.as_tensor(flat).view(gradient.shape))
 
     def checksums(self, local: RankState) -> dict[str, int]:
-        """Return those of all parameters, frozen ones too, in the model's order, and of the shared state."""
-        found = {}
+        """Return checksums of all parameters, including frozen ones, in the model's order, and of the shared state."""
+        checksums = {}
         for name, parameter in self._parameters().items():
             memory = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
-            found[f"parameter {name!r}"] = verify.checksum(memory.cpu().numpy())
-        return found | local.checksums(to_host)
+            checksums[f"parameter {name!r}"] = verify.checksum(memory.cpu().numpy())
+        return checksums | local.checksums(to_host)
 
 
 def to_host(array: Any) -> Any:
-    """Return an array of any library as one of numpy, in host memory."""
+    """Return a tensor or array as a numpy array in host memory."""
     return torch.as_tensor(array).cpu().numpy()

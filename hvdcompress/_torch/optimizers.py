@@ -1,7 +1,7 @@
-"""Read the momentum that PyTorch optimizers apply to parameters.
+"""Read the momentum that PyTorch optimizers apply to each parameter.
 
-Optimizers are read again at every step, since schedules change their parameter groups. That a parameter was updated is
-seen by a hook: a step that is skipped, or a parameter without a gradient, leaves the momentum buffer as it was.
+Optimizers are read again in every step, because schedulers change their parameter groups. A hook counts the updates of
+each parameter: a skipped step, or a step without a gradient, leaves the momentum buffer as it was.
 """
 
 from __future__ import annotations
@@ -21,100 +21,103 @@ Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the PyTorch optimizer in one that accelerate, Lightning or ZeroRedundancyOptimizer has wrapped.
+    """Return the PyTorch optimizer inside a wrapper of accelerate, Lightning or ZeroRedundancyOptimizer.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the argument is not a PyTorch optimizer and does not contain one.
     """
     wrapped: Any = True
     while wrapped is not None:
         inner = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer", "optim"))
-        wrapped = next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)
+        wrapped = next((each for each in inner if isinstance(each, torch.optim.Optimizer)), None)
         optimizer = optimizer if wrapped is None else wrapped
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be an optimizer of PyTorch, or several in a list, not {optimizer!r:.60}")
+        raise TypeError(f"optimizer must be a PyTorch optimizer, or a list of them, not {optimizer!r:.60}")
     return optimizer
 
 
 def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Return the PyTorch optimizers among one, several, or None.
+    """Return an ``optimizer=`` argument, which may be one optimizer, several, or None, as a list without wrappers.
 
     Raises:
-        TypeError: one is no optimizer of PyTorch.
+        TypeError: an argument is not a PyTorch optimizer.
     """
     if optimizers is None:
         return []
     given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
-    return [unwrapped(one) for one in (given if isinstance(given, Iterable) else [given])]
+    return [unwrapped(each) for each in (given if isinstance(given, Iterable) else [given])]
 
 
 def without_beta1(optimizers: Optimizers | None, rank: int) -> None:
-    """Set beta1 of Adam and its relatives to 0, as gradients that wait act as momentum; rank 0 logs it.
+    """Set beta1 of Adam and related optimizers to 0, because delayed gradients act as momentum. Rank 0 logs it.
 
     Raises:
-        TypeError: there is no optimizer of PyTorch.
+        TypeError: an argument is not a PyTorch optimizer.
     """
-    for one in listed(optimizers):
-        if "betas" not in one.param_groups[0] or not _first_factor(one):
+    for optimizer in listed(optimizers):
+        if "betas" not in optimizer.param_groups[0] or not _momentum_factor(optimizer):
             continue
-        before = describe_method(one)
-        without_momentum(one)
+        before = describe_method(optimizer)
+        without_momentum(optimizer)
         if rank == 0:
             log.warn_once(
-                f"{before}: beta1 is 0 from now on, because gradients that wait in residuals act as momentum, and only "
-                "that of SGD can be adapted; give a method instead of auto to keep it"
+                f"{before}: beta1 is set to 0, because gradients that wait in residuals act as momentum, and only the "
+                "momentum of SGD can be adapted; to keep beta1, give a method instead of auto"
             )
 
 
 class TorchReader:
-    """Reads the momentum of tensors by their names.
+    """Reads the momentum of exchanged tensors by name.
 
     Args:
-        optimizers: one, or several. They are not kept alive.
-        parameters: by name, the parameters that a tensor consists of: one, or several under FSDP.
+        optimizers: one optimizer, or several. The reader does not keep them alive.
+        parameters: the parameters that make up each tensor, by tensor name: one parameter, or several under FSDP.
 
     Raises:
-        TypeError: there is no optimizer of PyTorch.
+        TypeError: an argument is not a PyTorch optimizer.
     """
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Sequence[torch.nn.Parameter]]):
         self.parameters = parameters
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._updates: Counter[int] = Counter()  # by a parameter's id
-        self._begun: set[int] = set()  # optimizers, by their id, whose step has begun and not been counted
-        self._places: dict[int, tuple[int, int]] = {}  # parameter's id -> numbers of its optimizer and group
-        for one in listed(optimizers):
-            self.add(one)
+        self._updates: Counter[int] = Counter()  # parameter id -> number of updates
+        self._begun: set[int] = set()  # ids of optimizers whose step has begun and is not counted yet
+        self._groups: dict[int, tuple[int, int]] = {}  # parameter id -> indices of its optimizer and parameter group
+        for each in listed(optimizers):
+            self.add(each)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read this optimizer, too. For parameters that several have, the last one counts."""
+        """Read this optimizer, too. It takes precedence over earlier ones that have the same parameters."""
         self._optimizers.append(weakref.ref(optimizer))
-        self._begun.add(id(optimizer))  # it may be in its first step
+        self._begun.add(id(optimizer))  # a pre-step hook may call this: then the first step has begun already
         myself = weakref.ref(self)
-        optimizer.register_step_pre_hook(_calling(myself, TorchReader.begin))
-        optimizer.register_step_post_hook(_calling(myself, TorchReader.count))
-        self._find_places()
+        optimizer.register_step_pre_hook(_hook(myself, TorchReader.begin))
+        optimizer.register_step_post_hook(_hook(myself, TorchReader.count))
+        self._find_groups()
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether it is one of those that are read."""
+        """Return whether the reader reads this optimizer."""
         return any(known() is optimizer for known in self._optimizers)
 
     def trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer has one of the parameters."""
+        """Return whether an optimizer has at least one of the parameters."""
         return trains(optimizer, {id(parameter) for several in self.parameters.values() for parameter in several})
 
-    def _find_places(self) -> None:
+    def _find_groups(self) -> None:
         for number, known in enumerate(self._optimizers):
             optimizer = known()
             for group, settings in enumerate(optimizer.param_groups if optimizer else ()):
-                self._places |= {id(parameter): (number, group) for parameter in settings["params"]}
+                self._groups |= {id(parameter): (number, group) for parameter in settings["params"]}
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer begins its step."""
+        """Record that an optimizer begins its step."""
         self._begun.add(id(optimizer))
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has taken a step; once, where a step calls that of its base class, as Horovod's."""
+        """Count the updates of a step that has ended.
+
+        Horovod's ``step()`` calls the step of its base class, so the post-step hook runs twice: count only once.
+        """
         if id(optimizer) not in self._begun:
             return
         self._begun.discard(id(optimizer))
@@ -122,25 +125,25 @@ class TorchReader:
             self._updates.update(id(parameter) for parameter in group["params"] if parameter.grad is not None)
 
     def __call__(self, name: str) -> Momentum | None:
-        """Return the momentum of a tensor; None if its optimizer has none that can be adapted.
+        """Return the momentum of a tensor; None if its optimizer has no momentum that can be adapted.
 
         Raises:
-            ValueError: the parameters that it consists of have different momentum.
+            ValueError: the parameters that make up the tensor have different momentum.
         """
         parameters = self.parameters[name]
         found = {self._read(parameter) for parameter in parameters}
         if len(found) > 1:
             raise ValueError(
-                f"{name}: its parameters have different momentum ({sorted(map(str, found))}), and are exchanged "
-                'together; give them one, or say optimizer_momentum="keep"'
+                f"{name}: its parameters are exchanged as one tensor but have different momentum "
+                f'({sorted(map(str, found))}); give all of them the same, or set optimizer_momentum="keep"'
             )
-        one = next(iter(found), None)
-        return one and one._replace(updates=max(self._updates[id(parameter)] for parameter in parameters))
+        momentum = next(iter(found), None)
+        return momentum and momentum._replace(updates=max(self._updates[id(parameter)] for parameter in parameters))
 
     def _read(self, parameter: torch.nn.Parameter) -> Momentum | None:
-        if id(parameter) not in self._places:
-            self._find_places()  # of a group that was added
-        number, group = self._places.get(id(parameter), (None, 0))
+        if id(parameter) not in self._groups:
+            self._find_groups()  # the program may have called add_param_group()
+        number, group = self._groups.get(id(parameter), (None, 0))
         optimizer = None if number is None else self._optimizers[number]()
         if number is None or optimizer is None or group >= len(optimizer.param_groups):
             return None
@@ -149,39 +152,44 @@ class TorchReader:
             return None
         rate = 1.0 - settings["dampening"]
         empty = optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        entry = 1.0 if empty else rate  # a new buffer is set to the gradient
+        entry = 1.0 if empty else rate  # SGD copies the first gradient into an empty buffer, without dampening
         return Momentum(settings["momentum"], rate, entry, settings["nesterov"], empty=empty)
 
     def kinds(self) -> list[str]:
-        """Return a line for each optimizer: its class and its momentum, or beta1."""
+        """Return the class and the momentum or beta1 of each optimizer, as text."""
         return [describe_method(optimizer) for known in self._optimizers if (optimizer := known())]
 
     def others(self) -> list[str]:
-        """Return the lines of those whose momentum cannot be adapted, and is not 0."""
-        there = [optimizer for known in self._optimizers if (optimizer := known())]
-        return [describe_method(one) for one in there if not isinstance(one, torch.optim.SGD) and _first_factor(one)]
+        """Return the same texts for the optimizers with momentum that cannot be adapted: all except SGD."""
+        alive = [optimizer for known in self._optimizers if (optimizer := known())]
+        return [
+            describe_method(each) for each in alive if not isinstance(each, torch.optim.SGD) and _momentum_factor(each)
+        ]
 
 
 def trains(optimizer: torch.optim.Optimizer, parameters: Set[int]) -> bool:
-    """Return whether an optimizer has one of these parameters, which are given by their ids."""
+    """Return whether an optimizer has at least one of the parameters, which are given by their ``id()``."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _first_factor(optimizer: torch.optim.Optimizer) -> float:
+def _momentum_factor(optimizer: torch.optim.Optimizer) -> float:
+    """Return the momentum or beta1 of the optimizer's first parameter group."""
     group = optimizer.param_groups[0]
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
 def describe_method(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's class and its momentum, such as "AdamW with beta1 = 0.9"."""
+    """Return the class and the momentum or beta1 of an optimizer, such as "AdamW with beta1 = 0.9"."""
     what = "beta1" if "betas" in optimizer.param_groups[0] else "momentum"
-    return f"{type(optimizer).__name__} with {what} = {_first_factor(optimizer):g}"
+    return f"{type(optimizer).__name__} with {what} = {_momentum_factor(optimizer):g}"
 
 
-def _calling(reader: weakref.ref[TorchReader], method: Callable[[TorchReader, torch.optim.Optimizer], None]) -> Any:
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        there = reader()
-        if there is not None:
-            method(there, optimizer)
+def _hook(reference: weakref.ref[TorchReader], method: Callable[[TorchReader, torch.optim.Optimizer], None]) -> Any:
+    """Return an optimizer hook that calls a method of the reader as long as the reader is alive."""
 
-    return note
+    def call(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        reader = reference()
+        if reader is not None:
+            method(reader, optimizer)
+
+    return call

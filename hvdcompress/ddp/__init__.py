@@ -1,12 +1,12 @@
-"""PyTorch's ``DistributedDataParallel``: any method as its communication hook.
+"""Compress the gradients of PyTorch's ``DistributedDataParallel``, with a communication hook.
 
-from hvdcompress import ddp
+    from hvdcompress import ddp
 
-model = torch.nn.parallel.DistributedDataParallel(model)
-compressor = ddp.attach(model, "scalecom", density=0.01)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    compressor = ddp.attach(model, "scalecom", density=0.01)
 
-``torchrun -m hvdcompress.ddp`` does so in a script that is not touched, :mod:`hvdcompress.fsdp` between the replicas of
-a sharded model, and :mod:`hvdcompress.integrations` inside frameworks that make the module themselves.
+``torchrun -m hvdcompress.ddp`` attaches to the models of an unchanged script. For FSDP2 see :mod:`hvdcompress.fsdp`;
+for frameworks that make the DDP module themselves see :mod:`hvdcompress.integrations`.
 """
 
 from hvdcompress.ddp.attach import attach, hook

@@ -1,4 +1,4 @@
-"""The door: find the DistributedDataParallel module, refuse what cannot work, and register the hook."""
+"""Attach a Compressor to a ``DistributedDataParallel`` module: refuse options that do not work, register the hook."""
 
 from __future__ import annotations
 
@@ -16,188 +16,212 @@ from hvdcompress.plan import Plan
 
 Hook = Callable[[Compressor, Any], "torch.futures.Future[torch.Tensor]"]
 
-#: an attribute of DDP's, what it comes from, and why there is no hook with it
+#: (a DDP attribute that is set, the option that sets it, why compression refuses the option)
 REFUSED = (
-    ("mixed_precision", "mixed_precision=", "it is a communication hook of its own; use torch.autocast"),
-    ("_delay_all_reduce_params", "delay_all_reduce_named_params=", "those gradients go past the hook"),
+    ("mixed_precision", "mixed_precision=", "DDP implements it as a communication hook; use torch.autocast"),
+    ("_delay_all_reduce_params", "delay_all_reduce_named_params=", "DDP reduces those gradients without the hook"),
     ("skip_all_reduce_unused_params", "skip_all_reduce_unused_params=True", "ranks would exchange different tensors"),
-    ("_use_python_reducer", 'torch._dynamo.config.optimize_ddp = "python_reducer"', "it calls hooks in another way"),
+    (
+        "_use_python_reducer",
+        'torch._dynamo.config.optimize_ddp = "python_reducer"',
+        "it calls hooks differently",
+    ),
 )
 
 
 def attach(
     model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any] = "auto", **settings: Any
 ) -> Compressor:
-    """Compress what a ``DistributedDataParallel`` model exchanges.
+    """Compress the gradients that a ``DistributedDataParallel`` model exchanges.
 
-    Call it on every rank, before the first backward pass.
+    Call it on every rank, after the model is wrapped and before the first backward pass.
 
     Args:
-        model: the DDP module, or one that holds it, as accelerate's, Fabric's and torch.compile's do.
+        model: the DDP module, or a module that contains exactly one, such as the wrappers of accelerate, Fabric and
+            ``torch.compile``.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
-            top-k of 1 % in 4 bits, which is given up if the first steps show that it does not save time.
+            top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that compression
+            does not save time.
         settings: ``optimizer``, ``loss_scale``, ``ops``, hyper-parameters and plan keys; see
             :class:`~hvdcompress.ddp.compressor.Compressor`.
 
     Returns:
-        The Compressor. Parameters go by the names that they have in the wrapped module.
+        The Compressor. It uses the parameter names of the wrapped module, without ``module.``.
 
     Raises:
-        ValueError: there is no DDP module, or several; it has a hook, or an option with which there is none; the plan
-            is wrong.
+        ValueError: the model contains no DDP module or several; the DDP module already has a communication hook, or
+            uses an option that compression does not support; the plan is wrong.
     """
-    module = _find(model)
-    _refuse(module)
-    compressor = _compressor_of(module.module, method, process_group=module.process_group, **settings)
+    module = _find_ddp_module(model)
+    _check_supported(module)
+    compressor = _make_compressor(module.module, method, process_group=module.process_group, **settings)
     try:
         module.register_comm_hook(compressor, _receive)
-    except RuntimeError as error:  # of a hook that DDP keeps in C++ there is no other trace
-        raise ValueError(f"the model has a built-in communication hook: DDP takes one, and once ({error})") from None
+    except RuntimeError as error:  # a built-in hook lives in C++, and no Python attribute shows it
+        raise ValueError(f"the model has a built-in communication hook; DDP takes one hook, once: {error}") from None
     module._comm_hooks = _NotCopied(module._comm_hooks)
-    module.register_forward_pre_hook(_BeforeForward(compressor))
+    module.register_forward_pre_hook(_DDPForwardPreHook(compressor))
     if module.find_unused_parameters or module.static_graph:
         compressor.used = set()
         for name, parameter in compressor.parameters.items():
-            parameter.register_post_accumulate_grad_hook(_note(weakref.ref(compressor), name))
+            parameter.register_post_accumulate_grad_hook(_record_use(weakref.ref(compressor), name))
     return compressor
 
 
 def hook(
     model: torch.nn.Module, method: str | Method | Plan | Mapping[str, Any], **settings: Any
 ) -> tuple[Compressor, Hook]:
-    """The two arguments of ``register_comm_hook``, for frameworks that register a hook themselves.
+    """Return the two arguments of ``register_comm_hook``, for frameworks that register the hook themselves.
 
-    Such a model cannot be asked for its options: it must have no unused parameters, whose residuals would be lost.
+    DDP's options cannot be checked here. The model must use all of its parameters in every step: the residual of an
+    unused parameter would be lost.
 
     Args:
-        model: the module that will be wrapped.
+        model: the module that DDP will wrap.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: as for :func:`attach`, and ``process_group`` if DDP uses another than all ranks.
+        settings: as for :func:`attach`, and ``process_group`` if DDP uses a group other than all ranks.
 
     Returns:
-        The state, which is the Compressor, and the hook.
+        The hook's state, which is the Compressor, and the hook.
 
     Raises:
         ValueError: the plan is wrong.
     """
-    compressor = _compressor_of(model, method, **settings)
-    model.register_forward_pre_hook(_BeforeOwnForward(compressor))
+    compressor = _make_compressor(model, method, **settings)
+    model.register_forward_pre_hook(_ModuleForwardPreHook(compressor))
     return compressor, _receive
 
 
-def _compressor_of(model: torch.nn.Module, method: Any, **settings: Any) -> Compressor:
-    """Return a Compressor of what a module trains."""
-    names = _names(model)
+def _make_compressor(model: torch.nn.Module, method: Any, **settings: Any) -> Compressor:
+    """Make a Compressor for the parameters of a module that require a gradient."""
+    names = _parameters_of_ddp(model)
     trained = [(name, parameter) for name, parameter in names.items() if parameter.requires_grad]
     compressor = Compressor(method, trained, **settings)
     compressor.model_parameters = {plain_name(name): parameter for name, parameter in names.items()}
     return compressor
 
 
-def _names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _parameters_of_ddp(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by name, without those that DDP is told to ignore."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return {name: parameter for name, parameter in model.named_parameters() if name not in ignored}
 
 
-def _refuse_others(model: torch.nn.Module, compressor: Compressor) -> None:
-    """Raise if a parameter requires a gradient that nobody will reduce."""
-    for name, parameter in _names(model).items() if torch.is_grad_enabled() else ():
+def _check_trained_parameters(model: torch.nn.Module, compressor: Compressor) -> None:
+    """Raise RuntimeError if a parameter requires a gradient that DDP does not reduce.
+
+    DDP collects the parameters when it is constructed. It silently ignores a parameter that is unfrozen or replaced
+    later, so the ranks' weights would drift apart.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in _parameters_of_ddp(model).items():
         if parameter.requires_grad and not compressor.knows(parameter):
             raise RuntimeError(
-                f"{plain_name(name)!r} requires a gradient, which DistributedDataParallel will not reduce: it was "
-                "frozen, or was another parameter, when DDP was made. Wrap the model again, and attach again"
+                f"DistributedDataParallel will not reduce the gradient of {plain_name(name)!r}: the parameter was "
+                "frozen, or was another one, when DDP was constructed. Wrap the model again, and attach again"
             )
 
 
-# DDP looks at annotations: where they are strings it refuses the hook
+# No annotations: register_comm_hook() compares them with the real types, and rejects the strings that the
+# __future__ import makes of them
 def _receive(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return state.receive(bucket)
 
 
-def _find(model: torch.nn.Module) -> DistributedDataParallel:
+def _find_ddp_module(model: torch.nn.Module) -> DistributedDataParallel:
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if len(found) != 1:
         raise ValueError(
-            f"{type(model).__name__} holds {len(found) or 'no'} DistributedDataParallel module{'s' * (len(found) != 1)}"
-            + ("; attach to each of them" if found else "; wrap it first, and attach to what comes out")
+            f"{type(model).__name__} has {len(found) or 'no'} DistributedDataParallel module{'s' * (len(found) != 1)}"
+            + ("; attach to each of them" if found else "; wrap it first, and attach to the wrapped model")
         )
     return found[0]
 
 
-def _refuse(module: DistributedDataParallel) -> None:
+def _check_supported(module: DistributedDataParallel) -> None:
+    """Raise ValueError if the module has an option or a hook that compression cannot work with."""
     for attribute, option, reason in REFUSED:
         if getattr(module, attribute, None):
-            raise ValueError(f"{option} does not go with compression: {reason}")
-    if problem := _stepped_in_backward(module):
+            raise ValueError(f"{option} does not work with compression: {reason}")
+    if problem := _in_backward_problem(module):
         raise ValueError(problem)
     if module._comm_hooks:
-        there = getattr(module._comm_hooks[0][0], "__qualname__", "one")
-        fused = ", of an optimizer fused into the backward pass (_register_fused_optim)" * ("optimizer" in there)
-        raise ValueError(f"the model has a communication hook, {there}{fused}: DDP takes one, and once")
+        name = getattr(module._comm_hooks[0][0], "__qualname__", "unnamed")
+        fused = ", of an optimizer fused into the backward pass (_register_fused_optim)" * ("optimizer" in name)
+        raise ValueError(f"the model already has a communication hook, {name}{fused}; DDP takes one hook, once")
 
 
-def _stepped_in_backward(module: DistributedDataParallel) -> str:
-    """What is wrong where an optimizer steps inside of the backward pass, or nothing."""
+def _in_backward_problem(module: DistributedDataParallel) -> str:
+    """Return an error message if an optimizer steps inside the backward pass, or an empty string."""
     if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
         return ""
     return (
-        "an optimizer that steps in the backward pass (_apply_optimizer_in_backward) does not go with compression: "
-        "DDP takes its own hook for it"
+        "an optimizer that steps in the backward pass (_apply_optimizer_in_backward) does not work with compression: "
+        "DDP uses its own hook for it"
     )
 
 
-class _BeforeOwnForward:
-    """A forward pre-hook of what DDP wraps. A copy of the model, pickled or deep, is not compressed, and has none."""
+class _ModuleForwardPreHook:
+    """Forward pre-hook of the module that DDP wraps: check before each step that DDP reduces every gradient.
+
+    A pickled or deep copy of the model is not compressed, so the copy gets a no-op in place of this hook.
+    """
 
     def __init__(self, compressor: Compressor):
         self._compressor = weakref.ref(compressor)
 
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
         if compressor := self._compressor():
-            _refuse_others(model, compressor)
+            _check_trained_parameters(model, compressor)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return _make_no_op, ()
 
 
-class _BeforeForward(_BeforeOwnForward):
-    """The same of DDP itself."""
+class _DDPForwardPreHook(_ModuleForwardPreHook):
+    """Forward pre-hook of the DDP module: the same check, and options that can change after :func:`attach`."""
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         assert isinstance(module, DistributedDataParallel)
         if compressor := self._compressor():
-            compressor.cut_short()
-            _refuse_others(module.module, compressor)
-        if not module._lazy_init_ran and (problem := _stepped_in_backward(module)):
+            # A forward pass means that an unfinished backward pass will not go on
+            compressor.abort_step()
+            _check_trained_parameters(module.module, compressor)
+        # DDP installs its hook for in-backward optimizers in the first forward pass
+        if not module._lazy_init_ran and (problem := _in_backward_problem(module)):
             raise ValueError(problem)
         if module.static_graph and not module.require_backward_grad_sync and torch.is_grad_enabled():
             raise RuntimeError(
-                "static_graph=True does not go with no_sync(): DDP stops exchanging gradients (PyTorch's issue 187732)"
+                "static_graph=True does not work with no_sync(): DDP stops exchanging gradients (PyTorch issue 187732)"
             )
         if module._join_config.enable:
-            raise RuntimeError("join() does not go with compression: there is no telling what ranks without data owe")
+            raise RuntimeError(
+                "join() does not work with compression: ranks without data cannot know which collectives to join"
+            )
 
 
 class _NotCopied(list[Any]):
-    """DDP's list of hooks, with ours in it: a copy of a model has a reducer of its own, without a hook."""
+    """DDP's list of hooks. A copy of the model gets a plain empty list, because its reducer has no hook."""
 
     def __reduce__(self) -> Any:
         return list, ()
 
 
-def _nothing(module: torch.nn.Module, inputs: Any) -> None:
+def _no_op(module: torch.nn.Module, inputs: Any) -> None:
     pass
 
 
-def _no_hook() -> Callable[[torch.nn.Module, Any], None]:
-    return _nothing
+def _make_no_op() -> Callable[[torch.nn.Module, Any], None]:
+    return _no_op
 
 
-def _note(compressor: weakref.ref[Compressor], name: str) -> Callable[[torch.Tensor], None]:
-    def note(parameter: torch.Tensor) -> None:
-        there = compressor()
-        if there is not None and there.used is not None:
-            there.used.add(name)
+def _record_use(reference: weakref.ref[Compressor], name: str) -> Callable[[torch.Tensor], None]:
+    """Return a gradient hook that records that the backward pass used a parameter."""
 
-    return note
+    def record(parameter: torch.Tensor) -> None:
+        compressor = reference()
+        if compressor is not None and compressor.used is not None:
+            compressor.used.add(name)
+
+    return record

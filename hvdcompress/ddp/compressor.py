@@ -1,10 +1,10 @@
-"""The DDP driver: any method as a communication hook of ``DistributedDataParallel``.
+"""The DDP driver: every method as a communication hook of ``DistributedDataParallel``.
 
-DDP calls its hook with a bucket of gradients when these are there, in one order on all ranks, and wants a future of the
-reduced bucket. The hook only hands the bucket to a thread, one for each Compressor, that does all else in the order in
-which buckets come: so every rank starts its collectives in the same order, and they overlap with the backward pass.
-Units of exchange are the plan's buckets, and state goes by parameter name: DDP's own buckets do not matter.
-``docs/drivers.md`` says more.
+DDP calls its hook with a bucket as soon as the bucket's gradients are ready, in the same order on all ranks, and
+expects a future of the reduced bucket. The hook only queues the bucket. A thread, one for each Compressor, takes
+buckets from the queue in this order, so every rank starts its collectives in the same order, and they overlap with the
+backward pass. The unit of exchange is a bucket of the plan, and state is kept by parameter name, so it does not matter
+how DDP forms its own buckets. See ``docs/drivers.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
 from hvdcompress._torch.optimizers import Optimizers, without_beta1
-from hvdcompress.ddp.transport import ProcessGroupTransport, joined
+from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
@@ -34,16 +34,16 @@ from hvdcompress.plan import IN_ORDER, Plan, is_auto, plan_of
 
 @dataclass(eq=False)
 class Arrival:
-    """A bucket of DDP's that has come.
+    """A DDP bucket in the queue between the backward pass and the Compressor's thread.
 
     Attributes:
-        last: it is the step's last one.
-        buffer: its flat memory, to which results are written.
-        future: what the hook has returned; None of a backward pass that was cut short.
-        gradients: views of the buffer by parameter name, in the parameters' layouts.
-        used: the parameters that had a gradient up to now in this backward pass.
-        there: on a GPU, the event after which the gradients are there.
-        error: what was wrong with it.
+        last: whether this is the last bucket of the step.
+        buffer: the bucket's flat memory [n]. Results are written to it.
+        future: the future that the hook returned; None for an interrupted backward pass.
+        gradients: views of the buffer by parameter name, in the shapes and strides of the parameters.
+        used: names of the parameters that have had a gradient so far in this backward pass.
+        ready: on a GPU, the CUDA event that marks the gradients as computed.
+        error: an error that the Compressor's thread has to raise for this bucket.
     """
 
     last: bool
@@ -51,35 +51,36 @@ class Arrival:
     future: torch.futures.Future[torch.Tensor] | None = None
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     used: frozenset[str] = frozenset()
-    there: Any = None
+    ready: Any = None
     error: Exception | None = None
 
 
 class Compressor(TensorCompressor):
-    """One model's compression; :func:`hvdcompress.ddp.attach` makes it.
+    """Compresses the gradients of one model; made by :func:`hvdcompress.ddp.attach`.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
         named_parameters: names and parameters of the model, without DDP's ``module.``. State is kept by name.
         process_group: the group that DDP uses (default: all ranks).
-        loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
-            residuals are kept unscaled, so it may change between steps.
-        optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
-            it, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and its relatives to 0.
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
+            ``scaler.get_scale``. Residuals are kept unscaled, so the factor may change between steps.
+        optimizer: the optimizer, or several. Its momentum is adapted where error feedback delays gradients. Without
+            this argument, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and related
+            optimizers to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
-        plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "status", 64 bytes per step, and
-            "lengths", 8 bytes per all-gather whose lengths are not known from before.
+        plan: the plan: which method each tensor gets, and with which hyper-parameters.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it lists "status" (64 bytes per step) and
+            "lengths" (8 bytes per all-gather whose lengths are not known in advance).
         parameters: the parameters by name.
-        used: names of the parameters that had a gradient in this backward pass; None where DDP does not look for
-            unused ones.
+        used: names of the parameters that had a gradient in this backward pass; None if DDP does not look for unused
+            parameters.
 
     Raises:
-        ValueError: the plan is wrong; two parameters have one name; the process group is not initialized; a Compressor
-            under Horovod has one of the parameters.
+        ValueError: the plan is wrong; two parameters have the same name; the process group is not initialized; a
+            Compressor under Horovod already has one of the parameters.
     """
 
     driver = "DistributedDataParallel"
@@ -100,7 +101,8 @@ class Compressor(TensorCompressor):
             raise ValueError("call torch.distributed.init_process_group() before making a Compressor")
         if isinstance(method, TensorCompressor):
             raise ValueError(
-                f"a Compressor under {method.driver} cannot be attached: give the method and its settings, or the plan"
+                f"a Compressor under {method.driver} cannot be attached to a model: give the method and its settings, "
+                "or the plan"
             )
         self._parent = process_group or dist.group.WORLD
         rank = dist.get_rank(self._parent)
@@ -114,16 +116,16 @@ class Compressor(TensorCompressor):
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._transport: ProcessGroupTransport | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcompress")
-        self._arrivals: SimpleQueue[Arrival] | None = None  # of the step under way
-        self._failure: Exception | None = None  # of the step that has ended, until it is raised
-        self._step: Step | None = None  # the last one
-        self._stream: Any = None  # of a GPU, the thread's
-        self._is_plain = False  # the step under way goes without the engine
-        self._began = 0.0  # when the step's first bucket came
-        self._came = 0.0  # when its last bucket came
+        self._arrivals: SimpleQueue[Arrival] | None = None  # queue of the open step; None between steps
+        self._failure: Exception | None = None  # error of the last step, until backward() raises it
+        self._step: Step | None = None  # the open step, or the last one
+        self._stream: Any = None  # the CUDA stream of the Compressor's thread
+        self._is_plain = False  # this step is a plain all-reduce, without the engine
+        self._first_bucket_at = 0.0  # seconds, time.perf_counter()
+        self._last_bucket_at = 0.0
 
     def close(self) -> None:
-        """Free its process group. Nothing may be under way."""
+        """Free the Compressor's process group. Call it between steps."""
         self._thread.shutdown()
         if self._transport:
             self._transport.close()
@@ -134,27 +136,31 @@ class Compressor(TensorCompressor):
     def _waits_for(self) -> str | None:
         return self._step.waits_for() if self._step and self._is_under_way() else None
 
-    # -- DDP's side, in the thread of the backward pass --------------------------------------------------------
+    # -- the hook, in the thread of the backward pass ---------------------------------------------------------
 
     def receive(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Take a bucket of DDP's; its future has the reduced one when the step is at its end.
+        """Communication hook: queue a DDP bucket. The returned future completes at the end of the step.
 
-        An error of the step is raised by ``backward()`` when DDP has finished its own part, so that both can go on.
+        If the step fails, the futures still complete and ``backward()`` raises the error after DDP has finished: a
+        future with an exception would leave DDP's reducer unusable.
+
+        Args:
+            bucket: a ``torch.distributed.GradBucket``.
         """
         buffer = bucket.buffer()
         if bucket.index() == 0:
-            # Ranks that compare parameters do so in the engine
-            tries = self.local.fallback.uncompressed and not self.local.paused
-            self._is_plain = tries and not self.plan.verify_every
-            self.cut_short()
-            self._began = time.perf_counter()
+            # With verify_every, the engine compares the ranks' parameters, so the step cannot bypass it
+            uncompressed = self.local.fallback.uncompressed and not self.local.paused
+            self._is_plain = uncompressed and not self.plan.verify_every
+            self.abort_step()
+            self._first_bucket_at = time.perf_counter()
             if self._is_plain:
-                self.local.begin_round()  # discard() has nothing to take back
+                self.local.begin_round()  # so that discard() does not undo the compressed step before this one
                 _at_the_end_of_backward(self._end_uncompressed)
             else:
                 self._begin(buffer)
         if bucket.is_last():
-            self._came = time.perf_counter()
+            self._last_bucket_at = time.perf_counter()
         if self._is_plain:
             return self._all_reduce(bucket)
         assert self._arrivals is not None
@@ -163,23 +169,25 @@ class Compressor(TensorCompressor):
         try:
             arrival.gradients = self._gradients(bucket)
             if buffer.is_cuda:
-                arrival.there = torch.cuda.current_stream(buffer.device).record_event()
+                arrival.ready = torch.cuda.current_stream(buffer.device).record_event()
             if self.used is not None and arrival.last:
                 arrival.used = frozenset(self.used)
                 self.used.clear()
-        except Exception as error:  # an exception here would leave the other ranks alone
+        except Exception as error:
+            # Raised here, it would end this rank's backward pass while the other ranks wait in their collectives.
+            # The Compressor's thread raises it instead, and tells them
             arrival.error = error
         self._arrivals.put(arrival)
         assert arrival.future is not None
         return arrival.future
 
     def _all_reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Average a DDP bucket as DDP itself does."""
+        """Average a DDP bucket in place, as DDP does without a hook."""
         buffer = bucket.buffer()
-        num_bytes: Counter[str] = Counter()  # by the name of our bucket
+        num_bytes: Counter[str] = Counter()  # by the name of the plan's bucket
         for parameter in bucket.parameters():
-            ours, _ = self._place[self._names[id(parameter)]]
-            num_bytes[ours.spec.name] += parameter.numel() * buffer.element_size()
+            plan_bucket, _ = self._bucket_and_index[self._names[id(parameter)]]
+            num_bytes[plan_bucket.spec.name] += parameter.numel() * buffer.element_size()
         for observer in self.local.observers:
             for name, count in num_bytes.items():
                 observer.begun(self.local.rank, name, count)
@@ -189,54 +197,56 @@ class Compressor(TensorCompressor):
         return work.get_future().then(lambda future: future.value()[0])
 
     def _end_uncompressed(self) -> None:
-        """Clip the averaged gradients, once DDP has written all of them, and note what the step took."""
+        """End a step without the engine: clip the averaged gradients, which DDP has written, and record the time."""
         if self.plan.clip_norm is not None:
             scale = self.current_loss_scale()
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip_norm * scale)
             self.local.gradient_norm = norm.item() / scale
-        self._note_step()
+        self._record_time()
 
     def _begin(self, buffer: torch.Tensor) -> None:
-        """The first bucket of a step in the engine."""
+        """Open a step of the engine, at its first bucket."""
         arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        ends = _End()  # freed with the backward pass, which may fail
-        weakref.finalize(ends, _cut_short, weakref.ref(self), arrivals).atexit = False
-        _at_the_end_of_backward(lambda ends=ends: self._raise())  # type: ignore[misc]
+        # If the backward pass fails, autograd never calls the callback but frees it, together with this object.
+        # The finalizer then aborts the step: the other ranks wait for its collectives
+        lifetime = _BackwardLifetime()
+        weakref.finalize(lifetime, _abort_step, weakref.ref(self), arrivals).atexit = False
+        _at_the_end_of_backward(lambda lifetime=lifetime: self._raise_failure())  # type: ignore[misc]
         if self._transport is None:
-            self._transport = joined(self._parent, buffer.device, self.watchdog)
+            self._transport = connect(self._parent, buffer.device, self.watchdog)
         if buffer.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(buffer.device)
         self._arrivals = arrivals
         self._thread.submit(self._run, self._transport, self._arrivals)
 
     def knows(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this is one of the parameters that the Compressor was given."""
+        """Return whether the Compressor was given this parameter."""
         return id(parameter) in self._names
 
-    def cut_short(self) -> None:
-        """End the step that a backward pass has left in the middle, if any: the other ranks wait for it."""
+    def abort_step(self) -> None:
+        """Fail the open step on all ranks, if a backward pass was interrupted and left one open."""
         if self._arrivals is not None:
-            short = RuntimeError("a backward pass ended before all of its gradients were there")
-            self._arrivals.put(Arrival(True, torch.empty(0), error=short))
+            error = RuntimeError("a backward pass ended before all of its gradients were exchanged")
+            self._arrivals.put(Arrival(True, torch.empty(0), error=error))
 
-    def _raise(self) -> None:
-        """After the backward pass: raise the step's error, if there is one."""
+    def _raise_failure(self) -> None:
+        """Run at the end of the backward pass: raise the error of the step, if it failed."""
         failure = self._failure
         self._failure = None
         if failure is not None:
             raise failure
-        self._note_step()
+        self._record_time()
 
-    def _note_step(self) -> None:
-        """Note what the step took. Once its last bucket has come, the backward pass waits for the exchange."""
+    def _record_time(self) -> None:
+        """Record how long the step took. After its last bucket, the backward pass only waits for the exchange."""
         now = time.perf_counter()
-        self.local.note_step(self._began, now, now - self._came)
+        self.local.note_step(self._first_bucket_at, now, now - self._last_bucket_at)
 
     def _gradients(self, bucket: Any) -> dict[str, torch.Tensor]:
-        """The bucket's gradients by name, as views.
+        """Return the gradients of a DDP bucket by name, as views of its buffer.
 
         Raises:
-            ValueError: one is sparse, or of a parameter that the Compressor was not given.
+            ValueError: the gradients are sparse, or the Compressor was not given one of the parameters.
         """
         if bucket.buffer().is_sparse:
             names = [self._names.get(id(parameter), "?") for parameter in bucket.parameters()]
@@ -249,35 +259,37 @@ class Compressor(TensorCompressor):
             name = self._names.get(id(parameter))
             if name is None:
                 raise ValueError(
-                    f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter that the Compressor was given"
+                    f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter that the Compressor was "
+                    "given: attach after the model has all of its parameters"
                 )
-            # DDP lays gradients out as their parameters, but shows them as if they were contiguous
+            # DDP stores a gradient with its parameter's strides (channels_last, for example), but bucket.gradients()
+            # shows this memory as a contiguous tensor, whose elements are then in the wrong order
             like = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-            other = not like.is_contiguous() and _is_dense(like)
-            found[name] = gradient.as_strided(like.shape, like.stride()) if other else gradient
+            has_other_strides = not like.is_contiguous() and _is_dense(like)
+            found[name] = gradient.as_strided(like.shape, like.stride()) if has_other_strides else gradient
         return found
 
     # -- the exchange, in the Compressor's thread -------------------------------------------------------------
 
     def _run(self, transport: ProcessGroupTransport, arrivals: SimpleQueue[Arrival]) -> None:
-        """One step, from its first bucket to the end of its futures."""
-        came: list[Arrival] = []
+        """Run one step, from its first bucket until all futures are completed."""
+        received: list[Arrival] = []
 
         def each() -> Iterator[Arrival]:
-            while not (came and came[-1].last):
-                came.append(arrivals.get())
-                yield came[-1]
+            while not (received and received[-1].last):
+                received.append(arrivals.get())
+                yield received[-1]
 
         with torch.no_grad(), torch.cuda.stream(self._stream):
             try:
                 self._exchange(transport, each())
             except Exception as error:
                 self._failure = error
-                for _ in each():  # DDP waits for the futures of all buckets
+                for _ in each():  # DDP waits for the futures of all buckets, so take the remaining ones, too
                     pass
             if self._arrivals is arrivals:
                 self._arrivals = None
-            for arrival in came:
+            for arrival in received:
                 if arrival.future is not None:
                     arrival.future.set_result(arrival.buffer)
 
@@ -293,15 +305,15 @@ class Compressor(TensorCompressor):
         self._end_step(step)
 
     def _add_all(self, step: Step, arrivals: Iterator[Arrival]) -> None:
-        """Give all gradients to the engine as they come."""
+        """Give the gradients to the engine, bucket by bucket as they arrive."""
         for arrival in arrivals:
             if arrival.error:
                 raise arrival.error
-            if arrival.there:
-                self._stream.wait_event(arrival.there)
+            if arrival.ready:
+                self._stream.wait_event(arrival.ready)
             groups: dict[str, dict[int, Any]] = {}
             for name, gradient in arrival.gradients.items():
-                bucket, index = self._place[name]
+                bucket, index = self._bucket_and_index[name]
                 groups.setdefault(bucket.spec.name, {})[index] = self.framework.vector(step, bucket, gradient)
             with step.batch():
                 for name, vectors in groups.items():
@@ -311,27 +323,31 @@ class Compressor(TensorCompressor):
 
 
 def _at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is under way is over, after DDP's own work there."""
+    """Call a function at the end of the running backward pass, after DDP has finalized its buckets."""
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    # DDP puts its own callback in line after this one, and before the one that this one puts there
+    # Callbacks run in the order in which they were queued. DDP queues its own after this hook returns, so a callback
+    # that this one queues runs after DDP's
     queue_callback(lambda: queue_callback(call))
 
 
-class _End:
-    """Is freed when the backward pass whose callback holds it is over, however it ends."""
+class _BackwardLifetime:
+    """An object that lives as long as the backward pass whose callback refers to it."""
 
 
-def _cut_short(compressor: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
-    """End the step of these arrivals, unless it has ended, and another has begun."""
-    there = compressor()
-    if there is not None and there._arrivals is arrivals:
-        there.cut_short()
+def _abort_step(reference: weakref.ref[Compressor], arrivals: SimpleQueue[Arrival]) -> None:
+    """Abort the step with this queue, unless it has ended already."""
+    compressor = reference()
+    if compressor is not None and compressor._arrivals is arrivals:
+        compressor.abort_step()
 
 
 def _views(bucket: Any) -> list[torch.Tensor]:
-    """The bucket's gradients as views of its buffer. Of complex ones, DDP's own views show the first half."""
+    """Return the gradients of a DDP bucket as views of its buffer; a complex one as [*shape, 2] real numbers.
+
+    ``bucket.gradients()`` shows only the first half of a complex gradient.
+    """
     parameters = bucket.parameters()
-    if not any(parameter.is_complex() for parameter in parameters):  # a bucket has one dtype
+    if not any(parameter.is_complex() for parameter in parameters):  # all parameters of a bucket have the same dtype
         return bucket.gradients()
     shapes = [(*parameter.shape, 2) for parameter in parameters]
     parts = bucket.buffer().split([math.prod(shape) for shape in shapes])
@@ -339,6 +355,6 @@ def _views(bucket: Any) -> list[torch.Tensor]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory, in some order of the dimensions."""
+    """Return whether the tensor is contiguous in some order of its dimensions."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()

@@ -1,7 +1,8 @@
-"""torch.distributed's collectives, as the engine asks for them, and the alarm by which a rank that fails frees others.
+"""The engine's transport over ``torch.distributed``: asynchronous collectives, and the alarm of a rank that fails.
 
-A process group's collectives go by order (``engine/safety/alarm.py``). An alarm is a key in the group's store, at
-which a rank looks while it waits.
+The collectives of a process group have no names: every rank must start them in the same order. A rank that fails in
+the middle of a step therefore sounds an alarm (``engine/safety/alarm.py``). Here an alarm is a key in the group's
+store, which the other ranks check while they wait.
 """
 
 from __future__ import annotations
@@ -28,28 +29,30 @@ from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 from hvdcompress.ops.vectors import dtype_name
 
-PAUSE = 1e-4
-LONGEST_PAUSE = 2e-3  #: seconds between two looks at what has come, at first and at most
-LATER = 0.05  #: of the time waited so far, by which a look may be late: each takes time that others compute in
-LISTEN = 0.02  #: seconds between two looks for an alarm, each of which asks the store's server
+POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective, at first
+MAX_POLL_INTERVAL = 2e-3  #: seconds between two polls, at most
+#: The interval grows with the time waited so far, because polling takes CPU time from ranks that share the cores. A
+#: result is then noticed late by at most this share of its waiting time.
+POLL_GROWTH = 0.05
+ALARM_INTERVAL = 0.02  #: seconds between two checks for an alarm; each one is a request to the store's server
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before PyTorch 2.13
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in PyTorch 2.13
 
 
 class PeerLost(PeerError):
-    """The process group has failed: a rank is gone, or did not come in time. The group cannot be used any more."""
+    """The process group has failed: a rank is gone or timed out. The group cannot be used any more."""
 
 
 @dataclass(eq=False)
 class Handle:
-    """A collective under way.
+    """A collective in flight.
 
     Attributes:
-        works: torch's handles; none where there is nothing to send.
-        out: where its result goes.
-        payload: what is sent, which must live as long.
-        numpy: whether the result is wanted as a numpy array.
+        works: ``torch.distributed`` work handles; empty if there is nothing to send.
+        out: the tensor that receives the result, flat.
+        payload: the tensor that is sent. The handle keeps it alive until the collective is done.
+        numpy: whether the engine expects the result as a numpy array.
     """
 
     works: list[Any]
@@ -59,13 +62,14 @@ class Handle:
 
 
 class ProcessGroupTransport:
-    """Collectives over a process group of our own, so that they keep apart from those of DDP and of the program.
+    """Collectives over a process group of its own, so that their order is independent of DDP and the program.
 
-    Arrays in host memory go over gloo. Tensors on a GPU stay there, and go over NCCL.
+    Arrays in host memory are sent with gloo. CUDA tensors stay on the GPU, and are sent with NCCL. Constructing the
+    transport is collective: all ranks of ``parent`` must do it.
 
     Args:
-        parent: the group whose ranks take part. Making the new one is collective.
-        device: where gradients are.
+        parent: the group whose ranks take part.
+        device: the device of the gradients.
     """
 
     ordered = True
@@ -75,25 +79,28 @@ class ProcessGroupTransport:
     def __init__(self, parent: Any, device: torch.device):
         theirs = parent._get_backend(device)  # dist.get_backend() may name several: "cpu:gloo,cuda:nccl"
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{theirs.name()}"
-        # PyTorch would give it half an hour, whatever the program asked for
+        # new_group() does not inherit the timeout of the parent: its default is 30 minutes
         self.timeout: timedelta = theirs.options._timeout
         ranks = dist.get_process_group_ranks(parent)
-        some = len(ranks) < dist.get_world_size()  # then the others do not take part in making it
-        self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=some)
-        self._freed = weakref.finalize(self, _free, self.group, os.getpid())  # with the model, if nobody calls close()
-        self._freed.atexit = False
-        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.step = 0  # the number of this step, the same on all ranks
+        # Without local synchronization, new_group() would wait for ranks outside of the parent, which never call it
+        is_subgroup = len(ranks) < dist.get_world_size()
+        self.group = dist.new_group(ranks, self.timeout, backend, use_local_synchronization=is_subgroup)
+        # Most programs never call close(): then the group is freed together with the model
+        self._finalizer = weakref.finalize(self, _free, self.group, os.getpid())
+        self._finalizer.atexit = False
+        self.rank = dist.get_rank(self.group)
+        self.world = dist.get_world_size(self.group)
+        self.step = 0  # number of this step, the same on all ranks
         self._store = dist.distributed_c10d._get_process_group_store(self.group)
-        self._calls: list[Call] = []  # of this step
+        self._calls: list[Call] = []  # the collectives that this rank has started in this step
         self._running: list[Handle] = []
 
     def close(self) -> None:
-        """Give the group back. Nothing may be under way."""
-        self._freed()
+        """Free the process group. Call it when no collective is in flight."""
+        self._finalizer()
 
     def begin(self) -> None:
-        """A step begins: nothing is left of the last one, however it ended."""
+        """Begin a step. Forget the last one, which may have failed."""
         self.step += 1
         self._calls.clear()
         self._running.clear()
@@ -101,7 +108,7 @@ class ProcessGroupTransport:
     # -- collectives ----------------------------------------------------------------------------------------
 
     def start(self, name: str, request: Request) -> Handle:
-        """Begin a collective; returns at once."""
+        """Start a collective; return without waiting for it."""
         is_numpy = not isinstance(request.payload, torch.Tensor)
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload.contiguous()
         dtype = dtype_name(payload)
@@ -114,45 +121,48 @@ class ProcessGroupTransport:
             request.recv_lengths,
             payload.device.type,
         )
-        return self._begin(call, payload, request.may_overwrite, is_numpy)
+        return self._launch(call, payload, request.may_overwrite, is_numpy)
 
     def ready(self, handle: Handle) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return whether the result is available (:meth:`wait` would not block)."""
         return all(work.is_completed() for work in handle.works)
 
     def wait(self, handle: Handle) -> Array:
-        """The result.
+        """Wait for a collective and return its result, a flat array.
+
+        ``Work.wait()`` cannot be interrupted, so this method polls, and checks for an alarm between two polls.
 
         Raises:
             Alarm: a rank has failed in this step.
-            PeerLost: the group has failed.
+            PeerLost: the process group has failed.
         """
-        began = listened = time.monotonic()
+        began = alarm_checked = time.monotonic()
         while not self.ready(handle):
             now = time.monotonic()
-            if now - listened > LISTEN:
+            if now - alarm_checked > ALARM_INTERVAL:
                 if self._store.check([f"alarm.{self.step}"]):
                     raise Alarm
-                listened = now
-            time.sleep(min(max(LATER * (now - began), PAUSE), LONGEST_PAUSE))
+                alarm_checked = now
+            time.sleep(min(max(POLL_GROWTH * (now - began), POLL_INTERVAL), MAX_POLL_INTERVAL))
         self._end(handle)
         return handle.out.numpy() if handle.numpy else handle.out
 
     def idle(self, handle: Handle) -> None:
-        """Wait for a moment."""
-        time.sleep(PAUSE)
+        """Sleep for one poll interval."""
+        time.sleep(POLL_INTERVAL)
 
-    def _begin(self, call: Call, payload: torch.Tensor, may_overwrite: bool = False, is_numpy: bool = False) -> Handle:
-        """Call torch.distributed, and note what was called."""
+    def _launch(self, call: Call, payload: torch.Tensor, may_overwrite: bool = False, is_numpy: bool = False) -> Handle:
+        """Start a collective and record it, so that :meth:`fail` can tell the other ranks about it."""
         try:
-            works, out = self._called(call, payload, may_overwrite)
+            works, out = self._call(call, payload, may_overwrite)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._peer_lost(error) from error
         self._calls.append(call)
         self._running.append(Handle(works, out, payload, is_numpy))
         return self._running[-1]
 
-    def _called(self, call: Call, payload: torch.Tensor, may_overwrite: bool) -> tuple[list[Any], torch.Tensor]:
+    def _call(self, call: Call, payload: torch.Tensor, may_overwrite: bool) -> tuple[list[Any], torch.Tensor]:
+        """Call ``torch.distributed``; return the work handles and the tensor that receives the result."""
         asynchronous: dict[str, Any] = {"group": self.group, "async_op": True}
         if call.kind == "all_reduce":
             out = payload if may_overwrite else payload.clone()
@@ -164,7 +174,7 @@ class ProcessGroupTransport:
             return [dist.all_to_all_single(out, payload, recv_lengths, send_lengths, **asynchronous)], out
         if len(set(recv_lengths)) == 1:
             return ([_all_gather(out, payload, **asynchronous)] if len(out) else []), out
-        # gloo gathers equal lengths alone: each rank broadcasts its payload, as padding would cost bytes
+        # gloo's all-gather needs equal lengths, and padding would cost bytes: each rank broadcasts its payload instead
         pieces = list(out.split(recv_lengths))
         pieces[self.rank].copy_(payload)
         ranks = dist.get_process_group_ranks(self.group)
@@ -176,123 +186,149 @@ class ProcessGroupTransport:
     def _end(self, handle: Handle) -> None:
         try:
             for work in handle.works:
-                work.wait()  # of a GPU's: the stream waits
+                work.wait()  # for NCCL, the current CUDA stream waits, not the host
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._peer_lost(error) from error
         self._running.remove(handle)
 
-    def _lost(self, error: Exception) -> PeerLost:
-        return PeerLost(f"the process group has failed on rank {self.rank}; is a rank gone? {error}")
+    def _peer_lost(self, error: Exception) -> PeerLost:
+        return PeerLost(
+            f"the process group has failed on rank {self.rank}; another rank may be gone, see its log: {error}"
+        )
 
     # -- failure --------------------------------------------------------------------------------------------
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed; see ``engine/safety/alarm.py``."""
+        """End the step on all ranks after one of them has failed; see ``engine/safety/alarm.py``.
+
+        Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
+        zeros, the collectives that only others have started, so that none of them waits forever.
+
+        Args:
+            error: the error of this rank, or None if another rank failed.
+
+        Returns:
+            The exception that this rank should raise: PeerError with the errors of all ranks, or PeerLost.
+        """
         if error is not None:
             self._store.set(f"alarm.{self.step}", "")
         text = "" if error is None else str(error) or type(error).__name__
         try:
-            texts, calls = zip(*self._tell_all(text), strict=True)
+            texts, calls = zip(*self._exchange_errors(text), strict=True)
             for call in missing_calls(calls, self.rank):
-                self._begin(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
+                self._launch(call, torch.zeros(call.size, dtype=getattr(torch, call.dtype), device=call.device))
             for handle in list(self._running):
                 self._end(handle)
         except PeerLost as lost:
             return lost
         return peer_error(texts)
 
-    def _tell_all(self, text: str) -> list[tuple[str, list[Call]]]:
-        """Every rank's text and what it has begun, by the store."""
+    def _exchange_errors(self, text: str) -> list[tuple[str, list[Call]]]:
+        """Return, for every rank, its error text and the collectives that it has started in this step."""
         keys = [f"end.{self.step}.{rank}" for rank in range(self.world)]
         try:
-            told = tell_all(self._store, keys, self.rank, json.dumps([text, self._calls]), self.timeout)
+            replies = exchange_texts(self._store, keys, self.rank, json.dumps([text, self._calls]), self.timeout)
         except TimeoutError as error:
-            raise self._lost(error) from error
-        everyone = map(json.loads, told)
-        return [(text, [Call(*map(_plain, call)) for call in calls]) for text, calls in everyone]
+            raise self._peer_lost(error) from error
+        everyone = map(json.loads, replies)
+        return [(text, [Call(*map(_as_tuple, call)) for call in calls]) for text, calls in everyone]
 
 
-_meetings: Counter[str] = Counter()  # of a group's ranks, by the group's name: keys in its store are named by it
+_num_connects: Counter[str] = Counter()  # calls of connect() by the parent's name, which make its store keys unique
 
 
-class _Gone:
-    """Stands for a group that is gone among those of PyTorch.
+class _FreedGroup:
+    """Placeholder for a freed group in PyTorch's table of groups.
 
-    PyTorch derives a new group's name from the number of groups. Ranks free theirs at different moments, and would have
-    different names; and a name that comes again would find the addresses of the group that is gone.
+    PyTorch derives the name of a new group from the number of groups in the table. Ranks free their groups at different
+    moments, so without placeholders they would give one new group different names. And a name that is used again
+    would find the freed group's addresses in the store.
     """
 
     def shutdown(self) -> None:
-        """Do nothing: the program frees all groups."""
+        """Do nothing; ``destroy_process_group()`` calls this for every group in the table."""
 
     abort = shutdown
 
 
-_of_parents: list[Any] = []  #: in a fork, groups that are kept, as they cannot be freed there
+_inherited_groups: list[Any] = []  #: in a forked process: the parent process's groups, which cannot be freed here
 
 
 def _free(group: Any, process: int) -> None:
-    """Free a group's sockets and threads, if the program has not done that to all groups."""
-    if os.getpid() != process:  # a fork, as a DataLoader's worker: it has no threads, which the group would wait for
-        _of_parents.append(group)
+    """Free the sockets and threads of a group, unless the program has destroyed all groups already.
+
+    Args:
+        group: the process group.
+        process: id of the process that made the group.
+    """
+    # A forked process, such as a DataLoader worker, does not have the group's threads, and freeing would wait for them
+    if os.getpid() != process:
+        _inherited_groups.append(group)
         return
     names = dist.distributed_c10d._world.pg_names
     with contextlib.suppress(ValueError, AssertionError, RuntimeError):
         name = names.get(group)
         dist.destroy_process_group(group)
         if name is not None:
-            names[_Gone()] = name  # type: ignore[index]
+            names[_FreedGroup()] = name  # type: ignore[index]
 
 
-def joined(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:
-    """The transport of a new group, once all ranks of ``parent`` have come and told their watchdogs' addresses.
+def connect(parent: Any, device: torch.device, watchdog: Watchdog) -> ProcessGroupTransport:
+    """Wait for all ranks of ``parent``, exchange the watchdogs' addresses, and return a transport of a new group.
 
-    That goes by the parent's store: there, unlike in PyTorch's own wait for a group, one can see who has come.
+    The ranks meet in the store of the parent, because PyTorch's own wait for a group does not show which ranks are
+    missing.
+
+    Args:
+        parent: the process group whose ranks take part.
+        device: the device of the gradients.
+        watchdog: the watchdog of this rank.
 
     Raises:
-        PeerLost: a rank has not come within the group's timeout.
+        PeerLost: a rank has not arrived within the group's timeout.
     """
     store = dist.distributed_c10d._get_process_group_store(parent)
     name = parent.group_name
     rank = dist.get_rank(parent)
-    keys = [f"hvdcompress.meeting{_meetings[name]}.{each}" for each in range(dist.get_world_size(parent))]
-    _meetings[name] += 1
+    keys = [f"hvdcompress.meeting{_num_connects[name]}.{each}" for each in range(dist.get_world_size(parent))]
+    _num_connects[name] += 1
 
-    def come() -> list[int]:
+    def arrived() -> list[int]:
         return [each for each, key in enumerate(keys) if store.check([key])]
 
-    with watchdog.rendezvous("every rank's first backward pass", come):
+    with watchdog.rendezvous("every rank's first backward pass", arrived):
         try:
             timeout = parent._get_backend(device).options._timeout
             watchdog.patience = timeout.total_seconds()
-            watchdog.set_peers(tell_all(store, keys, rank, watchdog.endpoint(), timeout))
+            watchdog.set_peers(exchange_texts(store, keys, rank, watchdog.endpoint(), timeout))
         except TimeoutError as error:
-            raise PeerLost(f"not all ranks have come to their first backward pass; rank {rank}: {error}") from error
+            raise PeerLost(f"rank {rank} waited for the first backward pass of all ranks: {error}") from error
         return ProcessGroupTransport(parent, device)
 
 
-def tell_all(store: Any, keys: Sequence[str], mine: int, text: str, timeout: timedelta) -> list[str]:
-    """Every rank's text, in rank order, by a store; waits for all.
+def exchange_texts(store: Any, keys: Sequence[str], rank: int, text: str, timeout: timedelta) -> list[str]:
+    """Exchange one text per rank through a store; return all texts in rank order.
 
     Args:
-        store: torch.distributed's.
-        keys: a key for each rank, which is used once.
-        mine: this rank.
-        text: its text.
-        timeout: how long to wait.
+        store: a ``torch.distributed`` store.
+        keys: one key per rank; each may be used only once.
+        rank: this rank.
+        text: the text of this rank.
+        timeout: how long to wait for all ranks.
 
     Raises:
-        TimeoutError: a rank has not told its own by then.
+        TimeoutError: a rank has not set its text within the timeout.
     """
-    store.set(keys[mine], text)
+    store.set(keys[rank], text)
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{keys} are not all there after {timeout}")
-        time.sleep(LISTEN)
+            absent = [each for each, key in enumerate(keys) if not store.check([key])]
+            raise TimeoutError(f"nothing from ranks {absent} after {timeout}")
+        time.sleep(ALARM_INTERVAL)
     return [store.get(key).decode() for key in keys]
 
 
-def _plain(value: Any) -> Any:
-    """JSON has lists for tuples."""
+def _as_tuple(value: Any) -> Any:
+    """Turn a list, which JSON makes of a tuple, into a tuple again."""
     return tuple(value) if isinstance(value, list) else value

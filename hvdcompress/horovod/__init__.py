@@ -1,4 +1,5 @@
-"""Horovod: any method behind its unmodified optimizers, for PyTorch, TensorFlow and Keras 3.
+"""Drivers for unmodified Horovod: PyTorch, TensorFlow and Keras 3.
 
-Each framework has a module of its own, which imports it: ``hvdcompress.horovod.torch``, ``.tensorflow`` and ``.keras``.
+Each framework has its own module, so that only this framework is imported: ``hvdcompress.horovod.torch``,
+``hvdcompress.horovod.tensorflow`` and ``hvdcompress.horovod.keras``.
 """

@@ -1,7 +1,7 @@
-"""Keras 3: an optimizer that averages compressed gradients, and the callbacks that distributed training needs.
+"""A distributed optimizer for Keras 3 that averages compressed gradients, and callbacks for distributed training.
 
-Horovod's own ``DistributedOptimizer`` fails on Keras 3 variables. (With Keras 2, which is ``tf_keras`` today, use that
-one, with ``hvdcompress.horovod.tensorflow.Compressor``.) ::
+Horovod's own ``DistributedOptimizer`` does not work with Keras 3 variables. With Keras 2 (``tf_keras``), use Horovod's
+optimizer with ``hvdcompress.horovod.tensorflow.Compressor``. ::
 
     import horovod.tensorflow as hvd
     from hvdcompress.horovod.keras import BroadcastCallback, DistributedOptimizer, MetricAverageCallback
@@ -30,7 +30,7 @@ from hvdcompress.plan import Plan, is_auto
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
-#: dtypes that Horovod can broadcast; random seeds are uint32, and go as int64
+#: dtypes that Horovod can broadcast; others, such as the uint32 of random seeds, are cast
 _BROADCAST = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
 
 
@@ -44,45 +44,51 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     **settings: Any,
 ) -> keras.optimizers.Optimizer:
-    """Have an optimizer reduce its gradients over ranks first.
+    """Make a Keras optimizer reduce its gradients over all ranks before it applies them.
 
     Args:
-        optimizer: any new Keras 3 optimizer; a ``LossScaleOptimizer`` too, whose inner optimizer must be a plain one.
-        compression: a Compressor, or what one is made of: a method id, a Method, a Plan or a plan's dict. "auto" sets
-            beta_1 of Adam and its relatives to 0.
+        optimizer: a new Keras 3 optimizer. It may be a ``LossScaleOptimizer`` around a plain optimizer.
+        compression: a Compressor, or the argument for one: a method id, a Method, a Plan or a plan's dict. "auto" sets
+            beta_1 of Adam and related optimizers to 0.
         op: ``hvd.Average`` or ``hvd.Sum``.
-        backward_passes_per_step: gradients of so many batches are averaged on each rank before they are exchanged.
-        sparse_as_dense: make the sparse gradients of embeddings dense, and exchange them; an error otherwise.
+        backward_passes_per_step: number of batches whose gradients each rank averages before they are exchanged.
+        sparse_as_dense: convert the sparse gradients of embeddings to dense ones. Without it, they are an error.
         process_set: the Horovod process set to reduce over.
-        settings: hyper-parameters and plan keys, if ``compression`` is no Compressor.
+        settings: hyper-parameters and plan keys, if ``compression`` is not a Compressor.
 
     Returns:
-        The same object, whose class is now derived from what it was; ``.compressor`` is its Compressor.
+        The same optimizer object, with a subclass of its class, and the Compressor as attribute ``compressor``.
 
     Raises:
-        ValueError: the optimizer was used or given before, the backend is not TensorFlow, or the plan is bad.
+        ValueError: the optimizer was used before, or already reduces gradients; the backend is not TensorFlow; the
+            plan is wrong.
     """
     if keras.backend.backend() != "tensorflow":
-        raise ValueError(f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
+        raise ValueError(f"the Keras backend is {keras.backend.backend()}: set KERAS_BACKEND=tensorflow")
     if optimizer.built:
         raise ValueError("the optimizer has been used already: give DistributedOptimizer a new one")
     if isinstance(optimizer, _Reduction):
-        raise ValueError("the optimizer reduces its gradients already: DistributedOptimizer takes it once")
+        raise ValueError(
+            "the optimizer reduces its gradients already: DistributedOptimizer takes it once, so give it a new one"
+        )
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if isinstance(compression, Compressor):
         if settings:
-            raise ValueError(f"a Compressor has its settings already: {', '.join(settings)}")
+            raise ValueError(f"compression is a Compressor, so give its settings to it: {', '.join(settings)}")
         compressor = compression
     else:
         compressor = Compressor(compression, process_set=process_set, **settings)
         inner = optimizer.inner_optimizer if scaled else optimizer
         if is_auto(compression) and hasattr(inner, "beta_1"):
-            inner.beta_1 = 0.0  # gradients that wait in residuals act as momentum
+            inner.beta_1 = 0.0  # the delay of gradients in residuals acts as momentum
     if backward_passes_per_step > 1:
         if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
-            raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")
+            raise ValueError(
+                "backward_passes_per_step must be 1: this optimizer scales the loss or accumulates gradients itself"
+            )
         optimizer.gradient_accumulation_steps = backward_passes_per_step
-    # the object itself: one made again of its configuration would lose what a program's own class leaves out of that
+    # Change the class of this object: a new optimizer from get_config() would lose all attributes
+    # that a program's own optimizer class does not put into its configuration
     mixin = _ReducesScaled if scaled else _Reduces
     cls = type(optimizer)
     object.__setattr__(optimizer, "__class__", type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}))
@@ -99,18 +105,17 @@ def DistributedOptimizer(
 
 
 def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compressor) -> None:
-    """Have an optimizer's momentum adapted, or say why it is not."""
+    """Let the Compressor adapt the momentum of the optimizer, if it can; log on rank 0 what it does."""
     compressor.use_optimizer(optimizer)
-    first = compressor.local.rank == 0 and may_adapt(compressor.plan)
+    logs = compressor.local.rank == 0 and may_adapt(compressor.plan)
     clips = [key for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(optimizer, key, None) is not None]
     momentum = keras_momentum(optimizer)
     text = ""
     if clips and momentum and momentum.factor:
         compressor.use_optimizer(SGD(0.0))
         text = (
-            f"{clips[0]} would clip gradients whose momentum is adapted, which are larger: so the optimizer's "
-            "momentum is kept, on top of the residuals, which costs accuracy; give the Compressor local_clip_norm "
-            "instead"
+            f"the optimizer's momentum is not adapted, because {clips[0]} would clip the adapted gradients, which are "
+            "larger. Momentum on top of residuals costs accuracy; give the Compressor local_clip_norm instead"
         )
     elif momentum and momentum.factor:
         text = (
@@ -120,17 +125,18 @@ def _adapt_momentum(optimizer: keras.optimizers.Optimizer, compressor: Compresso
     elif beta := float(getattr(optimizer, "beta_1", 0.0)):
         text = (
             f"{type(optimizer).__name__} with beta_1 = {beta:g}: momentum on top of residuals costs accuracy, and "
-            "only that of SGD can be adapted; set beta_1=0.0"
+            "only the momentum of SGD can be adapted; set beta_1=0.0"
         )
-    if text and first:
+    if text and logs:
         log.warn_once(text)
 
 
-#: the key in an optimizer's configuration that says that it reduces gradients; some of Keras's errors show it alone
+#: A key in the configuration of an optimizer that reduces gradients. Keras does not know it as an argument, so loading
+#: such an optimizer fails, and some of Keras's error messages show only this key: hence its name
 _REDUCES = "hvdcompress.horovod.keras.load_model"
 _REFUSED = (
-    "the saved optimizer averages gradients over ranks, and a plain one would let ranks drift apart: load the model "
-    "with this function, or with compile=False"
+    "the saved optimizer averages gradients over ranks, and with a plain one the ranks would drift apart: load the "
+    "model with this function, or with compile=False"
 )
 
 
@@ -141,55 +147,60 @@ def load_model(
     custom_objects: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> keras.Model:
-    """``keras.saving.load_model`` of a model that was compiled with a :func:`DistributedOptimizer`, and saved.
+    """Load a saved model that was compiled with a :func:`DistributedOptimizer`.
 
-    ``keras.saving.load_model`` itself refuses such a model, unless it is called with ``compile=False``.
+    ``keras.saving.load_model`` refuses such a model, unless it is called with ``compile=False``.
 
     Args:
-        filepath: the file.
-        compression: as for :func:`DistributedOptimizer`; a saved model has no residuals, which the Compressor saves.
-        custom_objects: the program's own classes and functions, by name.
+        filepath: the file of the model.
+        compression: as for :func:`DistributedOptimizer`. The saved model does not contain residuals; the Compressor
+            saves them.
+        custom_objects: the program's own classes and functions by name.
         options: further arguments of :func:`DistributedOptimizer`.
 
     Returns:
-        The model, compiled with the optimizer that it was saved with, in its state, which reduces gradients again.
+        The model, compiled with the saved optimizer in its saved state. The optimizer reduces gradients again.
 
     Raises:
-        ValueError: as :func:`DistributedOptimizer`.
+        ValueError: see :func:`DistributedOptimizer`.
     """
     given = dict(custom_objects or {})
 
-    def again(cls: Any) -> Any:
-        """What Keras makes an optimizer of, in the place of its class."""
+    def stand_in(cls: Any) -> Any:
+        """Return a class whose ``from_config`` makes a distributed optimizer, for Keras to use in place of ``cls``."""
 
         def from_config(config: Mapping[str, Any], *more: Any, **named: Any) -> Any:
             plain = {key: value for key, value in config.items() if key != _REDUCES}
-            made = cls.from_config(plain, *more, **named)
-            return DistributedOptimizer(made, compression, **options) if _REDUCES in config else made
+            optimizer = cls.from_config(plain, *more, **named)
+            return DistributedOptimizer(optimizer, compression, **options) if _REDUCES in config else optimizer
 
         return type(cls.__name__, (), {"from_config": staticmethod(from_config)})
 
     classes = {**vars(keras.optimizers), **given}.items()
     optimizers = {
-        name: again(one)
-        for name, one in classes
-        if isinstance(one, type) and issubclass(one, keras.optimizers.Optimizer)
+        name: stand_in(each)
+        for name, each in classes
+        if isinstance(each, type) and issubclass(each, keras.optimizers.Optimizer)
     }
     return keras.saving.load_model(filepath, custom_objects={**given, **optimizers})
 
 
 class _Reduction:
-    """Reduces gradients over ranks."""
+    """Base of the mixins that make an optimizer reduce its gradients over ranks."""
 
     compressor: Compressor
     reduction: Any
     sparse_as_dense: bool
 
     def get_config(self) -> dict[str, Any]:
-        """The plain optimizer's, with an argument that none takes: in a saved model it would be one, in silence."""
+        """Return the configuration of the plain optimizer, with a key that makes loading it fail.
+
+        Otherwise a saved model would be loaded with a plain optimizer, which does not reduce gradients.
+        """
         return {**super().get_config(), _REDUCES: _REFUSED}  # type: ignore[misc]
 
     def _reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the reduced gradients of the variables, in the same order."""
         process_set = self.compressor.process_set
         if process_set.size() == 1 or not process_set.included():
             return list(gradients)
@@ -198,21 +209,25 @@ class _Reduction:
         return [self._reduce_one(gradient, variable, names[id(variable)]) for gradient, variable in pairs]
 
     def _names(self, variables: Sequence[Any]) -> dict[int, str]:
-        """Variables' names by their identity: paths; the second variable of the optimizer's with a path has "#2" added.
+        """Return the names of the optimizer's variables by ``id()``.
+
+        A name is the variable's path. Paths need not be unique, so "#2" is appended to the second variable with the
+        same path, and so on.
 
         Args:
-            variables: those that an optimizer which is not built yet is going to have.
+            variables: the variables to name if the optimizer is not built yet.
         """
         optimizer: Any = getattr(self, "inner_optimizer", self)
         seen: Counter[str] = Counter()
         names = {}
         for variable in optimizer._trainable_variables or variables:
             seen[variable.path] += 1
-            again = f"#{seen[variable.path]}" if seen[variable.path] > 1 else ""
-            names[id(variable)] = f"{variable.path}{again}"
+            suffix = f"#{seen[variable.path]}" if seen[variable.path] > 1 else ""
+            names[id(variable)] = f"{variable.path}{suffix}"
         return names
 
     def _reduce_one(self, gradient: Any, variable: Any, name: str) -> Any:
+        """Return the reduced gradient of a variable; None if it has no gradient."""
         if gradient is None:
             return None
         if isinstance(gradient, tf.IndexedSlices):
@@ -220,6 +235,7 @@ class _Reduction:
                 raise ValueError(
                     f"the gradient of {variable.path!r} is sparse: give DistributedOptimizer sparse_as_dense=True"
                 )
+            # The conversion loses the static shape, which the Compressor needs
             gradient = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
         with self.compressor.naming(name):
             return hvd.allreduce(
@@ -228,14 +244,13 @@ class _Reduction:
 
 
 class _Reduces(_Reduction):
-    """Reduces what Keras is about to clip and apply: unscaled, and accumulated if need be."""
+    """Mixin that reduces gradients just before Keras clips and applies them, after accumulation and unscaling."""
 
     _reduced: Any
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        vars(self)["_reduced"] = (
-            trainable_variables  # Keras would take an attribute's variables for the optimizer's own
-        )
+        # Not setattr(): Keras tracks variables in attributes, and would take these for the optimizer's own
+        vars(self)["_reduced"] = trainable_variables
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
@@ -243,7 +258,10 @@ class _Reduces(_Reduction):
 
 
 class _ReducesScaled(_Reduction):
-    """Reduces gradients while they are scaled, so that all ranks see the same ones finite and skip alike."""
+    """Mixin for ``LossScaleOptimizer`` that reduces gradients while they are still scaled.
+
+    A non-finite gradient on one rank is then non-finite on all ranks, so all of them skip the same steps.
+    """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         inner = self.inner_optimizer  # type: ignore[attr-defined]
@@ -252,12 +270,12 @@ class _ReducesScaled(_Reduction):
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """Gives every rank the weights and the optimizer's state of one rank.
+    """Broadcast the weights and the optimizer state of one rank to all ranks, once.
 
-    It does so before the first batch or, where the model is not built by then, after it.
+    The broadcast happens before the first batch. If the model is not built by then, it happens after the first batch.
 
     Args:
-        root: the rank whose weights and state are taken.
+        root: the rank whose weights and optimizer state all ranks get.
     """
 
     def __init__(self, root: int = 0):
@@ -266,7 +284,7 @@ class BroadcastCallback(keras.callbacks.Callback):
         self.done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if there is something to.
+        """Broadcast if the model is built.
 
         Raises:
             ValueError: the model is compiled with XLA, which can run neither collectives nor codecs.
@@ -279,7 +297,7 @@ class BroadcastCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if that was not possible before."""
+        """Broadcast after the first batch, if the model was not built before it."""
         self._broadcast()
 
     def _broadcast(self) -> None:
@@ -295,20 +313,24 @@ class BroadcastCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of each epoch, replaces every metric by its mean over ranks; list it before all that read them."""
+    """Replace every metric by its mean over ranks at the end of each epoch.
+
+    List this callback before all callbacks that read metrics, such as ``EarlyStopping``.
+    """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Average, in name order."""
+        """Average the metrics in ``logs``, in place."""
+        # In sorted order: collectives of one name wait for each other, and dicts may differ in order between ranks
         for name in sorted(logs or {}):
             value = tf.constant(float(logs[name]), tf.float64)  # type: ignore[index]
             logs[name] = float(hvd.allreduce(value, name=f"hvdcompress.horovod.keras.metric.{name}"))  # type: ignore[index]
 
 
 class ObserveCallback(keras.callbacks.Callback):
-    """Shows the methods each epoch's loss and learning rate, on which some restart their schedule."""
+    """Pass the loss and the learning rate of each epoch to the Compressor; some methods restart their schedule then."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Pass them on."""
+        """Call ``Compressor.observe`` with the loss and the learning rate."""
         metrics = {"learning_rate": float(self.model.optimizer.learning_rate)}
         if logs and "loss" in logs:
             metrics["loss"] = float(logs["loss"])

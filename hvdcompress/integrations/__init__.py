@@ -1,6 +1,7 @@
-"""Frameworks that make the ``DistributedDataParallel`` module themselves: Lightning, accelerate, Transformers' Trainer.
+"""Compression for frameworks that make the ``DistributedDataParallel`` module themselves.
 
-Each file is a thin door over :mod:`hvdcompress.ddp`, and saves and restores the residuals with the framework's own
-checkpoints, a file per rank. Each needs its framework: ``pip install hvdcompress[lightning]``, ``[accelerate]`` or
+There is one module per framework: ``lightning``, ``accelerate`` and ``transformers`` (the Hugging Face ``Trainer``).
+Each attaches a :class:`hvdcompress.ddp.Compressor`, and saves and restores the residuals together with the framework's
+checkpoints, in one file per rank. Each needs its framework: ``pip install hvdcompress[lightning]``, ``[accelerate]`` or
 ``[transformers]``.
 """

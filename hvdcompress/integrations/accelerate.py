@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: compress what a prepared model exchanges, and save it with accelerate's own checkpoints.
+"""Hugging Face accelerate: compress the gradients of a prepared model, and save residuals with its checkpoints.
 
     from hvdcompress.integrations.accelerate import attach
 
@@ -6,7 +6,7 @@
     attach(accelerator, model, "scalecom", density=0.01)
 
 ``accelerator.save_state(folder)`` then writes each rank's residuals to ``folder/hvdcompress``, and ``load_state`` reads
-them. (``register_for_checkpointing`` would save the main process's alone.)
+them. Do not use ``register_for_checkpointing``, which saves only the residuals of the main process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hvdcompress import ddp
-from hvdcompress.integrations import beside
+from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -36,43 +36,53 @@ def attach(
     method: str | Method | Plan | Mapping[str, Any],
     **settings: Any,
 ) -> ddp.Compressor:
-    """Compress what a model exchanges that ``accelerator.prepare`` has returned.
+    """Compress the gradients of a model that ``accelerator.prepare`` has returned.
 
     Call it on every process, before the first backward pass and before ``load_state``.
 
     Args:
-        accelerator: the Accelerator that prepared it.
-        model: what it returned.
+        accelerator: the Accelerator that prepared the model.
+        model: the prepared model.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: as for :func:`hvdcompress.ddp.attach`; with ``mixed_precision="fp16"``, ``loss_scale`` is the
-            scaler's.
+        settings: as for :func:`hvdcompress.ddp.attach`. With ``mixed_precision="fp16"``, ``loss_scale`` is taken from
+            accelerate's scaler.
 
     Returns:
         The Compressor.
 
     Raises:
-        ValueError: accelerate has not wrapped the model in DistributedDataParallel, or it has an option with which
-            there is no compression; the plan is wrong.
+        ValueError: there is only one process; accelerate has not wrapped the model in DistributedDataParallel; the
+            model uses an option that compression does not support; the plan is wrong.
     """
     if accelerator.num_processes == 1:
-        raise ValueError("there is one process, so there is nothing to compress: accelerate launch --num_processes 2 …")
+        raise ValueError(
+            "there is only one process, so there are no gradients to exchange: start the script with accelerate launch "
+            "--num_processes 2"
+        )
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise ValueError(f"accelerate runs {accelerator.distributed_type.value}, not DistributedDataParallel")
+        raise ValueError(
+            f"accelerate uses {accelerator.distributed_type.value}, not DistributedDataParallel; configure it for "
+            "multi-GPU or multi-CPU training"
+        )
     scale = {"loss_scale": accelerator.scaler.get_scale} if accelerator.scaler else {}
     compressor = ddp.attach(model, method, **{**scale, **settings})
 
     def save(models: list[torch.nn.Module], weights: Any, folder: str) -> None:
-        beside.save(compressor, _place(folder, models, model))
+        rank_files.save(compressor, _folder(folder, models, model))
 
     def load(models: list[torch.nn.Module], folder: str) -> None:
-        beside.load(compressor, _place(folder, models, model))
+        rank_files.load(compressor, _folder(folder, models, model))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return compressor
 
 
-def _place(folder: str, models: list[torch.nn.Module], model: torch.nn.Module) -> Path:
-    """``hvdcompress`` for the first model that was prepared, ``hvdcompress_1`` for the second, as accelerate does."""
-    number = next((number for number, one in enumerate(models) if one is model), 0)
-    return Path(folder) / (f"{beside.NAME}_{number}" if number else beside.NAME)
+def _folder(folder: str, models: list[torch.nn.Module], model: torch.nn.Module) -> Path:
+    """Return the folder for a model's residuals within a checkpoint.
+
+    It is ``hvdcompress`` for the first prepared model, ``hvdcompress_1`` for the second, and so on: accelerate numbers
+    its own files in the same way.
+    """
+    number = next((number for number, each in enumerate(models) if each is model), 0)
+    return Path(folder) / (f"{rank_files.NAME}_{number}" if number else rank_files.NAME)

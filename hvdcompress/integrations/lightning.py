@@ -1,12 +1,13 @@
-"""Lightning: a strategy that trains like ``DDPStrategy``, and compresses what is exchanged.
+"""Lightning: a strategy like ``DDPStrategy`` that compresses gradients.
 
     from hvdcompress.integrations.lightning import CompressedDDP
 
     trainer = Trainer(strategy=CompressedDDP("scalecom", {"density": 0.01}), devices=2)
     trainer = Trainer(strategy="hvdcompress_scalecom", devices=2)  # by name, with the method's defaults
 
-Importing this module registers a name for every method. Lightning's own ``ddp_comm_hook=`` is ignored in silence on
-anything but CUDA, and its checkpoints do not have a hook's state: this strategy works on the CPU, too, and saves it.
+Importing this module registers a strategy name for every method. Lightning's own ``ddp_comm_hook=`` is silently ignored
+on devices other than CUDA, and Lightning does not save the state of a hook. This strategy also works on the CPU, and
+saves the residuals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress import ddp, registry
-from hvdcompress.integrations import beside
+from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -29,19 +30,21 @@ __all__ = ["CompressedDDP"]
 
 
 class CompressedDDP(DDPStrategy):
-    """``DDPStrategy`` with compressed gradients.
+    """Lightning's ``DDPStrategy`` with compressed gradients.
 
-    Each rank's residuals are saved next to a checkpoint, in a folder of its name with ``.hvdcompress`` for ``.ckpt``;
-    ``Trainer.fit(ckpt_path=…)`` restores them with the optimizers' state, and ``ModelCheckpoint`` removes both
-    together. A checkpoint of the weights alone has none.
+    Each rank's residuals are saved next to the checkpoint, in a folder with the name of the checkpoint and the suffix
+    ``.hvdcompress`` instead of ``.ckpt``. ``Trainer.fit(ckpt_path=…)`` restores them together with the optimizers'
+    state, and ``ModelCheckpoint`` removes them together with the checkpoint. They are not saved for a checkpoint that
+    contains only weights.
 
     Args:
         method: a method id, a Method, a Plan, or a plan's dict.
-        settings: hyper-parameters and plan keys. With ``precision="16-mixed"``, ``loss_scale`` is the scaler's.
-        options: of ``DDPStrategy``, and through it of ``DistributedDataParallel``.
+        settings: settings of :func:`hvdcompress.ddp.attach`: hyper-parameters and plan keys. With
+            ``precision="16-mixed"``, ``loss_scale`` is taken from Lightning's scaler.
+        options: options of ``DDPStrategy``, which passes them on to ``DistributedDataParallel``.
 
     Attributes:
-        compressor: of the last ``fit``; None before.
+        compressor: the Compressor of the last ``fit``; None before the first one.
     """
 
     def __init__(
@@ -51,15 +54,16 @@ class CompressedDDP(DDPStrategy):
         **options: Any,
     ):
         super().__init__(**options)
-        self.method, self.settings = method, dict(settings or {})
+        self.method = method
+        self.settings = dict(settings or {})
         self.compressor: ddp.Compressor | None = None
-        self._checkpoint = ""  # that was read last
+        self._checkpoint = ""  # path of the checkpoint that was loaded last
 
     def configure_ddp(self) -> None:
-        """Wrap the model, and attach to it.
+        """Wrap the model in ``DistributedDataParallel``, and attach a Compressor.
 
         Raises:
-            ValueError: the plan is wrong, or the model has an option with which there is no compression.
+            ValueError: the plan is wrong, or the model uses an option that compression does not support.
         """
         super().configure_ddp()
         if self.compressor:
@@ -69,51 +73,52 @@ class CompressedDDP(DDPStrategy):
         self.compressor = ddp.attach(self.model, self.method, **{**scale, **self.settings})
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write the checkpoint on rank 0, and this rank's residuals.
+        """Write the checkpoint on rank 0, and the residuals on every rank.
 
         Raises:
-            ValueError: the path is not one of this machine's.
+            ValueError: the path is a URL, not a local path.
         """
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         if self.compressor and "optimizer_states" in checkpoint:
-            beside.save(self.compressor, folder_of(filepath))
+            rank_files.save(self.compressor, folder_of(filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read the checkpoint, and note where its residuals are."""
+        """Read the checkpoint, and remember its path for the residuals."""
         self._checkpoint = str(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, and this rank's residuals.
+        """Restore the state of the optimizers, and this rank's residuals.
 
         Raises:
             FileNotFoundError: the residuals of some ranks are missing.
-            ValueError: they are of another model, or the path is not one of this machine's.
+            ValueError: the residuals belong to another model, or the path is a URL.
         """
         super().load_optimizer_state_dict(checkpoint)
         if self.compressor:
-            beside.load(self.compressor, folder_of(self._checkpoint))
+            rank_files.load(self.compressor, folder_of(self._checkpoint))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove the checkpoint, and its residuals; of a link only the link."""
-        kept = "://" in str(filepath) or Path(filepath).is_symlink()  # none there, or another checkpoint's
+        """Remove the checkpoint and its residuals. If the path is a symbolic link, remove only the link."""
+        # A URL has no residuals, and the residuals of a link belong to the checkpoint that it points to
+        has_none = "://" in str(filepath) or Path(filepath).is_symlink()
         super().remove_checkpoint(filepath)
-        if not kept:
-            beside.remove(folder_of(filepath))
+        if not has_none:
+            rank_files.remove(folder_of(filepath))
 
 
 def folder_of(filepath: str | Path) -> Path:
-    """Where a checkpoint's residuals are; ``last.ckpt`` may be a link to another.
+    """Return the folder for the residuals of a checkpoint. Links, such as ``last.ckpt``, are resolved.
 
     Raises:
-        ValueError: it is not on this machine.
+        ValueError: the path is a URL, not a local path.
     """
     if "://" in str(filepath):
-        raise ValueError(f"{filepath}: residuals are saved to local paths only, one file per rank")
+        raise ValueError(f"{filepath}: residuals can be saved to local paths only, one file per rank")
     path = Path(filepath).resolve()
-    return path.with_name(path.name.removesuffix(".ckpt") + f".{beside.NAME}")
+    return path.with_name(path.name.removesuffix(".ckpt") + f".{rank_files.NAME}")
 
 
 for _id in registry.available():
-    _what = f"DistributedDataParallel, gradients compressed by {_id}"
-    StrategyRegistry.register(f"hvdcompress_{_id}", CompressedDDP, _what, override=True, method=_id)
+    _description = f"DistributedDataParallel with gradients compressed by {_id}"
+    StrategyRegistry.register(f"hvdcompress_{_id}", CompressedDDP, _description, override=True, method=_id)

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: a callback by which a ``Trainer`` compresses what its model exchanges.
+"""Hugging Face Transformers: a callback that makes a ``Trainer`` compress its gradients.
 
     from hvdcompress.integrations.transformers import CompressionCallback
 
@@ -6,7 +6,8 @@
     trainer.add_callback(CompressionCallback(trainer, "scalecom", density=0.01))
     trainer.train()
 
-Each checkpoint gets a folder ``hvdcompress`` with a file per rank; ``train(resume_from_checkpoint=…)`` restores them.
+Each checkpoint gets a folder ``hvdcompress`` with the residuals, one file per rank. ``train(resume_from_checkpoint=…)``
+restores them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcompress import ddp
-from hvdcompress.integrations import beside
+from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
 
@@ -29,14 +30,16 @@ __all__ = ["CompressionCallback"]
 
 
 class CompressionCallback(TrainerCallback):
-    """Attaches to the ``DistributedDataParallel`` module when training begins; saves and restores residuals.
+    """Attach a Compressor to the ``DistributedDataParallel`` module when training begins; save and restore residuals.
 
     Args:
-        trainer: the Trainer that it is added to: callbacks are not shown the wrapped model.
+        trainer: the Trainer to which the callback is added. It is needed because Transformers does not pass the wrapped
+            model to callbacks.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        resume_from: the checkpoint that training goes on from. Without it, ``checkpoint-STEP`` in the Trainer's
-            ``output_dir`` is meant: callbacks are not shown that, either.
-        settings: as for :func:`hvdcompress.ddp.attach`. With ``fp16=True``, ``loss_scale`` is the scaler's.
+        resume_from: the path of the checkpoint from which training resumes, if it is not ``checkpoint-STEP`` in the
+            Trainer's ``output_dir``. Transformers does not pass this path to callbacks, either.
+        settings: as for :func:`hvdcompress.ddp.attach`. With ``fp16=True``, ``loss_scale`` is taken from the Trainer's
+            scaler.
 
     Attributes:
         compressor: the Compressor; None before training.
@@ -50,31 +53,38 @@ class CompressionCallback(TrainerCallback):
         resume_from: str | Path | None = None,
         **settings: Any,
     ):
-        self.trainer, self.method, self.settings, self.resume_from = trainer, method, settings, resume_from
+        self.trainer = trainer
+        self.method = method
+        self.settings = settings
+        self.resume_from = resume_from
         self.compressor: ddp.Compressor | None = None
-        self._model: Any = None  # that the Compressor is attached to
+        self._model: Any = None  # the model to which the Compressor is attached
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Attach, unless an earlier ``train()`` has; go on from the checkpoint's residuals.
+        """Attach a Compressor, unless an earlier ``train()`` has done so; restore residuals if training resumes.
 
         Raises:
-            ValueError: there is one process, or the Trainer does not use DistributedDataParallel; the plan is wrong.
+            ValueError: there is only one process; the Trainer does not use DistributedDataParallel; the plan is wrong.
             FileNotFoundError: the residuals of some ranks are missing.
         """
         model = self.trainer.model_wrapped
         if self.compressor is None or self._model is not model:
             if args.world_size == 1:
-                raise ValueError("there is one process, so there is nothing to compress: torchrun --nproc-per-node 2 …")
+                raise ValueError(
+                    "there is only one process, so there are no gradients to exchange: start the script with torchrun "
+                    "--nproc-per-node 2"
+                )
             scaler = self.trainer.accelerator.scaler
             scale = {"loss_scale": scaler.get_scale} if scaler else {}
-            self.compressor, self._model = ddp.attach(model, self.method, **{**scale, **self.settings}), model
+            self.compressor = ddp.attach(model, self.method, **{**scale, **self.settings})
+            self._model = model
         if state.global_step:
-            beside.load(self.compressor, _folder(self.resume_from or _checkpoint(args, state)))
+            rank_files.load(self.compressor, _folder(self.resume_from or _checkpoint(args, state)))
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Write this rank's residuals into the checkpoint, unless it has the model alone."""
+        """Write this rank's residuals into the checkpoint, unless it contains only the model."""
         if self.compressor and not args.save_only_model:
-            beside.save(self.compressor, _folder(_checkpoint(args, state)))
+            rank_files.save(self.compressor, _folder(_checkpoint(args, state)))
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
@@ -82,4 +92,4 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _folder(checkpoint: str | Path) -> Path:
-    return Path(checkpoint) / beside.NAME
+    return Path(checkpoint) / rank_files.NAME

@@ -1,4 +1,4 @@
-"""MPI without a framework: any method on numpy arrays, under plain ``mpirun -np N``."""
+"""Compressed all-reduces of numpy arrays over MPI, with mpi4py and without a deep-learning framework."""
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.mpi.compressor import Compressor

@@ -1,4 +1,4 @@
-"""The MPI driver: any method on numpy arrays, under plain ``mpirun -np N``, with no deep-learning framework.
+"""The MPI driver: every method on numpy arrays, under plain ``mpirun -np N``, without a deep-learning framework.
 
     from mpi4py import MPI
     from hvdcompress.mpi import Compressor
@@ -7,8 +7,8 @@
     gradient = comp.allreduce(gradient, name="layer1")                    # on every rank: the average
     gradients = comp.allreduce_many({"layer1": g1, "layer2": g2})         # better: they overlap
 
-An error *outside* of ``allreduce`` on one rank alone leaves the others waiting, as in any MPI program:
-``mpirun -np N python -m mpi4py program.py`` ends them all.
+If one rank raises an error outside of ``allreduce``, the others wait forever, as in any MPI program. Start the program
+with ``mpirun -np N python -m mpi4py program.py``, which ends all ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-# Without mpirun Open MPI would start a daemon of its own, which fails where there is no ssh; one rank needs none
+# Importing mpi4py.MPI initializes MPI. Without mpirun, Open MPI then starts a daemon, which fails if ssh is missing. A
+# single rank needs no daemon, so this variable turns it off during the import
 _ISOLATED = "OMPI_MCA_ess_singleton_isolated"
 _is_set = _ISOLATED in os.environ
 os.environ.setdefault(_ISOLATED, "1")
-from mpi4py import MPI  # noqa: E402  (which starts MPI)
+from mpi4py import MPI  # noqa: E402
 
 if not _is_set:
     del os.environ[_ISOLATED]
@@ -47,24 +48,28 @@ Op = Literal["average", "sum"]
 
 
 class Compressor(compressor.Compressor):
-    """Compressed all-reduces over one communicator. Making one is collective: all ranks of ``comm`` do it together.
+    """Compressed all-reduces of named arrays over one communicator.
+
+    Constructing a Compressor is collective: all ranks of ``comm`` must do it.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        comm: an intracommunicator of mpi4py; it is duplicated.
-        loss_scale: a number, or a function that returns one, by which gradients were multiplied; residuals are kept
-            unscaled, so it may change between steps.
-        optimizer: describes the program's optimizer, whose momentum is adapted where error feedback delays gradients.
+        comm: an mpi4py intracommunicator. The Compressor uses duplicates of it.
+        loss_scale: the factor by which gradients are multiplied: a number, or a function that returns it. Residuals
+            are kept unscaled, so the factor may change between steps.
+        optimizer: a description of the program's optimizer. Its momentum is adapted where error feedback delays
+            gradients.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
-        plan: what each tensor gets.
-        ledger: bytes and seconds so far, on this rank. Besides the tensors it has "plan", once; "status", 64 bytes per
-            step; and "lengths", 8 bytes per all-gather whose lengths are not known from before.
+        plan: the plan: which method each tensor gets, and with which hyper-parameters.
+        ledger: bytes and seconds so far, on this rank. Besides the tensors it lists "plan" (once), "status" (64 bytes
+            per step) and "lengths" (8 bytes per all-gather whose lengths are not known in advance).
 
     Raises:
         ValueError: the plan is wrong; ``comm`` is not an intracommunicator.
-        PeerError: another rank's plan is wrong, or differs from this one's.
+        TypeError: ``optimizer`` does not describe an optimizer.
+        PeerError: the plan of another rank is wrong, or differs from this rank's plan.
     """
 
     def __init__(
@@ -77,11 +82,12 @@ class Compressor(compressor.Compressor):
         **settings: Any,
     ):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise ValueError(f"comm must be an intracommunicator of mpi4py, not {comm!r}")
+            raise ValueError(f"comm must be an mpi4py intracommunicator, not {comm!r}")
         error: Exception | None = None
         try:
             plan = plan_of(method, **settings)
-        except Exception as caught:  # the others wait to compare plans: tell them first
+        except Exception as caught:
+            # The other ranks wait below to compare plans: tell them about the error before it is raised
             error = caught
             plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
@@ -89,51 +95,51 @@ class Compressor(compressor.Compressor):
             self.local.optimizer = described(optimizer)
         except TypeError as caught:
             error = error or caught
-        self._tensors: _Tensors | None = None  # those of the last step
-        self._step: Step | None = None  # under way
+        self._tensors: _Tensors | None = None  # the tensors of the last step
+        self._step: Step | None = None  # the open step; None between steps
         with self.watchdog.rendezvous("every rank's Compressor"):
             self._transport = MPITransport(comm)
-            self._silence = weakref.finalize(self, self._transport.silence)
+            self._finalizer = weakref.finalize(self, self._transport.stop_listening)
             self._collectives = Collectives(self._transport, self.local.observers)
             terms = {**plan.to_dict(), "optimizer": str(optimizer)}
-            said = json.dumps([str(error) if error else "", terms, self.watchdog.endpoint()])
-            everyone = self._collectives.gather_text("plan", said)
-        texts, plans, addresses = zip(*map(json.loads, everyone), strict=True)
+            message = json.dumps([str(error) if error else "", terms, self.watchdog.endpoint()])
+            everyone = self._collectives.gather_text("plan", message)
+        errors, plans, addresses = zip(*map(json.loads, everyone), strict=True)
         if error:
             raise error
-        if any(texts):
-            raise peer_error(texts)
+        if any(errors):
+            raise peer_error(errors)
         compare_configs([(plan, {}) for plan in plans])
         self.watchdog.set_peers(addresses)
         if optimizer is None and may_adapt(plan) and comm.rank == 0:
             log.warn_once(UNKNOWN)
 
     def close(self) -> None:
-        """Free its communicators; collective. Without it they are kept until MPI ends."""
-        self._silence.detach()
+        """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""
+        self._finalizer.detach()
         self._transport.close()
 
     # -- the exchange ---------------------------------------------------------------------------------------
 
     def allreduce(self, array: Array, name: str = "", op: Op = "average", out: Array | None = None) -> Array:
-        """Reduce one array over ranks.
+        """Reduce one array over all ranks.
 
         Args:
-            array: any shape; float16, float32 or float64.
-            name: must be given, as residuals are kept by it; each tensor has its own.
+            array: this rank's array; any shape; float16, float32 or float64.
+            name: a name that no other tensor has. It is required, because residuals are kept by name.
             op: "average" or "sum".
-            out: receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
+            out: an array that receives the result; may be ``array`` itself. See :meth:`allreduce_many`.
 
         Returns:
             ``out``, or a new array of the same shape and dtype.
 
         Raises:
-            TypeError: there is no name.
-            ValueError, TypeError, PeerError: as :meth:`allreduce_many`.
+            TypeError: ``name`` is missing, or not a string.
+            ValueError, PeerError: see :meth:`allreduce_many`.
         """
         if not name:
             raise TypeError(
-                "a tensor needs a name of its own, by which its residual is kept: "
+                "name is missing: residuals are kept by name, so each tensor needs its own: "
                 'compressor.allreduce(gradient, name="layer1.weight")'
             )
         return self.allreduce_many({name: array}, op, None if out is None else {name: out})[name]
@@ -141,26 +147,26 @@ class Compressor(compressor.Compressor):
     def allreduce_many(
         self, arrays: Mapping[str, Array], op: Op = "average", out: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Reduce named arrays over ranks in one step, in which they overlap and small ones travel together.
+        """Reduce named arrays over all ranks in one step. Exchanges overlap, and small arrays share a bucket.
 
-        If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was. After an
-        error the Compressor can be used again. The dict's order does not matter.
+        If any array of any rank contains NaN or Inf, all results are NaN on all ranks, and state stays as it was. After
+        an error the Compressor can be used again. The order of the arrays does not matter.
+
+        A signal handler of the program that raises an exception, as for Ctrl-C, raises it at the end of the step.
 
         Args:
-            arrays: by name, any shapes; float16, float32 or float64.
+            arrays: this rank's arrays by name; any shapes; float16, float32 or float64.
             op: "average" or "sum".
-            out: arrays of the same names, shapes and dtypes, contiguous, that receive the results. ``arrays`` itself is
-                the fastest: memory that is touched for the first time may cost more than the exchange. After an error
-                their contents are undefined.
+            out: contiguous arrays of the same names, shapes and dtypes that receive the results. ``out=arrays`` is the
+                fastest choice: writing to newly allocated memory may take longer than the exchange. After an error,
+                the contents of ``out`` are undefined.
 
         Returns:
-            The arrays of ``out``, or new ones of the same shapes and dtypes.
+            The arrays of ``out``, or new arrays of the same shapes and dtypes.
 
         Raises:
-            ValueError, TypeError: an input is wrong on this rank; the others raise PeerError.
+            ValueError, TypeError: an argument is wrong on this rank; the other ranks raise PeerError.
             PeerError: a rank failed, or ranks differ in names, shapes, dtypes, op, step or loss scale; on every rank.
-
-        What a signal handler of the program's raises, as Ctrl-C does, is raised when the step is over.
         """
         with deferred():
             return self._reduce(arrays, op, out)
@@ -174,10 +180,12 @@ class Compressor(compressor.Compressor):
         tensors = _Tensors((), (), SharedConfig({}, {}))
         try:
             given = {name: np.asarray(array) for name, array in arrays.items()}
-            outs = _checked(out, given)
-            tensors = self._known(given, op)
+            outs = _check_outs(out, given)
+            tensors = self._describe_tensors(given, op)
             scale = self.current_loss_scale()
-        except Exception as caught:  # the others wait for this rank's status
+        except Exception as caught:
+            # Raised here, it would leave the other ranks waiting for the status of this one. step.run() raises it
+            # after it has told them
             error = caught
         step = self._step = Step(self.local, self._collectives, tensors.terms, Agree.FIRST_AND_LAST)
         step.loss_scale = scale
@@ -194,21 +202,22 @@ class Compressor(compressor.Compressor):
         return outs
 
     def _add_all(self, step: Step, tensors: _Tensors, given: Mapping[str, Array], outs: Mapping[str, Array]) -> None:
-        """Give all gradients to the engine."""
+        """Give all arrays to the engine, bucket by bucket."""
         for bucket in tensors.buckets:
-            work = self.local.next_step(bucket).dtype
+            dtype = self.local.next_step(bucket).dtype
             flat_outs = [outs[member.name].reshape(-1) for member in bucket.members]
-            with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                flats = [given[member.name].astype(work, copy=False).reshape(-1) for member in bucket.members]
+            # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
+            with np.errstate(over="ignore"):
+                flats = [given[member.name].astype(dtype, copy=False).reshape(-1) for member in bucket.members]
             pairs = zip(flats, flat_outs, strict=True)
             in_place = all(flat.dtype == out.dtype and flat.ctypes.data == out.ctypes.data for flat, out in pairs)
             step.add(bucket, range(len(flats)), flats, None if in_place else flat_outs)
 
-    def _known(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
-        """What follows from the arrays' names, shapes and dtypes: mostly the same as in the last step.
+    def _describe_tensors(self, arrays: Mapping[str, Array], op: Op) -> _Tensors:
+        """Return the buckets and terms of these arrays, from the last step if names, shapes and dtypes are the same.
 
         Raises:
-            ValueError, TypeError: an input is wrong, or ``op``.
+            ValueError, TypeError: a name, a dtype or ``op`` is wrong.
         """
         if op not in ("average", "sum"):
             raise ValueError(f'op = {op!r} must be "average" or "sum"')
@@ -217,7 +226,7 @@ class Compressor(compressor.Compressor):
             specs = [_spec(name, array.shape, array.dtype) for name, array in arrays.items()]
             tensors = {spec.name: f"{spec.shape} {spec.dtype}" for spec in specs}
             terms = SharedConfig({**self.plan.to_dict(), "op": op}, tensors)
-            # largest first: the link is busy with it while the others are encoded
+            # Largest bucket first: its collective overlaps with the encoding of all others
             found = self.plan.buckets(specs, IN_ORDER, ages=self.local.ages())
             buckets = sorted(found, key=lambda bucket: -bucket.spec.size)
             self.local.regroup(buckets)
@@ -231,10 +240,13 @@ class Compressor(compressor.Compressor):
     # -- state ----------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> Array:
-        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
+
+        Args:
+            name: the tensor's name.
 
         Raises:
-            KeyError: no such tensor has gone through.
+            KeyError: no tensor with this name has been reduced.
         """
         state, index = self.local.find(name)
         shape = state.bucket.members[index].shape
@@ -242,43 +254,51 @@ class Compressor(compressor.Compressor):
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+        """Restore the state that :meth:`state_dict` returned on this rank. May be called before the first step.
 
         Raises:
-            ValueError: it is of another rank or world, or of other shapes; nothing is changed then. Shapes that are
-                not known yet are compared in the first step with them.
+            ValueError: the state belongs to another rank, number of ranks, or to tensors of other shapes; nothing is
+                changed. Shapes that are not known yet are checked in the first step.
         """
         self.local.load_state_dict(saved, np.concatenate)
-        self._tensors = None  # they may be grouped in another way now
+        self._tensors = None  # the restored steps may put tensors into other buckets
 
 
 class _Tensors(NamedTuple):
-    """The tensors of a step, their buckets, and what ranks must have alike of them."""
+    """The tensors of a step.
+
+    Attributes:
+        given: op, names, shapes and dtypes, to compare with the next step.
+        buckets: the buckets, in the order in which they are started.
+        terms: the terms that all ranks must have in common.
+    """
 
     given: tuple[Any, ...]
     buckets: tuple[Bucket, ...]
     terms: SharedConfig
 
 
-def _checked(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays that receive results.
+def _check_outs(out: Mapping[str, Array] | None, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the arrays that receive the results: those of ``out``, or new ones.
 
     Raises:
-        ValueError: one is missing, cannot be written, or is of another shape or dtype.
+        ValueError: an array of ``out`` is missing, read-only, non-contiguous, or has another shape or dtype.
     """
     if out is None:
         return {name: np.empty(array.shape, array.dtype) for name, array in arrays.items()}
     for name, array in arrays.items():
-        there = out.get(name)
-        alike = isinstance(there, np.ndarray) and (there.shape, there.dtype) == (array.shape, array.dtype)
-        if there is None or not alike or not (there.flags.writeable and there.flags.c_contiguous):
-            raise ValueError(f"out[{name!r}] must be a contiguous, writeable array {array.shape} of {array.dtype}")
+        found = out.get(name)
+        matches = isinstance(found, np.ndarray) and (found.shape, found.dtype) == (array.shape, array.dtype)
+        if found is None or not matches or not (found.flags.writeable and found.flags.c_contiguous):
+            raise ValueError(
+                f"out[{name!r}] must be a contiguous, writeable array of shape {array.shape} and dtype {array.dtype}"
+            )
     return {name: out[name] for name in arrays}
 
 
 def _spec(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
     if not isinstance(name, str):
-        raise TypeError(f"a tensor's name is a string, not {name!r}")
+        raise TypeError(f"the name of a tensor must be a string, not {name!r}")
     if dtype.kind != "f" or dtype.itemsize > 8:
-        raise ValueError(f"{name!r}: {dtype} cannot be reduced; float16, float32 and float64 can")
+        raise ValueError(f"{name!r}: {dtype} cannot be reduced; use float16, float32 or float64")
     return TensorSpec(name, shape, str(dtype))

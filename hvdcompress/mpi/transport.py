@@ -1,8 +1,9 @@
-"""MPI's non-blocking collectives, and the alarm by which a rank that fails frees the others.
+"""The engine's transport over MPI: non-blocking collectives, and the alarm of a rank that fails.
 
-MPI's collectives have no names: order is all there is (``engine/safety/alarm.py``). An alarm is a message to every
-other rank, on a communicator of its own. It carries the number of its step, as a rank may hear one of the next step
-while it waits for the last answer of this one.
+MPI collectives have no names: every rank must start them in the same order. A rank that fails in the middle of a step
+therefore sounds an alarm (``engine/safety/alarm.py``). Here an alarm is a message to every other rank, on a separate
+communicator. It contains the step number, because a rank may receive an alarm of the next step while it still waits for
+the last result of this one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(eq=False)
 class Handle:
-    """A collective under way: MPI's request, where its result goes, and all buffers, which must live as long as it."""
+    """A collective in flight.
+
+    Attributes:
+        request: MPI's request.
+        out: the array that receives the result.
+        buffers: all buffers of the call. The handle keeps them alive until the collective is done.
+    """
 
     request: MPI.Request
     out: Array
@@ -34,13 +41,13 @@ class Handle:
 
 
 class MPITransport:
-    """Collectives over one communicator, by order.
+    """Collectives over one communicator, matched by their order.
 
-    Two communicators of our own keep them apart from the program's and from alarms. Making one is collective, and so is
-    :meth:`close`.
+    The transport has two duplicates of the communicator, one for collectives and one for alarms, so that neither mixes
+    with messages of the program. Constructing it is collective, and so is :meth:`close`.
 
     Args:
-        comm: an intracommunicator; it is duplicated.
+        comm: an intracommunicator.
     """
 
     ordered = True
@@ -49,84 +56,89 @@ class MPITransport:
 
     def __init__(self, comm: MPI.Comm):
         self.comm = comm.Dup()
-        self.side = comm.Dup()
-        self.rank, self.world = comm.rank, comm.size
-        self.step = 0  # the number of this step, the same on all ranks
-        self._calls: list[Call] = []  # of this step
+        self.alarm_comm = comm.Dup()
+        self.rank = comm.rank
+        self.world = comm.size
+        self.step = 0  # number of this step, the same on all ranks
+        self._calls: list[Call] = []  # the collectives that this rank has started in this step
         self._running: list[Handle] = []
-        self._heard: Counter[int] = Counter()  # alarms by the step that they are of
+        self._alarms: Counter[int] = Counter()  # number of alarms received, by step number
         self._listen()
 
     def close(self) -> None:
-        """Give the communicators back; collective. Nothing may be under way."""
-        self.silence()
+        """Free the communicators; collective. Call it when no collective is in flight."""
+        self.stop_listening()
         self.comm.Free()
-        self.side.Free()
+        self.alarm_comm.Free()
 
-    def silence(self) -> None:
-        """Stop listening for alarms; may be called at exit, on one rank alone."""
+    def stop_listening(self) -> None:
+        """Cancel the receive for alarms. Not collective: one rank alone may call it, at exit for example."""
         if self._alarm != MPI.REQUEST_NULL and not MPI.Is_finalized():
             self._alarm.Cancel()
             self._alarm.Wait()
 
     def begin(self) -> None:
-        """A step begins: nothing is left of the last one, however it ended."""
+        """Begin a step. Forget the last one, which may have failed."""
         self.step += 1
         self._calls.clear()
 
     # -- collectives ----------------------------------------------------------------------------------------
 
     def start(self, name: str, request: Request) -> Handle:
-        """Begin a collective; returns at once."""
+        """Start a collective; return without waiting for it."""
         payload = np.ascontiguousarray(request.payload)
         call = Call(
             request.kind, str(payload.dtype), len(payload), request.op, request.send_lengths, request.recv_lengths
         )
-        return self._begin(call, payload, request.may_overwrite)
+        return self._launch(call, payload, request.may_overwrite)
 
     def ready(self, handle: Handle) -> bool:
-        """Whether :meth:`wait` would return at once. MPI works on what is under way only when it is called."""
+        """Return whether the result is available (:meth:`wait` would not block).
+
+        The call also lets MPI make progress: it moves data only inside of its functions.
+        """
         return handle.request == MPI.REQUEST_NULL or handle.request.Get_status()
 
     def wait(self, handle: Handle) -> Array:
-        """The result.
+        """Wait for a collective and return its result, a flat array.
 
         Raises:
             Alarm: a rank has failed in this step.
         """
         while handle in self._running:
-            if self._heard[self.step]:
+            if self._alarms[self.step]:
                 raise Alarm
             if MPI.Request.Waitany([handle.request, self._alarm]) == 0:
                 self._running.remove(handle)
             else:
-                self._hear()  # one of the next step must wait until this step has ended
+                self._receive_alarm()  # an alarm of the next step is only counted, and raised in that step
         return handle.out
 
     def idle(self, handle: Handle) -> None:
-        """Wait for the result."""
+        """Wait for the result: MPI makes no progress while the process sleeps."""
         self.wait(handle)
 
-    def _begin(self, call: Call, payload: Array, may_overwrite: bool = False) -> Handle:
-        """Call MPI, and note what was called."""
+    def _launch(self, call: Call, payload: Array, may_overwrite: bool = False) -> Handle:
+        """Start a collective and record it, so that :meth:`fail` can tell the other ranks about it."""
         out: Array
         buffers: list[Any]
         if call.kind == "all_reduce":
             out = payload if may_overwrite else np.empty_like(payload)
-            half = call.dtype == "float16"  # MPI has no such type: it carries 16 bits, and we add them
+            # MPI has no float16 type: send the values as 16-bit integers, with our own reduction function
+            half = call.dtype == "float16"
             sent, received = (each.view(np.uint16) if half else each for each in (payload, out))
             buffers = [MPI.IN_PLACE if may_overwrite else sent, received]
             request = self.comm.Iallreduce(buffers[0], buffers[1], _half(call.op) if half else OPS[call.op])
         else:
             recv_lengths = call.recv_lengths or ()
             out = np.empty(sum(recv_lengths), np.uint8)
-            taken = [out, (recv_lengths, _starts(recv_lengths)), MPI.BYTE]
+            receive_buffer = [out, (recv_lengths, _starts(recv_lengths)), MPI.BYTE]
             if call.kind == "all_gather":
-                buffers = [[payload, MPI.BYTE], taken]
+                buffers = [[payload, MPI.BYTE], receive_buffer]
                 request = self.comm.Iallgatherv(*buffers)
             else:
                 send_lengths = call.send_lengths or ()
-                buffers = [[payload, (send_lengths, _starts(send_lengths)), MPI.BYTE], taken]
+                buffers = [[payload, (send_lengths, _starts(send_lengths)), MPI.BYTE], receive_buffer]
                 request = self.comm.Ialltoallv(*buffers)
         self._calls.append(call)
         self._running.append(Handle(request, out, buffers))
@@ -135,39 +147,53 @@ class MPITransport:
     # -- failure --------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        self._number = np.zeros(1, np.int64)
-        self._alarm = self.side.Irecv(self._number, MPI.ANY_SOURCE)
+        """Post the receive for the next alarm."""
+        self._alarm_step = np.zeros(1, np.int64)
+        self._alarm = self.alarm_comm.Irecv(self._alarm_step, MPI.ANY_SOURCE)
 
-    def _hear(self) -> None:
-        """An alarm has come: note its step, and listen for the next one."""
-        self._heard[int(self._number[0])] += 1
+    def _receive_alarm(self) -> None:
+        """Count an alarm that has arrived, and post the receive for the next one."""
+        self._alarms[int(self._alarm_step[0])] += 1
         self._listen()
 
     def fail(self, error: Exception | None) -> Exception:
-        """End the step on all ranks, one of which has failed; see ``engine/safety/alarm.py``."""
+        """End the step on all ranks after one of them has failed; see ``engine/safety/alarm.py``.
+
+        Every rank tells all others its error and the collectives that it has started. Then each rank joins, with
+        zeros, the collectives that only others have started, so that none of them waits forever.
+
+        Args:
+            error: the error of this rank, or None if another rank failed.
+
+        Returns:
+            The exception that this rank should raise: PeerError with the errors of all ranks, or RuntimeError if the
+            ranks are in different steps.
+        """
         alarms = []
         if error is not None:
             number = np.array([self.step], np.int64)
-            alarms = [self.side.Isend(number, rank) for rank in range(self.world) if rank != self.rank]
+            alarms = [self.alarm_comm.Isend(number, rank) for rank in range(self.world) if rank != self.rank]
         text = "" if error is None else str(error) or type(error).__name__
-        everyone: list[tuple[int, str, list[Call]]] = self.side.allgather((self.step, text, self._calls))
-        # every other rank that failed by itself has sent an alarm: take them all in
+        everyone: list[tuple[int, str, list[Call]]] = self.alarm_comm.allgather((self.step, text, self._calls))
+        # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would
         expected = sum(bool(text) for rank, (_, text, _) in enumerate(everyone) if rank != self.rank)
-        while self._heard[self.step] < expected:
+        while self._alarms[self.step] < expected:
             self._alarm.Wait()
-            self._hear()
-        del self._heard[self.step]
+            self._receive_alarm()
+        del self._alarms[self.step]
         MPI.Request.Waitall(alarms)
         if len({step for step, _, _ in everyone}) > 1:
             counts = ", ".join(f"rank {rank}: {step}" for rank, (step, _, _) in enumerate(everyone))
-            return RuntimeError(f"the ranks are in different steps, so they cannot go on: {counts}")
-        self._catch_up([calls for _, _, calls in everyone])
+            return RuntimeError(
+                f"the ranks are in different steps and cannot go on ({counts}); call allreduce equally often on each"
+            )
+        self._join_missing([calls for _, _, calls in everyone])
         return peer_error([text for _, text, _ in everyone])
 
-    def _catch_up(self, everyone: Sequence[Sequence[Call]]) -> None:
-        """Take part, with zeros, in every collective of this step that another rank has begun."""
+    def _join_missing(self, everyone: Sequence[Sequence[Call]]) -> None:
+        """Take part, with zeros, in every collective of this step that only other ranks have started."""
         for call in missing_calls(everyone, self.rank):
-            self._begin(call, np.zeros(call.size, call.dtype))
+            self._launch(call, np.zeros(call.size, call.dtype))
         MPI.Request.Waitall([handle.request for handle in self._running])
         self._running.clear()
 
@@ -177,7 +203,7 @@ OPS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 @cache
 def _half(op: str) -> MPI.Op:
-    """MPI's operation on float16, of which it knows nothing: rounded to float16 after each addition."""
+    """Return an MPI reduction for float16, sent as 16-bit integers. A sum is rounded to float16 after each addition."""
 
     def combine(given: Any, total: Any, datatype: MPI.Datatype) -> None:
         a = np.frombuffer(given, np.float16)
@@ -191,4 +217,5 @@ def _half(op: str) -> MPI.Op:
 
 
 def _starts(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the start offset of each of several consecutive pieces."""
     return tuple(np.cumsum([0, *lengths[:-1]]).tolist())

@@ -1,11 +1,11 @@
-"""The conformance suite: checks that every compression method must pass, including third parties' methods.
+"""The conformance suite: checks that every compression method must pass. Use it for your own methods, too.
 
     from hvdcompress.testing import check_method
-    check_method(MyMethod(density=0.01))              # raises AssertionError, which says what failed
+    check_method(MyMethod(density=0.01))              # raises AssertionError if a check fails
 
-Each of :data:`CHECKS` runs the method in several worlds, in a :class:`Trial`: a loopback network that records every
-collective. No test framework is needed, and the checks also work under ``python -O``. The method need not be
-registered; if it is, its round trip through a plan is checked too.
+Each of :data:`CHECKS` runs the method with several numbers of ranks in a :class:`Trial`, a loopback network that
+records every collective. No test framework is needed, and the checks also work under ``python -O``. The method need not
+be registered; if it is, its round trip through a plan is checked, too.
 
 >>> import hvdcompress
 >>> check_method(hvdcompress.get("topk", density=0.1), worlds=(2,), sizes=(1, 50))
@@ -76,11 +76,12 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 """Every check, in the order in which :func:`check_method` runs them."""
 
-ROUNDING = {"fp16": 2.0**-9}  # the network itself rounds fp16 sums, and no rank's share contains that error
+#: Relative errors to allow by number format. The all-reduce rounds fp16 sums, and no residual contains this error
+ROUNDING = {"fp16": 2.0**-9}
 
 
 def rounding_of(method: Method) -> float:
-    """Return the relative rounding error to allow in sums of the method's values, from its id or its ``values``."""
+    """Return the relative rounding error to allow in sums of the method's values, by its id or its ``values``."""
     return max((ROUNDING.get(str(word), 1e-5) for word in (method.id, getattr(method, "values", ""))), default=1e-5)
 
 
@@ -91,18 +92,19 @@ def check_method(
     checks: Sequence[Check] = CHECKS,
     **settings: Unpack[Settings],
 ) -> None:
-    """Check that a method conforms.
+    """Check that a method conforms to the contract of ``hvdcompress/method.py``.
 
     Args:
         method: the method, with the hyper-parameters to check.
         worlds: numbers of ranks to try.
         checks: the checks to run (default: all).
         **settings: fields of :class:`Settings`: ``sizes`` (default: 0 to 1000 elements), ``steps`` (default: 4),
-            ``ops`` (default: the array backend of the CPU drivers), ``rounding`` (default: by the width of the method's
-            ``values``), ``unbiased`` (default: the method's attribute ``unbiased``, else False), ``seed`` (default: 0).
+            ``ops`` (default: the array ops of the CPU drivers), ``rounding`` (default: by the number format of the
+            method's ``values``), ``unbiased`` (default: the method's attribute ``unbiased``, else False), ``seed``
+            (default: 0).
 
     Raises:
-        AssertionError: a check failed; the message names the method, the check, the world and the fault.
+        AssertionError: a check failed; the message has the method, the check, the number of ranks and the failure.
     """
     settings.setdefault("rounding", rounding_of(method))
     settings.setdefault("unbiased", bool(getattr(method, "unbiased", False)))

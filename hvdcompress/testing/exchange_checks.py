@@ -19,7 +19,7 @@ from hvdcompress.testing.trial import Array, Case, Kind, Trial, equal, plan_for,
 
 
 def check_bytes(case: Case) -> None:
-    """The ledger counts the bytes that were really sent, and they agree with the method's ``num_bytes``."""
+    """Check that the ledger counts the bytes that were really sent, and that they equal the method's ``num_bytes``."""
     net = case.trial()
     variable_length = case.method.variable_length
     for n, dtype in itertools.product(case.sizes, ("float32", "float64", "float16")):
@@ -39,14 +39,15 @@ def check_bytes(case: Case) -> None:
                 sent = net.ledger.bytes_sent(rank) - before[rank]
                 payloads = sum(collective.num_bytes[rank] for collective in net.log)
                 where = f"n = {n}, {dtype}, step {step}, rank {rank}"
-                require(sent == payloads, f"{where}: the ledger says {sent} bytes, the payloads have {payloads}")
+                require(sent == payloads, f"{where}: the ledger has {sent} bytes, but the payloads have {payloads}")
                 require(
                     sent == formula or (variable_length and sent < formula),
-                    f"{where}: num_bytes() says {formula}, the payloads have {payloads} bytes",
+                    f"{where}: num_bytes() returns {formula}, but the payloads have {payloads} bytes",
                 )
                 largest = max(largest, sent)
             require(
-                largest == formula, f"n = {n}: num_bytes() says {formula}, but no rank sent more than {largest} bytes"
+                largest == formula,
+                f"n = {n}: num_bytes() returns {formula}, but no rank sent more than {largest} bytes",
             )
     small = Trial(plan_for(case.method, min_elements=50), case.world, ops=case.ops)
     small.allreduce(case.gradients(49), "small")
@@ -58,7 +59,7 @@ def check_bytes(case: Case) -> None:
 
 
 def check_collectives(case: Case) -> None:
-    """Collectives and dtypes depend only on tensor, phase and world, not on data, rank or step."""
+    """Check that collectives and their dtypes depend on tensor, phase and world size, not on data, rank or step."""
     known: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     kinds: tuple[Kind, ...] = ("normal", "zero", "heavy")
     for n in case.sizes:
@@ -88,30 +89,36 @@ def check_collectives(case: Case) -> None:
                 first = known.setdefault(key, collectives)
                 require(
                     collectives == first,
-                    f"n = {n}, {kind}, step {step}: the collectives are {collectives}, before they were {first}",
+                    f"n = {n}, {kind}, step {step}: the collectives are {collectives}, but were {first} before",
                 )
 
 
 def check_deterministic(case: Case) -> None:
-    """The same seed gives the same bytes, and the global generators of numpy and Python are not used."""
-    with _generators_untouched():
+    """Check that the same seed gives the same bytes, and that the global random generators are not used."""
+    with _restored_generators():
         nets = [case.trial(), case.trial()]
         for step in range(case.steps):
             outs = []
             for number, net in enumerate(nets):
-                np.random.seed(number)  # the state of the global generators must not matter
+                np.random.seed(number)  # a different state of the global generators must not change the result
                 random.seed(number)
-                state, python = np.random.get_state()[1].copy(), random.getstate()  # type: ignore[union-attr, index]
+                of_numpy = np.random.get_state()[1].copy()  # type: ignore[union-attr, index]
+                of_python = random.getstate()
                 outs.append(net.allreduce(case.gradients(200, step), "w")[0])
-                same = (np.random.get_state()[1] == state).all() and random.getstate() == python  # type: ignore[index]
-                require(same, f"step {step}: a global random generator was used")
+                same = (np.random.get_state()[1] == of_numpy).all()  # type: ignore[index]
+                require(
+                    same and random.getstate() == of_python,
+                    f"step {step}: a global random generator was used; use parts/seed.py",
+                )
             require(equal(*outs), f"step {step}: the same seed gave different results")
         require(nets[0].log == nets[1].log, "the same seed gave different payloads")
 
 
 @contextmanager
-def _generators_untouched() -> Iterator[None]:
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+def _restored_generators() -> Iterator[None]:
+    """Context manager that restores the state of the global random generators at its end."""
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     try:
         yield
     finally:
@@ -120,81 +127,88 @@ def _generators_untouched() -> Iterator[None]:
 
 
 def check_nonfinite(case: Case) -> None:
-    """A NaN or Inf on one rank gives NaN on all ranks and leaves no trace: state and later steps are unchanged."""
+    """Check that a NaN or Inf on one rank gives NaN on all ranks, and does not change state or later steps."""
     for number, bad in enumerate((np.nan, np.inf, -np.inf)):
         rank = number % case.world
-        net, clean = case.trial(), case.trial()
+        net = case.trial()
+        clean = case.trial()
         for step in range(case.steps):
             both = zip(case.gradients(60, step), case.gradients(33, 9 + step), strict=True)
             given = [{"a": a, "b": b} for a, b in both]
             if step:
                 before = net.saved()
-                broken = [{name: g.copy() for name, g in one.items()} for one in given]
+                broken = [{name: g.copy() for name, g in of_rank.items()} for of_rank in given]
                 broken[rank]["b"][-1] = bad
                 for r, out in enumerate(net.allreduce_many(broken)):
                     for name in ("a", "b"):
                         nan = np.isnan(out[name]).all()
                         require(
                             nan,
-                            f"{bad} in 'b' of rank {rank}: rank {r} did not get NaN everywhere in {name!r}",
+                            f"{bad} in 'b' of rank {rank}: not all elements of {name!r} are NaN on rank {r}",
                         )
                 require(same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
-            outs, expected = net.allreduce_many(given), clean.allreduce_many(given)
+            outs = net.allreduce_many(given)
+            expected = clean.allreduce_many(given)
             for r in range(case.world):
                 for name in ("a", "b"):
                     same = equal(outs[r][name], expected[r][name])
-                    require(same, f"{bad} at step {step}: the next step differs from that of a run without it")
+                    require(same, f"{bad} at step {step}: the next step differs from the same step of a clean run")
         same = same_states(net.saved(), clean.saved())
-        require(same, f"{bad}: the states differ from those of a run without it")
+        require(same, f"{bad}: the states differ from those of a clean run")
 
 
 def check_resume(case: Case) -> None:
-    """A run continues from saved state with the same bits, and saved state is a copy."""
-    straight, first, second = case.trial(), case.trial(), case.trial()
+    """Check that a run continues from saved state with the same bits, and that saved state is a copy."""
+    uninterrupted = case.trial()
+    first = case.trial()
+    second = case.trial()
     specs = [TensorSpec("v", (3, 5)), TensorSpec("w", case.shape(70))]
 
     def gradients(step: int) -> list[dict[str, Array]]:
-        vs, ws = case.gradients((3, 5), step), case.gradients(70, 50 + step)
-        return [{"v": v, "w": w} for v, w in zip(vs, ws, strict=True)]
+        pairs = zip(case.gradients((3, 5), step), case.gradients(70, 50 + step), strict=True)
+        return [{"v": v, "w": w} for v, w in pairs]
 
     for step in range(3):
-        straight.allreduce_many(gradients(step))
+        uninterrupted.allreduce_many(gradients(step))
         first.allreduce_many(gradients(step))
     saved = first.saved()
     untouched = copy.deepcopy(saved)
-    for one in saved:
-        for slots in one["state"].values():
+    for of_rank in saved:
+        for slots in of_rank["state"].values():
             for slot, array in slots.items():
                 kind = type(array)
                 require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a numpy array")
-    for rank in range(case.world):  # what was saved must not be a view of live state
+    for rank in range(case.world):  # if the saved arrays were views of live state, these steps would change them
         first.allreduce_many(gradients(77 + rank))
     require(same_states(saved, untouched), "saved state changed while the run continued")
     second.restore(saved, specs)
     for step in range(3, 6):
-        for a, b in zip(straight.allreduce_many(gradients(step)), second.allreduce_many(gradients(step)), strict=True):
+        expected = uninterrupted.allreduce_many(gradients(step))
+        resumed = second.allreduce_many(gradients(step))
+        for a, b in zip(expected, resumed, strict=True):
             for name in a:
                 require(equal(a[name], b[name]), f"{name!r}, step {step}: resumed and uninterrupted runs differ")
     require(
-        same_states(straight.saved(), second.saved()),
+        same_states(uninterrupted.saved(), second.saved()),
         "resumed and uninterrupted runs end with different states",
     )
-    require(same_states(saved, untouched), "the resumed run wrote into the state it was loaded from")
+    require(same_states(saved, untouched), "the resumed run changed the arrays from which it was restored")
 
 
 def check_loss_scale(case: Case) -> None:
-    """State is kept without the loss scale: changing the loss scale only scales the result.
+    """Check that state is kept unscaled: a change of the loss scale only scales the result.
 
     A method without state may ignore the loss scale.
     """
-    now = [1.0]
+    scale = 1.0
     has_state = bool(feedback.slots(case.method, TensorSpec("w", case.shape(90))))
-    plain, scaled = case.trial(), case.trial(loss_scale=lambda: now[0])
+    plain = case.trial()
+    scaled = case.trial(loss_scale=lambda: scale)
     for step in range(case.steps):
-        now[0] = float(2 ** (3 * step % 7))  # a power of two scales exactly
-        factor = np.float32(now[0])
+        scale = float(2 ** (3 * step % 7))  # multiplying by a power of two is exact
+        factor = np.float32(scale)
         given = case.gradients(90, step)
-        where = f"step {step}, loss scale {now[0]}"
+        where = f"step {step}, loss scale {scale}"
         out = scaled.allreduce([g * factor for g in given], "w")[0]
         if has_state:
             expected = plain.allreduce(given, "w")[0] * factor
@@ -209,7 +223,7 @@ def check_loss_scale(case: Case) -> None:
 
 
 def check_state(case: Case) -> None:
-    """After every step the state has the slots, sizes and dtypes that the method declares."""
+    """Check that after every step the state has the slots, sizes and dtypes that the method declares."""
     n = 65
     net = case.trial()
     (bucket,) = net.plan.buckets([TensorSpec("w", case.shape(n))])
@@ -220,59 +234,66 @@ def check_state(case: Case) -> None:
             state = rank.states["w"].slots
             require(
                 state.keys() == declared.keys(),
-                f"the state has the slots {sorted(state)}, declared are {sorted(declared)}",
+                f"the state has the slots {sorted(state)}, but the method declares {sorted(declared)}",
             )
             for slot, array in state.items():
-                host, want = to_numpy(array), declared[slot]
-                kept = f"step {step}, rank {number}: slot {slot!r}"
+                found = to_numpy(array)
+                expected = declared[slot]
+                where = f"step {step}, rank {number}: slot {slot!r}"
                 require(
-                    host.size == math.prod(want.shape),
-                    f"{kept} has {host.size} elements, declared is the shape {want.shape}",
+                    found.size == math.prod(expected.shape),
+                    f"{where} has {found.size} elements, but the declared shape is {expected.shape}",
                 )
-                require(str(host.dtype) == want.dtype, f"{kept} is {host.dtype}, declared is {want.dtype}")
-    for slot, want in declared.items():
-        if want.scope == "shared":
+                require(
+                    str(found.dtype) == expected.dtype,
+                    f"{where} is {found.dtype}, but the declared dtype is {expected.dtype}",
+                )
+    for slot, expected in declared.items():
+        if expected.scope == "shared":
             copies = [to_numpy(rank.states["w"].slots[slot]).tobytes() for rank in net.ranks]
             require(len(set(copies)) == 1, f"slot {slot!r} is declared shared, but differs between ranks")
 
 
 def check_wire(case: Case) -> None:
-    """A damaged payload raises ``WireError``, or decodes to something that fits the tensor."""
+    """Check that a damaged payload raises ``WireError``, or decodes to indices and values that fit the tensor."""
     if type(case.method).decode is Method.decode:
         return
     if getattr(case.method, "route", "gather") != "gather":
-        return  # shards have a fixed length and no header
+        return  # the pieces of an all-to-all have a fixed length and no header that could be damaged
     shape = case.shape(120)
     net = case.trial()
     net.allreduce(case.gradients(shape), "w")
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.collective == "AllGather" for sent in c.sent]
     ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
-    ops, n = net.ops, case.method.num_positions(ctx.spec)
+    ops = net.ops
+    n = case.method.num_positions(ctx.spec)
     work = Workspace(ops)
     for payload in payloads[:2]:
         share = case.method.decode(to_ops(ops, payload.copy()), ctx, work)
-        _fits(share, n, "an undamaged payload")
+        _require_fit(share, n, "an undamaged payload")
         hashes = seed.uniform(seed._key(case.seed, len(payload)), 90)
         for number, u in enumerate(hashes):
-            bad = payload.copy()
-            place = int(u * len(bad)) if len(bad) else 0
-            if number % 3 == 0:
-                bad = bad[:place].copy()
-            elif number % 3 == 1:
-                bad[place] ^= np.uint8(1 << number % 8)
-            else:
-                bad = np.concatenate([bad, bad[:place]])
+            damaged = payload.copy()
+            position = int(u * len(damaged)) if len(damaged) else 0
+            if number % 3 == 0:  # cut off
+                damaged = damaged[:position].copy()
+            elif number % 3 == 1:  # one bit flipped
+                damaged[position] ^= np.uint8(1 << number % 8)
+            else:  # bytes appended
+                damaged = np.concatenate([damaged, damaged[:position]])
             try:
-                _fits(case.method.decode(to_ops(ops, bad), ctx, work), n, "a damaged payload")
+                _require_fit(case.method.decode(to_ops(ops, damaged), ctx, work), n, "a damaged payload")
             except WireError:
                 continue
 
 
-def _fits(share: Any, n: int, what: str) -> None:
+def _require_fit(share: Any, n: int, what: str) -> None:
+    """Raise AssertionError unless a decoded share fits a tensor of n elements (or n blocks of elements)."""
     if isinstance(share, Sparse):
-        index, values = to_numpy(share.index), to_numpy(share.values)
-        whole = len(index) == len(values) or (len(index) and len(values) % len(index) == 0)
-        require(whole, f"{what} decodes to {len(index)} indices and {len(values)} values")
+        index = to_numpy(share.index)
+        values = to_numpy(share.values)
+        fits = len(index) == len(values) or (len(index) and len(values) % len(index) == 0)
+        require(fits, f"{what} decodes to {len(index)} indices and {len(values)} values")
         require(((index >= 0) & (index < n)).all(), f"{what} decodes to an index outside of the tensor")
     else:
         require(len(to_numpy(share)) == n, f"{what} decodes to {len(to_numpy(share))} elements instead of {n}")

@@ -1,4 +1,4 @@
-"""Checks of the results: values, shapes, sums, and that nothing is lost."""
+"""Checks of the reduced gradients: shapes, sums, finite values, and that no part of a gradient is lost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_nump
 
 
 def check_value(case: Case) -> None:
-    """A method is a frozen, hashable value: equal to one with the same fields, and unchanged by a plan."""
-    method, settings = case.method, case.method.hyperparameters()
+    """Check that a method is a frozen, hashable value: equal to one with the same fields, and unchanged by a plan."""
+    method = case.method
+    settings = method.hyperparameters()
     twin = type(method)(**settings)
-    require(twin == method and hash(twin) == hash(method), f"{method} made again from its fields is not equal")
-    require(twin is not method and {method, twin} == {method}, "equal methods must count as one in a set")
+    require(twin == method and hash(twin) == hash(method), f"another {method} with the same fields is not equal")
+    require(twin is not method and {method, twin} == {method}, "two equal methods must be one element of a set")
     for name in settings:
         try:
             setattr(method, name, settings[name])
@@ -29,21 +30,21 @@ def check_value(case: Case) -> None:
             continue
         raise AssertionError(f"field {name!r} can be assigned; methods must be frozen")
     for text in ("id", "paper", "sends"):
-        require(getattr(method, text), f"the method has no {text!r}")
-    require(json.loads(json.dumps(settings)) == settings, f"hyper-parameters change when written as JSON: {settings}")
+        require(getattr(method, text), f"the method's {text!r} is empty")
+    require(json.loads(json.dumps(settings)) == settings, f"the hyper-parameters do not survive JSON: {settings}")
     if registry.classes().get(method.id) is type(method):
         require(
             registry.get(method.id, **settings) == method, "get(id, **hyperparameters()) is not equal to the method"
         )
         plan = plan_of(method)
         again = load(json.loads(json.dumps(plan.to_dict())))
-        require(plan.program.main == method, f"the plan made from {method} holds {plan.program.main}")
+        require(plan.program.main == method, f"the plan made from {method} contains {plan.program.main}")
         require(again == plan and again.program.main == method, "load(plan.to_dict()) differs from the plan")
         require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has a different fingerprint")
 
 
 def check_shapes(case: Case) -> None:
-    """Results have the shape and dtype of the gradient; inputs are not changed, and no memory is shared."""
+    """Check that results have the gradient's shape and dtype, inputs stay unchanged, and no memory is shared."""
     net = case.trial()
     shapes: list[tuple[int, ...]] = [(n,) for n in case.sizes] + [(), (3, 5, 7), (0, 4)]
     for number, shape in enumerate(shapes):
@@ -51,12 +52,10 @@ def check_shapes(case: Case) -> None:
             given = [g.astype(dtype) for g in case.gradients(shape, number)]
             before = [g.copy() for g in given]
             for g in given:
-                g.flags.writeable = False  # writing to it raises
-            for kept in (
-                net.allreduce(given, f"{dtype}.{number}"),
-                net.allreduce(given, f"{dtype}.{number}"),
-            ):
-                for rank, out in enumerate(kept):
+                g.flags.writeable = False  # a method that writes to the gradient then raises
+            both_steps = [net.allreduce(given, f"{dtype}.{number}") for _ in range(2)]
+            for outs in both_steps:
+                for rank, out in enumerate(outs):
                     where = f"shape {shape}, {dtype}, rank {rank}"
                     require(
                         out.shape == shape and out.dtype == dtype,
@@ -65,7 +64,7 @@ def check_shapes(case: Case) -> None:
                     require(np.isfinite(out).all(), f"{where}: the result is not finite")
                     require(equal(given[rank], before[rank]), f"{where}: the input was changed")
                     require(not np.shares_memory(out, given[rank]), f"{where}: the result shares memory with the input")
-                    others = [other for r, other in enumerate(kept) if r != rank]
+                    others = [other for r, other in enumerate(outs) if r != rank]
                     require(
                         not any(np.shares_memory(out, o) for o in others),
                         f"{where}: results of different ranks share memory",
@@ -73,7 +72,7 @@ def check_shapes(case: Case) -> None:
 
 
 def check_layout(case: Case) -> None:
-    """The memory layout of a gradient (transposed, strided) makes no difference."""
+    """Check that the memory layout of a gradient (F-ordered, strided) does not change the result."""
     layouts: dict[str, Callable[[Array], Array]] = {"F-ordered": np.asfortranarray, "strided": _strided}
     for name, layout in layouts.items():
         given = case.gradients((4, 6), 99)
@@ -83,14 +82,16 @@ def check_layout(case: Case) -> None:
 
 
 def _strided(x: Array) -> Array:
+    """Return a copy of a matrix whose rows have a stride of two elements."""
     wide = np.zeros((x.shape[0], 2 * x.shape[1]), x.dtype)
     wide[:, ::2] = x
     return wide[:, ::2]
 
 
 def check_results(case: Case) -> None:
-    """Results are equal to the bit on all ranks, the average is sum / world, and no result is overwritten later."""
-    summing, averaging = case.trial(), case.trial()
+    """Check that results are bitwise equal on all ranks, average = sum / ranks, and no result is overwritten later."""
+    summing = case.trial()
+    averaging = case.trial()
     for n in case.sizes:
         earlier: list[tuple[Array, Array]] = []
         for step in range(case.steps):
@@ -104,7 +105,7 @@ def check_results(case: Case) -> None:
                 )
             spread = 1e-5 * float(np.sum(np.abs(given), axis=0).max(initial=0.0))
             close = np.allclose(mean[0] * np.float32(case.world), total[0], rtol=1e-5, atol=spread)
-            require(close, f"n = {n}, step {step}: average × world is not the sum")
+            require(close, f"n = {n}, step {step}: the average times the number of ranks is not the sum")
             require(
                 all(equal(*pair) for pair in earlier),
                 f"n = {n}, step {step}: an earlier result was overwritten",
@@ -113,11 +114,11 @@ def check_results(case: Case) -> None:
 
 
 def check_finite(case: Case) -> None:
-    """Finite gradients give finite results: zeros, constants, denormals, 24 powers of ten, magnitudes up to 1e37."""
+    """Check that finite gradients give finite results: zeros, constants, denormals, 1e-12 to 1e12, up to 1e37."""
     kinds: tuple[Kind, ...] = ("zero", "constant", "denormal", "mixed", "huge", "sparse", "shifted")
     for n in [n for n in case.sizes if n <= 100][-3:]:
         for kind in kinds:
-            # an unbiased result may be n times its input, and float32 ends at 3.4e38
+            # An element of an unbiased result may be n times the gradient's, and the largest float32 is 3.4e38
             shrink = np.float32(1 / max(n, 1)) if case.unbiased else np.float32(1)
             net = case.trial()
             for step in range(2):
@@ -136,22 +137,29 @@ def check_finite(case: Case) -> None:
 
 
 def check_conservation(case: Case) -> None:
-    """Nothing is lost: Σ sent = Σ gradients − Σ (residual_T − residual_0)/β, over steps and ranks.
+    """Check that nothing is lost: Σ sent = Σ gradients − Σ (residual_T − residual_0)/β, over steps and ranks.
 
-    β is 1 for plain feedback. With momentum, velocities take the place of the gradients. Without feedback there is
-    nothing to check.
+    β is 1 for plain feedback. With momentum, the sum is over velocities instead of gradients. A method without feedback
+    passes.
     """
     if case.method.feedback == "none":
         return
-    beta, factor = feedback.beta(case.method), case.method.momentum
+    beta = feedback.beta(case.method)
+    factor = case.method.momentum
+    ranks = range(case.world)
     for n in case.sizes:
-        net, shape, ranks = case.trial(), case.shape(n), range(case.world)
-        sent, given, residuals, largest = np.zeros(shape), np.zeros(shape), np.zeros(shape), 0.0
+        net = case.trial()
+        shape = case.shape(n)
+        sent = np.zeros(shape)
+        given = np.zeros(shape)
+        residuals = np.zeros(shape)
         velocity: Any = np.zeros(shape)
+        largest = 0.0
         for step in range(case.steps + case.world):
             gradients = case.gradients(n, step, "heavy" if step % 3 == 2 else "normal")
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
-            sent, given = sent + total, given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
+            sent = sent + total
+            given = given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
             residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
             slots = [rank.states["w"].slots.get(feedback.VELOCITY) for rank in net.ranks]
             velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
@@ -161,21 +169,22 @@ def check_conservation(case: Case) -> None:
             allowed = case.rounding * (step + 1) * (largest + np.abs(residuals).max(initial=0) / beta)
             require(
                 gap <= allowed,
-                f"n = {n}, step {step}: sent + residual is not the sum of the gradients: off by {gap:.3g}, "
-                f"{allowed:.3g} is rounding",
+                f"n = {n}, step {step}: sent + residual is not the sum of the gradients: the difference is {gap:.3g}, "
+                f"and rounding explains only {allowed:.3g}",
             )
 
 
 def check_unbiased(case: Case) -> None:
-    """If declared unbiased: the mean over steps is the gradient, within six standard errors."""
+    """Check that the mean over steps is the gradient, within six standard errors, if the method is unbiased."""
     if not case.unbiased:
         return
-    n, steps = 24, 300
+    n = 24
+    steps = 300
     net = case.trial()
     given = case.gradients(n)
     outs = np.array([net.allreduce(given, "w")[0] for _ in range(steps)], np.float64)
     error = np.abs(outs.mean(axis=0) - np.mean(given, axis=0, dtype=np.float64))
     allowed = 6 * outs.std(axis=0) / math.sqrt(steps) + case.rounding
     worst = int((error - allowed).argmax())
-    text = f"biased: place {worst} is off by {error[worst]:.3g}, allowed {allowed[worst]:.3g}"
+    text = f"biased: the mean of element {worst} is off by {error[worst]:.3g}, allowed is {allowed[worst]:.3g}"
     require((error <= allowed).all(), text)

@@ -1,4 +1,4 @@
-"""What the checks are made of: a loopback network that records every collective, test data, and a case to check."""
+"""Building blocks of the checks: test data, a loopback network that records every collective, and a case to check."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ Array = np.ndarray[Any, Any]
 
 
 def require(condition: object, message: str) -> None:
-    """Raise AssertionError with ``message`` unless ``condition`` holds; unlike ``assert``, also under ``python -O``."""
+    """Raise AssertionError with ``message`` unless ``condition`` is true. Unlike ``assert``, it works with ``-O``."""
     if not condition:
         raise AssertionError(message)
 
 
-# -- data: from the package's integer hash, so it is the same on every machine and with every numpy ---------
+# -- data, from the package's integer hash: the same on every machine and with every version of numpy -------
 
 Kind = Literal["normal", "smooth", "shifted", "heavy", "sparse", "zero", "constant", "huge", "denormal", "mixed"]
 
 
 def numbers(shape: tuple[int, ...], *key: int, kind: Kind = "normal") -> Array:
-    """Return test data, reproducible to the bit.
+    """Return pseudo-random test data, reproducible to the bit.
 
     Args:
-        shape: its shape.
+        shape: the shape.
         *key: integers that select the data, such as the rank and the step.
-        kind: "normal" has unit variance and is nearly bell-shaped; "smooth" is low-pass filtered; "shifted" has mean
-            10; "heavy" has heavy tails; "sparse" is one tenth non-zero; "zero" and "constant" (0.375) have equal
+        kind: "normal" is nearly Gaussian with unit variance; "smooth" is low-pass filtered; "shifted" has mean 10;
+            "heavy" has heavy tails; "sparse" has one tenth non-zero elements; "zero" and "constant" (0.375) have equal
             elements; "mixed" spans 24 powers of ten; "huge" reaches 1e37; "denormal" is below 1e-38.
 
     Returns:
-        float32 of ``shape``.
+        A float32 array of ``shape``.
     """
     return _numbers(shape, key, kind).copy()
 
@@ -78,21 +78,21 @@ def _numbers(shape: tuple[int, ...], key: tuple[int, ...], kind: Kind) -> Array:
 
 @dataclass(frozen=True)
 class Collective:
-    """One recorded collective: one round of one tensor."""
+    """A recorded collective: one round of one tensor, with the payloads of all ranks (of a broadcast, the root's)."""
 
-    name: str  #: of the tensor
-    step: int
-    collective: str  #: name of the collective's class
-    op: str  #: "sum" or "max" of an all-reduce, else ""
-    dtypes: tuple[str, ...]  #: by rank; of a broadcast, only the root's
-    lengths: tuple[int, ...]  #: elements, by rank; of a broadcast, only the root's
-    sent: tuple[bytes, ...]  #: payloads, by rank; of a broadcast, only the root's
-    num_bytes: tuple[int, ...]  #: bytes charged, by rank
-    root: int | None = None  #: of a broadcast
-    splits: bool = False  #: whether it is an all-to-all of unequal pieces
+    name: str  #: name of the tensor
+    step: int  #: step of the tensor, from 0
+    collective: str  #: class name of the collective
+    op: str  #: "sum" or "max" for an all-reduce, else ""
+    dtypes: tuple[str, ...]  #: dtypes of the payloads
+    lengths: tuple[int, ...]  #: numbers of elements of the payloads
+    sent: tuple[bytes, ...]  #: the payloads
+    num_bytes: tuple[int, ...]  #: bytes that the ledger charges, by rank
+    root: int | None = None  #: root of a broadcast
+    splits: bool = False  #: whether it is an all-to-all with pieces of unequal length
 
 
-#: what a request of each kind is in ``Collective.collective``
+#: kind of a request -> class name of the collective
 COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather", "all_to_all": "AllToAll", "broadcast": "Broadcast"}
 
 
@@ -108,35 +108,38 @@ def plan_for(method: Method | Plan, **settings: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Grouped(Plan):
-    """A plan whose tensors come together in every step, and so travel together as a network lets them.
+    """A plan that groups tensors into buckets as a driver does, although the loopback network does not ask for it.
 
-    ``Grouped.of(plan)`` makes one of a plan.
+    ``Grouped.of(plan)`` makes one from any plan.
     """
 
     network: Grouping = BY_NAME
 
     @classmethod
     def of(cls, plan: Plan, network: Grouping = BY_NAME) -> Plan:
-        """The plan, for that network."""
+        """Return a copy of the plan that groups tensors as ``network`` says."""
         given = {each.name: getattr(plan, each.name) for each in fields(plan)}
         return cls(**{**given, "network": network})
 
     def buckets(self, specs: Any, grouping: Grouping | None = None, ages: Any = None) -> list[Bucket]:
-        """As :meth:`Plan.buckets`, for all tensors of a step."""
+        """Return the buckets for all tensors of a step; see :meth:`Plan.buckets`."""
         return super().buckets(specs, grouping or self.network, ages)
 
 
 class Trial(Loopback):
     """A loopback network that records every collective in ``log``.
 
-    Gradients and results are numpy arrays with any backend. The torch backend works on views of their memory.
+    Gradients and results are numpy arrays with all array ops. The torch ops work on views of their memory.
 
     Args:
-        method: the method, or a plan.
+        method: a method, or a plan.
         world: number of ranks.
-        ops: the array backend, one of :func:`backends` (default: that of the CPU drivers).
+        ops: the array ops, one of :func:`backends` (default: those of the CPU drivers).
         loss_scale: the loss scale, or a function that returns it.
         **settings: plan keys.
+
+    Attributes:
+        log: the recorded collectives, oldest first.
     """
 
     def __init__(
@@ -148,77 +151,79 @@ class Trial(Loopback):
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
         requests = [replace(request, payload=to_numpy(request.payload)) for request in requests]
-        first, kind = requests[0], requests[0].kind
+        first = requests[0]
+        kind = first.kind
         if kind == "broadcast":
-            made = requests[first.root or 0].payload
-            arrays, num_bytes = [made], tuple((request.send_lengths or (0,))[0] for request in requests)
+            arrays = [requests[first.root or 0].payload]
+            num_bytes = tuple((request.send_lengths or (0,))[0] for request in requests)
         else:
             arrays = [request.payload for request in requests]
             num_bytes = tuple(array.nbytes for array in arrays)
-        known = self.ranks[0].states.get(name)  # none in its first step
+        state = self.ranks[0].states.get(name)  # None in the first step of the tensor
         self.log.append(
             Collective(
-                name,
-                known.step if known else 0,
-                COLLECTIVES[kind],
-                first.op if kind == "all_reduce" else "",
-                tuple(str(array.dtype) for array in arrays),
-                tuple(len(array) for array in arrays),
-                tuple(array.tobytes() for array in arrays),
-                num_bytes,
-                first.root,
-                kind == "all_to_all" and any(len(set(request.send_lengths or ())) > 1 for request in requests),
+                name=name,
+                step=state.step if state else 0,
+                collective=COLLECTIVES[kind],
+                op=first.op if kind == "all_reduce" else "",
+                dtypes=tuple(str(array.dtype) for array in arrays),
+                lengths=tuple(len(array) for array in arrays),
+                sent=tuple(array.tobytes() for array in arrays),
+                num_bytes=num_bytes,
+                root=first.root,
+                splits=kind == "all_to_all" and any(len(set(request.send_lengths or ())) > 1 for request in requests),
             )
         )
         return [to_ops(self.ops, result) for result in super()._carry_out(name, requests)]
 
     def saved(self) -> list[dict[str, Any]]:
-        """Return every rank's ``state_dict``, with numpy arrays."""
+        """Return the ``state_dict`` of every rank, with numpy arrays."""
         return [_numpy_tree(rank.state_dict()) for rank in self.ranks]
 
     def restore(self, saved: Sequence[Mapping[str, Any]], specs: Sequence[TensorSpec]) -> None:
-        """Load what :meth:`saved` returned, for the tensors of ``specs``."""
+        """Restore the states that :meth:`saved` returned, for the tensors of ``specs``."""
         buckets = self.plan.buckets(specs)
-        for rank, one in zip(self.ranks, saved, strict=True):
-            rank.load_state_dict(one, lambda parts: to_ops(self.ops, np.concatenate(parts)), buckets)
+        for rank, state in zip(self.ranks, saved, strict=True):
+            rank.load_state_dict(state, lambda parts: to_ops(self.ops, np.concatenate(parts)), buckets)
 
     def residual(self, name: str, rank: int) -> Array:
-        """Return a rank's residual, as a new numpy array."""
+        """Return a copy of a rank's residual of a tensor, as a numpy array."""
         return to_numpy(super().residual(name, rank)).copy()
 
 
 def to_numpy(x: Any) -> Any:
-    """Return an array of any backend as a numpy array; None as it is."""
+    """Return a numpy array or tensor as a numpy array; None stays None."""
     if x is None:
         return None
     return x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
 
 
 def _numpy_tree(value: Any) -> Any:
+    """Convert the tensors in nested dictionaries to numpy arrays."""
     if isinstance(value, dict):
         return {key: _numpy_tree(item) for key, item in value.items()}
     return to_numpy(value) if hasattr(value, "detach") else value
 
 
 class _TorchOps:
-    """Array ops for tensors, taking numpy arrays as views where a driver would hand over tensors."""
+    """PyTorch array ops that also take numpy arrays, as tensors that share their memory."""
 
     def __init__(self, module: Ops):
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
         op = getattr(self.module, name)
-        if name == "asarray":  # its argument is a host array by contract
+        if name == "asarray":  # its argument is always a numpy array
             return op
         return lambda *args, **kwargs: op(*map(_tensors, args), **{k: _tensors(v) for k, v in kwargs.items()})
 
 
 def _tensors(value: Any) -> Any:
-    """Return an argument of an op with tensors, which share memory, in the place of numpy arrays."""
+    """Replace the numpy arrays in an argument of an array op by tensors that share their memory."""
     if isinstance(value, np.ndarray):
         import torch
 
-        if not value.size:  # torch is particular about the strides of empty arrays
+        if not value.size:  # from_numpy() refuses the strides of some empty arrays
             return torch.from_numpy(value.copy()).new_zeros(value.shape)
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     if isinstance(value, list):
@@ -229,22 +234,22 @@ def _tensors(value: Any) -> Any:
 
 
 def adapted(ops: Ops) -> Any:
-    """Return a backend as :class:`Trial` runs it: those for tensors take numpy arrays, the others do anyway."""
+    """Return array ops in the form that :class:`Trial` needs: they take numpy arrays."""
     return _TorchOps(ops) if getattr(ops, "__name__", "").endswith((".ops.torch", ".ops.triton")) else ops
 
 
 def to_ops(ops: Ops, array: Any) -> Any:
-    """Return a numpy array as a driver would hand it to the backend."""
+    """Return a numpy array as a driver would pass it to these array ops: as a tensor for PyTorch and Triton."""
     return _tensors(array) if isinstance(ops, _TorchOps) else array
 
 
 def backends() -> dict[str, Ops]:
-    """Import the array backends that this machine's processor runs, by name; "numpy" is the reference."""
+    """Return all array ops that run on the CPU, by name; "numpy" is the reference. Frameworks must be installed."""
     import hvdcompress.ops as package
 
     found: dict[str, Any] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if not info.ispkg or info.name == "triton":  # the spec, and what backends share; that one is for GPUs
+        if not info.ispkg or info.name == "triton":  # plain modules are shared code, and Triton needs a GPU
             continue
         try:
             found[info.name] = importlib.import_module(f"{package.__name__}.{info.name}")
@@ -261,18 +266,17 @@ VALUES = ("fp32", "fp16", "bf16", "qsgd4", "rangefloat8", "qsgd2", "rangefloat11
 
 
 def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, Any]]:
-    """Return settings that together use every option of a method's hyper-parameters at least once.
+    """Return settings that together use every value of a method's options at least once.
 
-    They are derived from the types of the fields, so new fields need no entry in a list: each choice, each flag, the
-    densities 1, 0.34 and 1e-9, and feedback none, plain and low-pass with each number format. Combinations that the
-    method refuses are left out.
+    The values follow from the types of the fields: each choice, each flag, the densities 1, 0.34 and 1e-9, and feedback
+    none, plain and low-pass with each number format. Combinations that the method refuses are left out.
 
     Args:
         cls: the method's class.
-        density: the density where it is not varied, if the method has one.
+        density: the default density, for methods that have this field.
 
     Returns:
-        Settings, by a readable name such as "density=0.06,values=fp16".
+        Settings by a readable name, such as "density=0.06,values=fp16".
     """
     hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in fields(cls) if f.name not in ("beta", "momentum", "optimizer_momentum")]
@@ -307,16 +311,16 @@ def variants(cls: type[Method], density: float = 0.06) -> dict[str, dict[str, An
 
 
 class Settings(TypedDict, total=False):
-    """The optional settings of a case, which ``check_method`` takes as keyword arguments."""
+    """Optional settings of a case, which ``check_method`` takes as keyword arguments."""
 
     sizes: Sequence[int]
     """Numbers of elements to try."""
     steps: int
-    """Steps per run. A method with phases needs enough to reach all of them."""
+    """Steps per run. A method with phases needs enough steps to reach all of them."""
     ops: Ops | None
-    """The array backend. None: that of the CPU drivers."""
+    """The array ops. None means those of the CPU drivers."""
     rounding: float
-    """Relative error of one sum of decoded values."""
+    """Relative rounding error to allow in one sum of decoded values."""
     unbiased: bool
     """Whether results are unbiased."""
     seed: int
@@ -325,7 +329,7 @@ class Settings(TypedDict, total=False):
 
 @dataclass
 class Case:
-    """What a check is given: one method in one world. See :class:`Settings` for the other fields."""
+    """The argument of a check: a method and a number of ranks. See :class:`Settings` for the other fields."""
 
     method: Method
     world: int = 2
@@ -339,13 +343,14 @@ class Case:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return ``sizes`` as shapes that the method suits."""
+        """Return ``sizes`` as shapes that the method can compress."""
         return [self.shape(n) for n in self.sizes]
 
     def shape(self, n: int) -> tuple[int, ...]:
-        """Return a shape of n elements, or slightly fewer, that the method suits: vector, matrix or convolution.
+        """Return a shape of n elements, or slightly fewer, that the method can compress: vector, matrix, convolution.
 
-        If there is none, as for one element and a method for matrices, it is a vector, which is sent uncompressed.
+        If there is none, such as for one element and a method for matrices, return a vector, which is sent
+        uncompressed.
         """
         side = math.isqrt(n)
         wide = max(1, n // 24)
@@ -360,25 +365,25 @@ class Case:
         return Trial(self.method, self.world, ops=self.ops, **settings)
 
     def gradients(self, n: int | tuple[int, ...], step: int = 0, kind: Kind = "normal") -> list[Array]:
-        """Return the gradients of all ranks for ``n`` elements, or for a shape."""
+        """Return the gradients of all ranks, for a number of elements or a shape ``n``."""
         shape = n if isinstance(n, tuple) else self.shape(n)
         return [numbers(shape, self.seed, rank, step, kind=kind) for rank in range(self.world)]
 
 
 def equal(a: Array, b: Array) -> bool:
-    """Return whether two arrays are equal to the bit (so equal NaNs are equal, and 0 and −0 differ)."""
+    """Return whether two arrays are bitwise equal: NaNs with the same bits are equal, and 0 and −0 differ."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def same_states(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the state dicts of two networks are equal to the bit."""
+    """Return whether the state dicts of all ranks of two networks are bitwise equal."""
     return all(
-        one["steps"] == two["steps"]
-        and one["state"].keys() == two["state"].keys()
+        mine["steps"] == other["steps"]
+        and mine["state"].keys() == other["state"].keys()
         and all(
-            slots.keys() == two["state"][name].keys()
-            and all(equal(array, two["state"][name][slot]) for slot, array in slots.items())
-            for name, slots in one["state"].items()
+            slots.keys() == other["state"][name].keys()
+            and all(equal(array, other["state"][name][slot]) for slot, array in slots.items())
+            for name, slots in mine["state"].items()
         )
-        for one, two in zip(a, b, strict=True)
+        for mine, other in zip(a, b, strict=True)
     )

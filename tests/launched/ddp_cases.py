@@ -570,13 +570,13 @@ def two_arguments_for_register_comm_hook() -> None:
 def a_second_hook_is_refused() -> None:
     model = DistributedDataParallel(Net(SHAPES))
     first = ddp.attach(model, "topk")
-    must_raise(ValueError, ["a communication hook", "takes one"], lambda: ddp.attach(model, "fp16"), gather)
+    must_raise(ValueError, ["communication hook", "DDP takes one"], lambda: ddp.attach(model, "fp16"), gather)
     must_raise(
         ValueError, ["cannot be attached"], lambda: ddp.attach(DistributedDataParallel(Net(SHAPES)), first), gather
     )
     stock = DistributedDataParallel(Net(SHAPES))
     stock._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    must_raise(ValueError, ["built-in communication hook", "takes one"], lambda: ddp.attach(stock, "topk"), gather)
+    must_raise(ValueError, ["built-in communication hook", "DDP takes one"], lambda: ddp.attach(stock, "topk"), gather)
 
 
 @case
@@ -596,7 +596,7 @@ def optimizers_inside_the_backward_pass_are_refused() -> None:
     must_raise(ValueError, words, lambda: model(everyone(0)[dist.get_rank()]), gather)
     fused = DistributedDataParallel(Net(SHAPES))
     fused._register_fused_optim(torch.optim.SGD, 0.1)
-    must_raise(ValueError, ["_register_fused_optim", "takes one"], lambda: ddp.attach(fused, "topk"), gather)
+    must_raise(ValueError, ["_register_fused_optim", "DDP takes one"], lambda: ddp.attach(fused, "topk"), gather)
 
 
 @case
@@ -612,7 +612,7 @@ def options_that_go_past_the_hook_are_refused() -> None:
     must_raise(ValueError, ["mixed_precision=", "torch.autocast"], lambda: ddp.attach(model, "topk"), gather)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model = DistributedDataParallel(Net(SHAPES))
-    must_raise(ValueError, ["python_reducer", "in another way"], lambda: ddp.attach(model, "topk"), gather)
+    must_raise(ValueError, ["python_reducer"], lambda: ddp.attach(model, "topk"), gather)
 
 
 @case

@@ -213,7 +213,7 @@ def other_operations_are_refused() -> None:
 
 @case
 def bad_arguments_are_refused() -> None:
-    refused(ValueError, ["one name", "'a'"], lambda: Compressor("topk", names=["a", "b", "a"]))
+    refused(ValueError, ["same name", "'a'"], lambda: Compressor("topk", names=["a", "b", "a"]))
     refused(ValueError, ["density"], lambda: Compressor("none", density=0.1))
     few = Model(Compressor("topk", names=["a", "b"]))
     refused(ValueError, ["more gradients", "2 names"], lambda: few(everyone(0)[0]))

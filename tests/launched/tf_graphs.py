@@ -388,4 +388,4 @@ def two_models_of_equal_shapes_on_one_compressor() -> None:
     comp = compressor("topk", density=0.05)
     Model(comp)(everyone(0)[hvd.rank()])
     other = Model(comp)
-    refused(ValueError, ["another model", "one for each"], lambda: other(everyone(1)[hvd.rank()]))
+    refused(ValueError, ["another model", "one Compressor for each"], lambda: other(everyone(1)[hvd.rank()]))

@@ -81,7 +81,7 @@ def sparse_gradients_are_refused() -> None:
 def what_is_given_in_place_of_named_parameters_is_named() -> None:
     model = torch.nn.Linear(4, 4)
     for given, words in (
-        (model.parameters(), "no names, as those of model.parameters()"),
+        (model.parameters(), "no names, like those of model.parameters()"),
         (model, "not the model itself"),
         (torch.nn.Linear, "not the class itself"),
         ([1, 2], "not 1"),

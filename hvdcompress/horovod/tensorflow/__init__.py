@@ -1,4 +1,4 @@
-"""TensorFlow under Horovod: any method behind the unmodified ``hvd.DistributedGradientTape(compression=…)``."""
+"""Compress the gradients of ``hvd.DistributedGradientTape`` under TensorFlow; for Keras 3 see ``horovod/keras.py``."""
 
 from hvdcompress.engine.agreement import PeerError
 from hvdcompress.horovod.tensorflow.compressor import Compressor

@@ -1,23 +1,22 @@
-"""The TensorFlow driver: any method behind the unmodified ``hvd.DistributedGradientTape(compression=…)``.
+"""The TensorFlow driver: every method behind the unmodified ``hvd.DistributedGradientTape(compression=…)``.
 
-Also behind ``horovod.tensorflow.keras.DistributedOptimizer`` of Keras 2 (``tf_keras``); Keras 3 has its own
-optimizer in ``hvdcompress/horovod/keras.py``.
+It also works with ``horovod.tensorflow.keras.DistributedOptimizer`` of Keras 2 (``tf_keras``). Keras 3 has its own
+optimizer, in ``hvdcompress/horovod/keras.py``.
 
-Horovod calls ``compress`` and ``decompress`` while a graph is traced, for each gradient inside a graph of its own,
-and again in each retrace. So this driver
+Horovod calls ``compress`` and ``decompress`` while it traces a graph, separately for each gradient, and again in each
+retrace. So this driver
 
-* knows a tensor by the variable whose gradient it is (``naming.py``);
-* lays out each exchange as a chain: a segment of Python, a Horovod collective, a segment, …, one chain for each
-  sequence of collectives that the tensor's plan has (``engine/rehearsal.py``), joined by a ``tf.switch_case`` if
-  there are several;
-* runs the segments (``segments.py``) in the numpy core, which is handed the tensors' memory as it lies:
-  a codec is one graph node, so that tracing stays cheap, and was faster than TensorFlow's own operations
-  (``docs/tensorflow.md`` has the figures); and
-* lets a probe travel with each tensor through the stock all-reduce, which tells Average from Sum, and carries the
-  flags of an error, of a number that is not finite, and of a trigger.
+* identifies a tensor by the variable to which its gradient belongs (``naming.py``);
+* builds each exchange as a chain of graph nodes: a Python segment, a Horovod collective, a segment, and so on. The
+  sequence of collectives must be known in advance (``engine/rehearsal.py``). If it changes over time, there is one
+  chain for each sequence, and ``tf.switch_case`` selects one;
+* runs the segments (``segments.py``) in the numpy core, on the memory of the tensors. A codec is then a single graph
+  node, which keeps tracing cheap. It was also faster than TensorFlow's own operations (``docs/tensorflow.md``);
+* appends a probe to each tensor's stock all-reduce. The probe tells Average from Sum, and carries flags: an error, a
+  non-finite gradient, a trigger.
 
-State is kept by this object, not by variables in the graph, which would be copied in and out in every step; it goes
-into ``tf.train.Checkpoint`` all the same.
+The Compressor keeps state outside of the graph, because variables would be copied in and out in every step. The state
+can still be saved with ``tf.train.Checkpoint``.
 """
 
 from __future__ import annotations
@@ -45,16 +44,18 @@ from hvdcompress.engine.saving import checkpoint, snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.tensorflow.naming import Names
-from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, denormals_count
+from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.optimizers import UNKNOWN, described, may_adapt
 from hvdcompress.plan import Bucket, Plan, plan_of
 
-_numbers: Counter[int] = Counter()  # see engine.compressor.next_number
+GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
+
+_numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
 
 
 def _number(process_set: Any, watchdog: Watchdog) -> int:
-    """The next Compressor's number."""
+    """Return a number for a new Compressor, the same on all ranks of the process set; collective."""
     set_id = process_set.process_set_id
 
     def largest(number: int) -> int:
@@ -65,21 +66,24 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
 
 
 def _count(counter: tf.Tensor, ended: tf.Tensor) -> None:
-    """Count an exchange when ``ended`` is there; what reads the counter later waits for that."""
+    """Increment an exchange's counter after ``ended``, so that a later read of the counter waits for the exchange."""
     with tf.control_dependencies([ended]):
         tf.raw_ops.AssignAddVariableOp(resource=counter, value=tf.constant(1, tf.int64))
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """What ``compress`` hands to ``decompress``: the gradient, its bucket, and the end of its exchange.
+class GradientContext:
+    """The ``ctx`` that Horovod passes from ``compress`` to ``decompress``: one gradient and the end of its exchange.
 
     Attributes:
-        traced: what was traced in the same outermost graph.
-        passing: with the first gradient of a graph, the tensors that the engine is told of with it.
-        done: what the last segment waits for.
-        rate: the learning rate of the step.
-        received: whether ``done`` is a collective's result, which the last segment is to take.
+        gradient: the gradient.
+        bucket: its bucket.
+        traced: the tensors that were traced in the same outermost graph.
+        passing: buckets that the stock all-reduce reduces; not empty only for the first exchange of a graph, which
+            tells the engine about them.
+        done: the tensor that the last segment waits for.
+        rate: the learning rate of the step; a float32 scalar.
+        received: whether ``done`` is the result of a collective, which the last segment has to receive.
     """
 
     gradient: tf.Tensor
@@ -92,29 +96,30 @@ class Ticket:
 
 
 class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.experimental.PythonState):
-    """One optimizer's compression, for ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
+    """Compresses the gradients of one optimizer: ``hvd.DistributedGradientTape(tape, compression=Compressor(…))``.
 
-    Make it once, outside of the training step: it holds the residuals. A program with several makes them in the
-    same order on every rank.
+    Make it once, outside of the training step, because it holds the residuals. Make several in the same order on every
+    rank.
 
     Args:
-        method: a method id with hyper-parameters, a Method, a Plan, or a plan's dict.
-        names: the variables' names, for rules and for :meth:`residual`, in the order in which the tape or optimizer
-            is given them: of all variables, or of those that have gradients. Without them a variable's name is its
-            number, "0", "1", ….
+        method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
+        names: names of the variables, for the plan's rules and for :meth:`residual`, in the order in which the tape or
+            optimizer gets the variables: of all variables, or only of those that have gradients. Without names, a
+            variable is called by its index: "0", "1", ….
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
-        loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
-        optimizer: the optimizer of Keras that gets the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it. Residuals are
+            kept unscaled.
+        optimizer: the Keras optimizer that applies the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
             describes it. Its momentum is adapted where error feedback delays gradients.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
-        TypeError: ``optimizer`` is none of these.
-        ValueError: a bad plan; ``hvd.init()`` was not called; the plan joins tensors, or has ``verify_every``,
-            ``cosine_every`` or ``clip_norm``, which graphs cannot.
+        TypeError: ``optimizer`` is neither a Keras optimizer nor an SGD.
+        ValueError: the plan is wrong; ``hvd.init()`` was not called; the plan has ``bucket_elements``,
+            ``verify_every``, ``cosine_every`` or ``clip_norm``, which TensorFlow graphs do not support.
     """
 
-    no_fallback_reason = "in TensorFlow the ranks agree for each tensor, and not for a step"
+    no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
 
     def __init__(
         self,
@@ -130,47 +135,55 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             raise ValueError("call hvd.init() before making a Compressor")
         plan = plan_of(method, **settings)
         if plan.verify_every:
-            raise ValueError(
-                "verify_every must be 0: in TensorFlow the Compressor has no parameters, and compares no more than "
-                "fits into a probe"
-            )
+            raise ValueError("verify_every must be 0: in TensorFlow the Compressor sees only gradients, not parameters")
         if plan.cosine_every:
-            raise ValueError("cosine_every must be 0: in TensorFlow no tensor's exchange knows of the others")
+            raise ValueError(f"cosine_every must be 0: {GRAPH_PER_TENSOR}")
         if plan.clip_norm is not None:
-            raise ValueError("clip_norm must be null: in TensorFlow no tensor's exchange knows of the others")
+            raise ValueError(f"clip_norm must be null: {GRAPH_PER_TENSOR}")
         if plan.bucket_elements:
-            raise ValueError("bucket_elements must be 0: in TensorFlow each gradient has a graph of its own")
+            raise ValueError(f"bucket_elements must be 0: {GRAPH_PER_TENSOR}")
         if names is not None and len(set(names)) < len(names):
-            raise ValueError(f"two tensors have one name: {sorted({n for n in names if list(names).count(n) > 1})}")
+            repeated = sorted({name for name in names if list(names).count(name) > 1})
+            raise ValueError(f"two tensors have the same name: {repeated}")
         self.names = None if names is None else list(names)
         self._names = Names(self.names)
-        self.all_names: Callable[[], Sequence[str]] = list  # those of all variables, as far as they are known
-        self._ordinals: int | None = None  # how many gradients are known by their ordinal, in each graph that has any
+        self.all_names: Callable[[], Sequence[str]] = list  # names of all variables; empty as long as they are unknown
+        self._ordinals: int | None = None  # number of gradients without variable or name in a graph that has some
         super().__init__(plan, process_set.rank(), process_set.size(), loss_scale)
         self.process_set = process_set
-        self._rates: dict[str, float] = {}  # the learning rate of the present step, by tensor
+        self._rates: dict[str, float] = {}  # learning rate of this step, by tensor name
         self.use_optimizer(optimizer)
         self._segments = Segments(self.local, self.current_loss_scale)
-        number = _number(process_set, self.watchdog)  # ranks may wait for each other here
-        # by the first word in the name of the node that fails hvd.elastic.run knows that a peer is gone
+        number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
+        # hvd.elastic.run recognizes that a peer is gone by the text HorovodAllreduce in the name of the failed node
         self.prefix = f"HorovodAllreduce.hvdcompress.tf.set{process_set.process_set_id}.compressor{number}"
         self.buckets: dict[str, Bucket] = {}
         # by outermost graph
         self._traced: weakref.WeakKeyDictionary[Any, Traced] = weakref.WeakKeyDictionary()
-        self._variables: set[Any] = set()  # what graphs captured by their first gradients: the model's, and others
-        self._ended: dict[str, tf.Tensor] = {}  # variables that count how often a tensor's exchange has ended
-        self._name: str | None = None
-        self._agreed = False
+        self._variables: set[Any] = set()  # captured by the graphs: the model's variables and others
+        self._exchange_counts: dict[str, tf.Tensor] = {}  # variables that count a tensor's completed exchanges
+        self._name: str | None = None  # set inside of naming()
+        self._plans_compared = False
 
     # -- Horovod's interface -------------------------------------------------------------------------
 
-    @tf.autograph.experimental.do_not_convert  # it would rewrite, slowly, what needs no rewriting
-    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, Ticket | tf.Tensor]:
-        """Lay out a gradient's exchange; returns what Horovod shall all-reduce, and a ticket.
+    @tf.autograph.experimental.do_not_convert  # AutoGraph would convert this function slowly, for no benefit
+    def compress(self, tensor: tf.Tensor = None) -> tuple[tf.Tensor, GradientContext | tf.Tensor]:
+        """Build the exchange of a gradient in the graph. Horovod calls this method while it traces.
 
-        A gradient that is all-reduced as it is goes to Horovod itself; its ticket is its counter.
+        Args:
+            tensor: the gradient, of static shape.
+
+        Returns:
+            The tensor that Horovod all-reduces, and the context for :meth:`decompress`. If the method changes nothing,
+            they are the gradient itself and its counter.
+
+        Raises:
+            PeerError: the ranks have different plans.
+            ValueError: the shape is unknown or has changed, or the gradient has no name.
         """
-        if not isinstance(self, Compressor):  # Horovod's own compressions are classes
+        # Horovod's own compressions are classes with static methods, so people pass the class and not an instance
+        if not isinstance(self, Compressor):
             raise TypeError('compression=Compressor is the class: give an instance, compression=Compressor("topk")')
         bucket, traced = self._bucket(tensor)
         self._compare_plans_once()
@@ -180,13 +193,14 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         passing = () if traced.exchanged else traced.passing
         traced.exchanged.append(bucket.spec.name)
         flat = tf.reshape(tensor, [-1])
-        work = _work(bucket)
-        flat = flat if flat.dtype == work else tf.cast(flat, work)
+        dtype = _graph_dtype(bucket)
+        flat = flat if flat.dtype == dtype else tf.cast(flat, dtype)
         piggyback = self._piggyback(bucket)
         ended = tf.raw_ops.ReadVariableOp(resource=self._counter(bucket.spec.name), dtype=tf.int64)
         segments = self._segments
         chains: list[tuple[Round, ...]] = [()] if piggyback is not None else self._chains(bucket)
-        first = chains[0][:1] if len(chains) == 1 else ()  # one segment does what it can: each costs much
+        # With one chain, the first segment also returns the first payload: a segment costs a call into Python
+        first = chains[0][:1] if len(chains) == 1 else ()
 
         def begin(gradient: Array, _: Array) -> list[Array]:
             probe = segments.begin(bucket, gradient, piggyback, traced, self._refuse_other_ordinals(traced))
@@ -198,20 +212,31 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             done = self._chain(bucket, payload, chains[0])
         else:
             done = probe if len(chains) == 1 else self._switch(bucket, probe, chains)
-        return probe, Ticket(tensor, bucket, traced, passing, done, self._learning_rate(), received=bool(first))
+        return probe, GradientContext(
+            tensor, bucket, traced, passing, done, self._learning_rate(), received=bool(first)
+        )
 
     @tf.autograph.experimental.do_not_convert
-    def decompress(self, output: tf.Tensor, ctx: Ticket | tf.Tensor) -> tf.Tensor:
-        """The end of a gradient's exchange: the reduced gradient."""
-        if not isinstance(ctx, Ticket):
-            # in a loop, the next iteration waits for what a variable waits for: one name is all-reduced once at a time
+    def decompress(self, output: tf.Tensor, ctx: GradientContext | tf.Tensor) -> tf.Tensor:
+        """Build the end of a gradient's exchange in the graph.
+
+        Args:
+            output: the result of the stock all-reduce.
+            ctx: the context that :meth:`compress` returned.
+
+        Returns:
+            The reduced gradient.
+        """
+        if not isinstance(ctx, GradientContext):
+            # The counter orders iterations of a loop: Horovod refuses a second all-reduce of a name that is in flight
             _count(ctx, output)
             return output
         bucket = ctx.bucket
         gradient = ctx.gradient
+        # finish() must not refer to ctx: a Python function in the graph would keep its symbolic tensors alive
         traced = ctx.traced
         passing = ctx.passing
-        received = ctx.received  # as a piece of Python holds no tensors
+        received = ctx.received
 
         def finish(probe: Array, done: Array, rate: Array) -> Array:
             if not np.isnan(rate):
@@ -222,17 +247,18 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             self.local.warn_about_unused()
             return reduced
 
-        out = _segment(finish, [output, ctx.done, ctx.rate], _work(bucket))
-        _count(self._ended[bucket.spec.name], out)
+        out = _segment(finish, [output, ctx.done, ctx.rate], _graph_dtype(bucket))
+        _count(self._exchange_counts[bucket.spec.name], out)
         return tf.cast(tf.reshape(out, gradient.shape), gradient.dtype)
 
     # -- the graph -------------------------------------------------------------------------------------
 
     def _chains(self, bucket: Bucket) -> list[tuple[Round, ...]]:
-        """The sequences of collectives that the bucket's exchange may be, in its stages and phases."""
+        """Return the different sequences of collectives that the bucket's exchange has over time."""
         return list(dict.fromkeys(self._rehearsals(bucket).values()))
 
     def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
+        """Return the sequence of collectives for each (stage of the plan, phase of the method)."""
         return {
             (stage, phase): rehearse(method, phase, self.local.world, bucket.spec)
             for stage, (_, method) in enumerate(bucket.program.stages)
@@ -240,7 +266,16 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         }
 
     def _switch(self, bucket: Bucket, begun: tf.Tensor, chains: list[tuple[Round, ...]]) -> tf.Tensor:
-        """The chain that this step needs, after ``begun``; a scalar tells its end."""
+        """Build all chains, and select the one that this step needs.
+
+        Args:
+            bucket: the bucket.
+            begun: a tensor that the first segment returns.
+            chains: the sequences of collectives.
+
+        Returns:
+            A scalar that is available when the chain has ended.
+        """
         segments = self._segments
         rehearsed = self._rehearsals(bucket)
         which = _segment(lambda _: np.int32(chains.index(rehearsed[segments.phase(bucket)])), [begun], tf.int32)
@@ -256,7 +291,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return tf.switch_case(which, [lambda rounds=rounds: branch(rounds) for rounds in chains])
 
     def _chain(self, bucket: Bucket, payload: list[tf.Tensor], rounds: Sequence[Round]) -> tf.Tensor:
-        """Collectives with a segment between each two; returns the last one's result."""
+        """Build a chain of collectives with a segment between each two; return the result of the last collective."""
         result = self._collective(bucket, payload, 0, rounds[0])
         for number, planned in enumerate(rounds[1:], 1):
             payload = _segment(self._between(bucket, number, planned), [result], _dtypes(planned))
@@ -271,7 +306,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return between
 
     def _collective(self, bucket: Bucket, payload: list[tf.Tensor], number: int, planned: Round) -> tf.Tensor:
-        # Horovod keeps of a name what follows its last slash
+        # Horovod keeps only the part of a name after the last slash, and TensorFlow allows few other characters
         tensor = re.sub(r"[^A-Za-z0-9_.-]", lambda found: f"_{ord(found[0]):x}", bucket.spec.name.replace("/", "."))
         name = f"{self.prefix}.{tensor}.round{number}.{planned.collective}"
         for part in payload:
@@ -284,11 +319,11 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return mpi_ops._allreduce(payload[0], name, op, ignore_name_scope=True, process_set=self.process_set)
 
     def _passes(self, bucket: Bucket) -> bool:
-        """Whether a gradient is all-reduced as it is in every step."""
+        """Return whether the stock all-reduce reduces the gradient itself in every step."""
         return len(bucket.program.stages) == 1 and self.local.next_step(bucket).passes_through
 
     def _bucket(self, tensor: tf.Tensor) -> tuple[Bucket, Traced]:
-        """The bucket of the gradient that is being traced, and what was traced in the same outermost graph."""
+        """Return the bucket of a gradient, and the tensors that were traced in the same outermost graph."""
         if tensor.shape.num_elements() is None:
             raise ValueError(f"a gradient of unknown shape {tensor.shape} cannot be compressed: give it a static shape")
         name, traced = self._note_name(tensor)
@@ -298,24 +333,23 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             (known,) = self.plan.buckets([spec])
             if getattr(known.program.main, "scope", "tensor") == "global":
                 raise ValueError(
-                    f"{known.program.main.id} with scope: global joins all tensors, which cannot be in TensorFlow, "
-                    "where each gradient has a graph of its own; use scope: tensor"
+                    f"{known.program.main.id} does not work with scope: global ({GRAPH_PER_TENSOR}); use scope: tensor"
                 )
             self.buckets[name] = known
         if (known.spec.shape, known.spec.dtype) != (spec.shape, spec.dtype):
             raise ValueError(
                 f"gradient {name!r} had shape {known.spec.shape} and dtype {known.spec.dtype} before, and has "
-                f"{spec.shape} and {spec.dtype} now: gradients without a variable must come in one "
+                f"{spec.shape} and {spec.dtype} now: gradients without a variable must always be reduced in the same "
                 "order. Use hvd.DistributedGradientTape, which knows the variables, or `with compressor.naming(…):`"
             )
         return known, traced
 
     def _note_name(self, tensor: tf.Tensor) -> tuple[str, Traced]:
-        """The name of the gradient that is being traced, and what was traced in the same outermost graph."""
+        """Return the name of a gradient, and the tensors that were traced in the same outermost graph."""
         graph = tf.compat.v1.get_default_graph()
         outermost = None
         graphs = []
-        while getattr(graph, "outer_graph", None) is not None:  # conditionals and functions within functions
+        while getattr(graph, "outer_graph", None) is not None:  # conditionals and nested functions have inner graphs
             graphs.append(graph)
             outermost = graph
             graph = graph.outer_graph
@@ -325,9 +359,9 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         name = self._name
         if name is None and outermost is None:
             raise ValueError(
-                "a gradient that is reduced by itself, outside of any tf.function, has no name, by which its residual "
-                'would be kept: use hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` '
-                "around each hvd.allreduce"
+                "hvd.allreduce outside of a tf.function gives the gradient no name, and residuals are kept by name: "
+                'use hvd.DistributedGradientTape, or `with compressor.naming("layer1/kernel"):` around each '
+                "hvd.allreduce"
             )
         name = name or self._names.of_variable(tensor)
         if name is None:
@@ -336,9 +370,10 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return name, traced
 
     def _refuse_other_ordinals(self, traced: Traced) -> Exception | None:
-        """Return an error for a graph with another number of ordinals: they may be of other variables there.
+        """Return an error if a graph has another number of unnamed gradients than an earlier graph.
 
-        It is known only when the graph runs, as nothing tells the end of a trace.
+        Unnamed gradients are known by their ordinal, and an equal ordinal may then mean another variable. This can be
+        checked only when the graph runs, because nothing marks the end of a trace.
         """
         if not traced.ordinals:
             return None
@@ -348,34 +383,42 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             return None
         return ValueError(
             f"hvd.allreduce reduces {traced.ordinals} gradients without a name in this graph, and {self._ordinals} in "
-            "the one before: known by their order alone, they would take each other's residuals. Use "
+            "an earlier one: they are known only by their order, so they would take each other's residuals. Use "
             "hvd.DistributedGradientTape, which knows the variables, or one tf.function, or `with "
             'compressor.naming("layer1/kernel"):` around each hvd.allreduce'
         )
 
     def _counter(self, name: str) -> tf.Tensor:
-        """The variable that counts how often a tensor's exchange has ended."""
-        if name not in self._ended:
+        """Return the variable that counts a tensor's completed exchanges."""
+        if name not in self._exchange_counts:
             with tf.init_scope(), tf.device("CPU:0"):
-                # no tf.Variable, which a function may only make in its first trace
+                # A raw resource, because a tf.function may create a tf.Variable only in its first trace
                 counter = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=f"{self.prefix}.{name}")
                 tf.raw_ops.AssignVariableOp(resource=counter, value=tf.constant(0, tf.int64))
-                self._ended[name] = counter
-        return self._ended[name]
+                self._exchange_counts[name] = counter
+        return self._exchange_counts[name]
 
     def _refuse_another_model(self, graphs: Sequence[Any]) -> None:
-        """Refuse a graph that has none of the variables of those before: equal ordinals would share residuals."""
+        """Raise ValueError for a graph without any variable of the earlier graphs.
+
+        It probably belongs to another model, and unnamed gradients of both models would share residuals.
+        """
         captured = [tensor for graph in graphs for tensor in getattr(graph, "external_captures", ())]
-        here = {one.ref() for one in captured if one.dtype == tf.resource and not tf.is_symbolic_tensor(one)}
+        here = {each.ref() for each in captured if each.dtype == tf.resource and not tf.is_symbolic_tensor(each)}
         if here and self._variables and not here & self._variables:
             raise ValueError(
-                "this Compressor serves another model, of which this step has no variable: make one for each model"
+                "this Compressor serves another model: this step uses none of its variables; make one Compressor for "
+                "each model"
             )
         self._variables |= here
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """Context manager: a gradient's name is ``name``, not its ordinal. Names are equal on all ranks."""
+        """Context manager that names the gradient of an ``hvd.allreduce``.
+
+        Args:
+            name: the name, the same on all ranks.
+        """
         self._name = name
         try:
             yield
@@ -383,67 +426,70 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             self._name = None
 
     def _piggyback(self, bucket: Bucket) -> int | None:
-        """The length of a payload that is the stock all-reduce itself; never where a tensor has several stages."""
+        """Return the length of a float32 payload that the stock all-reduce can carry; None if it cannot.
+
+        It cannot if the sequence of collectives changes over time (several stages or phases).
+        """
         (_, method), *more = bucket.program.stages
-        if (
-            more
-            or len(method.phases) > 1
-            or self.local.next_step(bucket).dtype != "float32"
-            or _work(bucket) != tf.float32
-        ):
+        if more or len(method.phases) > 1:
+            return None
+        if self.local.next_step(bucket).dtype != "float32" or _graph_dtype(bucket) != tf.float32:
             return None
         return method.piggyback(bucket.spec, 0, {})
 
     def _compare_plans_once(self) -> None:
-        """While the first graph is traced: make sure that all ranks have the same plan.
+        """Compare the plans of all ranks, while the first graph is traced.
 
         Raises:
-            PeerError: they do not; it names the first key that differs.
+            PeerError: the plans differ; the message has the first key that differs.
         """
-        if self._agreed:
+        if self._plans_compared:
             return
         with tf.init_scope(), self.watchdog.rendezvous("every rank's first trace"):
-            said = [self.plan.to_dict(), self.names, self.watchdog.endpoint()]
-            texts = self._gather(np.frombuffer(json.dumps(said).encode(), np.uint8))
+            message = [self.plan.to_dict(), self.names, self.watchdog.endpoint()]
+            texts = self._gather(np.frombuffer(json.dumps(message).encode(), np.uint8))
         everyone = [json.loads(text) for text in texts]
         compare_configs([(plan, {"names": str(names)}) for plan, names, _ in everyone])
         self.watchdog.set_peers([address for *_, address in everyone])
-        self._agreed = True
+        self._plans_compared = True
         if self._optimizer is None and may_adapt(self.plan) and self.local.rank == 0:
             log.warn_once(UNKNOWN)
 
     def use_optimizer(self, optimizer: Any) -> None:
-        """Adapt the momentum of an optimizer of Keras, or of what an ``SGD`` describes, from now on.
+        """Adapt the momentum of an optimizer from now on.
+
+        Args:
+            optimizer: a Keras optimizer, an :class:`~hvdcompress.optimizers.SGD` that describes one, or None.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: ``optimizer`` is neither.
         """
         self.local.optimizer = described(optimizer, self._rates)
         self._optimizer = optimizer
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Not in TensorFlow, whose graphs have the collectives of the plan's methods.
+        """Not supported: a TensorFlow graph contains the collectives of the plan's methods, and cannot change them.
 
         Raises:
-            NotImplementedError: always; it says what to do instead.
+            NotImplementedError: always.
         """
         raise NotImplementedError(
-            "a graph has the collectives of the plan's methods, so it cannot pause: give these gradients to "
-            "hvd.DistributedGradientTape without compression"
+            "a TensorFlow graph contains the collectives of the plan's methods, so it cannot pause compression: use "
+            "hvd.DistributedGradientTape without compression for these gradients"
         )
         yield
 
     def _learning_rate(self) -> tf.Tensor:
-        """The rate of the step that is being traced; NaN if the optimizer has none.
+        """Return the learning rate of the step that is being traced; NaN if the optimizer has none.
 
-        It is read in the graph, before the optimizer counts the step: a schedule gives another one after that.
+        It is read in the graph, before the optimizer increments its step: a schedule then returns the next rate.
         """
         rate = getattr(self._optimizer, "learning_rate", None)
         return tf.constant(np.nan) if rate is None else tf.cast(tf.convert_to_tensor(rate), tf.float32)
 
     def _gather(self, data: np.ndarray[Any, Any]) -> list[bytes]:
-        """Every rank's bytes, in rank order; eagerly."""
+        """Exchange bytes [n] with all ranks eagerly; return those of every rank, in rank order."""
         name = f"{self.prefix}.plan"
         sizes = hvd.allgather(tf.constant([len(data)]), name=f"{name}.size", process_set=self.process_set).numpy()
         joined = hvd.allgather(tf.constant(data), name=name, process_set=self.process_set).numpy()
@@ -461,23 +507,26 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     # -- state -------------------------------------------------------------------------------------------
 
     def residual(self, name: str) -> np.ndarray[Any, Any]:
-        """This rank's residual of a tensor, in its shape (a copy); zeros where none is kept.
+        """Return a copy of this rank's residual of a tensor, in the tensor's shape; zeros if the method keeps none.
+
+        Args:
+            name: the name of the variable.
 
         Raises:
-            KeyError: no such tensor has been traced.
+            KeyError: no tensor with this name has been traced.
         """
         if name not in self.buckets:
-            raise KeyError(f"no tensor {name!r} has gone through yet; known: {', '.join(self.buckets) or 'none'}")
+            raise KeyError(f"no tensor {name!r} has been reduced yet; known: {', '.join(self.buckets) or 'none'}")
         shape = self.buckets[name].spec.shape
         flat = self.local.residual(name) if name in self.local.names() else None
         return np.zeros(shape, np.float32) if flat is None else flat.reshape(shape).copy()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+        """Restore the state that :meth:`state_dict` returned on this rank. May be called before the first step.
 
         Raises:
-            ValueError: it is of another rank or world, or, as soon as the tensors are known, of other tensors;
-                nothing is changed then.
+            ValueError: the state belongs to another rank, number of ranks, or to other tensors (if they are known
+                already); nothing is changed.
         """
         snapshot.check(saved)
         saved = snapshot.renamed(saved, self.all_names())
@@ -488,41 +537,53 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return list(self.buckets.values())
 
     def serialize(self) -> bytes:
-        """For ``tf.train.Checkpoint(compressor=…)``, of which every rank must write its own."""
+        """Return the state as bytes, for ``tf.train.Checkpoint(compressor=…)``. Every rank must write its own."""
         return checkpoint.to_bytes(self.state_dict())
 
     def deserialize(self, string_value: bytes) -> None:
-        """For ``tf.train.Checkpoint``."""
+        """Restore the state from bytes, for ``tf.train.Checkpoint``.
+
+        Raises:
+            ValueError: see :meth:`load_state_dict`.
+        """
         self.load_state_dict(checkpoint.from_bytes(string_value))
 
 
-def _work(bucket: Bucket) -> tf.DType:
-    """What a bucket's gradient is computed in, in the graph."""
+def _graph_dtype(bucket: Bucket) -> tf.DType:
+    """Return the dtype of a bucket's gradient between the segments of the graph."""
     return tf.float64 if bucket.spec.dtype == "float64" else tf.float32
 
 
 def _dtypes(planned: Round) -> list[tf.DType]:
-    """What a collective is given: its payload and, of an all-to-all, how many bytes go to each rank."""
+    """Return the dtypes of a collective's inputs: the payload and, for an all-to-all, the bytes for each rank."""
     payload = tf.int32 if planned.collective == "Broadcast" else tf.as_dtype(planned.dtype)
     return [payload, tf.int32] if planned.collective == "AllToAll" else [payload]
 
 
 def _segment(function: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Any) -> Any:
-    """A piece of Python in the graph; where it returns nothing, a zero says that it is done.
+    """Add a Python function to the graph.
 
-    Not "stateful", as TensorFlow means it: it would run such pieces one tensor after the other, in program order,
-    and no exchange would overlap with another. That each runs once and in its place follows from what it is given:
-    a variable that counts the tensor's exchanges is read by the first piece of a chain and written after the last,
-    so that TensorFlow neither folds a chain into a constant, nor moves it out of a loop, nor leaves it out, nor
-    overlaps two of one tensor.
+    The node is not "stateful": TensorFlow would run stateful nodes one after the other in program order, and no
+    exchange would overlap with another. A counter variable gives the necessary order instead. The first segment of a
+    chain reads it, and it is incremented after the last one. Because of this dependency, TensorFlow does not fold a
+    chain into a constant, move it out of a loop, prune it, or overlap two exchanges of one tensor.
+
+    Args:
+        function: takes numpy arrays, and returns arrays or None.
+        inputs: its arguments.
+        dtypes: the dtypes of its results.
+
+    Returns:
+        The results as tensors; an int32 zero if the function returns None.
     """
 
     def run(*arrays: Any) -> Any:
         try:
-            with denormals_count():
+            with with_denormals():
                 result = function(*arrays)
         except Exception as error:
-            if compressor.is_elastic():  # hvd.elastic.run ends in silence at an UnknownError, which most become
+            # TensorFlow turns most exceptions into UnknownError, at which hvd.elastic.run ends without a message
+            if compressor.is_elastic():
                 raise ValueError(str(error)) from error
             raise
         return np.int32(0) if result is None else result

@@ -1,9 +1,9 @@
-"""Which variable a gradient belongs to, by which its residual is kept.
+"""Find the variable to which a gradient belongs. Residuals are kept by the name of the variable.
 
-Horovod gives ``compress`` a gradient and nothing else, and leaves out gradients that are None. A gradient's position is
-therefore another one in a graph that trains other variables. But Horovod's tape and optimizers reduce in a function
-``allreduce_grads(grads, vars)``, which is among the callers of ``compress`` while a graph is traced: there the gradient
-is found next to its variable.
+Horovod passes only the gradient to ``compress``, and skips gradients that are None. The position of a gradient does not
+identify its variable, because it changes in a graph that trains other variables. But Horovod's tape and optimizers call
+``compress`` from a function ``allreduce_grads(grads, vars)``. While a graph is traced, this function is on the call
+stack, and its local variables contain the gradient next to its variable.
 """
 
 from __future__ import annotations
@@ -15,38 +15,46 @@ from typing import Any
 
 import tensorflow as tf
 
-#: Horovod's function that reduces a list of gradients, and the one that AutoGraph makes of it
+#: Horovod's function that reduces a list of gradients, and its name after AutoGraph has converted it
 _REDUCING = ("allreduce_grads", "tf__allreduce_grads")
 
 
 class Names:
-    """The tensors' names: each variable keeps the name that it got when a graph was first given it.
+    """Names of the variables. A variable keeps the name that it got when a graph used it for the first time.
 
     Args:
-        given: the names, in the order of the variables; without them a name is a number, "0", "1", ….
+        given: the names in the order of the variables; without names, a variable is called by its index: "0", "1", ….
     """
 
     def __init__(self, given: Sequence[str] | None):
         self.given = given
         self._known: dict[Hashable, str] = {}
-        self._reduced: tuple[Any, set[int]] = ((), set())  # the list that is being reduced, and what of it is done
+        self._reduced: tuple[Any, set[int]] = ((), set())  # (list that is being reduced, indices that are done)
 
     def of_variable(self, gradient: tf.Tensor) -> str | None:
-        """Return the name of the variable whose gradient Horovod is reducing; None if it does not know the variable."""
+        """Return the name of the variable to which a gradient belongs; None if Horovod does not know the variable.
+
+        Args:
+            gradient: the gradient that Horovod is reducing.
+
+        Raises:
+            ValueError: there are more gradients than names.
+        """
         found = _lists_of(gradient)
         if found is None:
             return None
         gradients, variables = found
-        here = list(_keys(variables))
-        # variables whose gradient does not come here have names, too, as it may later, unless there are too few names
-        everyone = self.given is None or len(self.given) >= len(variables)
-        for key, one in zip(here, gradients, strict=True):
-            if everyone or isinstance(one, tf.Tensor):
+        keys = list(_keys(variables))
+        # Also name variables without a gradient in this graph, because another graph may train them. But the program
+        # may have given names only for the variables that have gradients
+        names_all = self.given is None or len(self.given) >= len(variables)
+        for key, each in zip(keys, gradients, strict=True):
+            if names_all or isinstance(each, tf.Tensor):
                 self._name(key)
-        return self._name(here[self._position(gradients, gradient)])
+        return self._name(keys[self._position(gradients, gradient)])
 
     def of_ordinal(self, ordinal: int) -> str:
-        """Return the name of the n-th gradient in a graph whose variable is not known."""
+        """Return the name of the n-th gradient of a graph among those without a known variable."""
         return self._name((None, ordinal))
 
     def _name(self, key: Hashable) -> str:
@@ -60,19 +68,22 @@ class Names:
         return self._known[key]
 
     def _position(self, gradients: Sequence[Any], gradient: tf.Tensor) -> int:
-        """The gradient's position in the list. One tensor may be the gradient of several variables."""
+        """Return the index of a gradient in the list; the next one if several variables have the same gradient."""
         if self._reduced[0] is not gradients:
             self._reduced = (gradients, set())
         done = self._reduced[1]
-        position = next(i for i, one in enumerate(gradients) if one is gradient and i not in done)
+        position = next(i for i, each in enumerate(gradients) if each is gradient and i not in done)
         done.add(position)
-        if not any(isinstance(one, tf.Tensor) and i not in done for i, one in enumerate(gradients)):
-            self._reduced = ((), set())  # the graph may be freed, and the list reduced once more
+        if not any(isinstance(each, tf.Tensor) and i not in done for i, each in enumerate(gradients)):
+            self._reduced = ((), set())  # all are done: let the graph be freed, and the list be reduced again
         return position
 
 
 def _lists_of(gradient: tf.Tensor) -> tuple[Sequence[Any], Sequence[Any]] | None:
-    """Return the gradients and variables that Horovod is reducing, if ``gradient`` is among them."""
+    """Return the lists of gradients and variables that Horovod is reducing, from its frame on the call stack.
+
+    Returns None if Horovod is not reducing a list, or the list does not contain ``gradient``.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _REDUCING and frame.f_globals.get("__name__") == "horovod.tensorflow":
@@ -80,15 +91,16 @@ def _lists_of(gradient: tf.Tensor) -> tuple[Sequence[Any], Sequence[Any]] | None
             variables = frame.f_locals.get("vars")
             if gradients is None or variables is None or len(gradients) != len(variables):
                 return None
-            return (gradients, variables) if any(one is gradient for one in gradients) else None
+            return (gradients, variables) if any(each is gradient for each in gradients) else None
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
 
 def _keys(variables: Sequence[Any]) -> Iterator[Hashable]:
-    """By what each source of a tape is known: a variable by itself, a tensor, another one in each trace, by its place.
+    """Yield a key for each source of a tape, the same in every trace.
 
-    A variable that is in the list twice has two gradients, with a residual each.
+    A variable is identified by itself. A tensor is a new object in each trace, so it is identified by its index among
+    the tensors. A variable that is in the list twice has two gradients, and a residual for each of them.
     """
     seen: Counter[Hashable] = Counter()
     for variable in variables:

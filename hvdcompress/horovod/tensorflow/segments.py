@@ -1,12 +1,12 @@
-"""What the TensorFlow driver runs between collectives: one rank's exchanges, cut into segments that a graph calls.
+"""The Python segments between the collectives of a TensorFlow graph: one rank's exchanges, cut into functions.
 
-A segment takes arrays that the graph hands over (a gradient, a collective's result) and gives arrays back (a payload,
-the reduced gradient). Segments of different tensors run in any order and from several threads, one at a time.
+A segment takes arrays from the graph (a gradient, the result of a collective) and returns arrays (a payload, the
+reduced gradient). Segments of different tensors run in any order and from several threads, but only one at a time.
 
-No segment raises before its rank has taken part in every collective of its step, as the others would wait for
-ever: an error is noted, payloads of zeros are sent, and the last segment of the step's last tensor raises; on every
-rank, since the flag of an error travels with the probe. (An error that happens after the first collective comes
-too late for that: this rank raises alone, and the others end when it does.)
+A segment must not raise before its rank has taken part in every collective of the step: the other ranks would wait
+forever. So an error is recorded, zeros are sent as payloads, and the last segment of the step raises the error. It does
+so on every rank, because the probe carries an error flag. If the error happens after the first collective, it is too
+late for the flag: this rank raises alone, and Horovod ends the others when it exits.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from hvdcompress.method import AllGather, AllToAll, Array, Broadcast, Collective
 from hvdcompress.ops import fast, pool
 from hvdcompress.plan import Bucket
 
-_MATHS = ctypes.util.find_library("m") if sys.platform == "linux" else None
-_maths = ctypes.PyDLL(_MATHS) if _MATHS else None
-_DEFAULT = ctypes.c_void_p(-1)  # C's FE_DFL_ENV, with glibc and musl
+_LIBM = ctypes.util.find_library("m") if sys.platform == "linux" else None
+_libm = ctypes.PyDLL(_LIBM) if _LIBM else None
+_FE_DFL_ENV = ctypes.c_void_p(-1)  # the value of this macro in glibc and musl
 
-_NOTHING = np.empty(0, np.float32)
+_EMPTY = np.empty(0, np.float32)
 
-PROBE = 6  #: numbers in the probe: two to tell the operation, flags, and who failed
+PROBE = 6  #: elements of a probe: two that show the operation, three flags, and the rank that failed
 
 
 @contextmanager
-def denormals_count() -> Iterator[None]:
-    """Inside, numbers below 1.2e-38 count; in TensorFlow's threads they are zero.
+def with_denormals() -> Iterator[None]:
+    """Context manager in which the CPU computes with denormal numbers; TensorFlow's threads flush them to zero.
 
-    On other systems than Linux it changes nothing.
+    The numpy core must give the same bits in every driver. On systems other than Linux this does nothing.
     """
-    if _maths is None:
+    if _libm is None:
         yield
         return
     before = ctypes.create_string_buffer(64)  # a fenv_t: 32 bytes on x86-64, 8 on aarch64
-    _maths.fegetenv(before)
-    _maths.fesetenv(_DEFAULT)
+    _libm.fegetenv(before)
+    _libm.fesetenv(_FE_DFL_ENV)
     try:
         yield
     finally:
-        _maths.fesetenv(before)
+        _libm.fesetenv(before)
 
 
 class Traced:
-    """What was traced in one outermost graph.
+    """The tensors that were traced in one outermost graph.
 
     Attributes:
-        exchanged: the names of those whose exchange is ours.
-        passing: the others, which TensorFlow hands to Horovod itself. The first gradient is never one of them: with
-            its exchange the engine is told of theirs.
-        ordinals: how many gradients have neither a variable nor a name, and are known by their ordinal.
-        ended: how often each exchange has ended in this graph, well or not.
+        exchanged: names of the tensors that the engine exchanges.
+        passing: buckets that the stock all-reduce reduces. The first gradient of a graph is never one of them, since
+            its exchange tells the engine about the others.
+        ordinals: number of gradients with neither a variable nor a name, which are known by their ordinal.
+        ended: how many exchanges of each tensor have ended in this graph, including failed ones.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,16 @@ class Traced:
 
 
 class Segments:
-    """The exchanges of one Compressor, by the names of their tensors.
+    """The exchanges of one Compressor, and the functions that the graph calls for them.
 
     Args:
         local: this rank's state.
-        loss_scale: returns the factor by which the loss was multiplied.
+        loss_scale: returns the factor by which the loss is multiplied.
+
+    Attributes:
+        exchanges: the open exchanges by tensor name.
+        errors: errors of this rank by tensor name, until the end of the exchange.
+        failure: the first error that all ranks know about; every later step raises it, too.
     """
 
     def __init__(self, local: RankState, loss_scale: Callable[[], float]):
@@ -95,12 +100,12 @@ class Segments:
         self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
-        self._begun: Traced | None = None  # the graph of the present step
-        self._since_failure: set[str] = set()
-        self._asked = 0  # triggers that this rank asked for, and how many of them each tensor's probe has carried
-        self._asking: dict[str, int] = {}
-        self._carried: dict[str, int] = {}
-        self._lengths: dict[tuple[str, Round, int], int] = {}
+        self._begun: Traced | None = None  # the graph of the current step
+        self._since_failure: set[str] = set()  # names of tensors whose exchange has ended since the failure
+        self._requested = 0  # number of triggers that this rank has requested
+        self._requesting: dict[str, int] = {}  # by tensor name: their number when the probe of this step was made
+        self._carried: dict[str, int] = {}  # by tensor name: number of requests that a finite step has carried
+        self._lengths: dict[tuple[str, Round, int], int] = {}  # payload lengths of earlier steps
         self._lock = threading.RLock()
 
     # -- the segments ---------------------------------------------------------------------------------
@@ -118,19 +123,19 @@ class Segments:
         Args:
             bucket: the tensor.
             gradient: its gradient, flat.
-            piggyback: the payload's length, if the stock all-reduce carries it.
-            traced: the graph that it is of.
-            refusal: why the gradient must not be exchanged; None if it may be.
+            piggyback: the length of the payload, if the stock all-reduce carries it.
+            traced: the graph of the gradient.
+            refusal: an error with which to refuse the gradient; None if it may be exchanged.
 
         Returns:
-            What Horovod shall all-reduce: this rank's probe [PROBE] float32, after the payload if it goes along.
+            The input of the stock all-reduce, float32: the payload, if it is carried, and the probe [PROBE].
         """
         with self._lock:
             name = bucket.spec.name
             rank, p = self.group
             self.errors.pop(name, None)
             finite: Any = True
-            asks = False
+            requests = False
             try:
                 if problem := self.failure or refusal:
                     raise problem
@@ -138,52 +143,58 @@ class Segments:
                 if traced is not self._begun:
                     self._begun = traced
                     self.local.begin_round()
-                with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
-                    work = gradient.astype(self.local.next_step(bucket).dtype, copy=False)
-                self.exchanges[name] = exchange = Exchange(Setup(self.local, self.group, bucket, work, fast, scale))
-                exchange.add([0], [work], [None])
+                # A float64 value beyond the range of float32 becomes Inf, and the step is then treated as non-finite
+                with np.errstate(over="ignore"):
+                    vector = gradient.astype(self.local.next_step(bucket).dtype, copy=False)
+                self.exchanges[name] = exchange = Exchange(Setup(self.local, self.group, bucket, vector, fast, scale))
+                exchange.add([0], [vector], [None])
                 exchange.start()
                 finite = exchange.finite
-                asks = self._asks(exchange)
+                requests = self._requests_trigger(exchange)
             except Exception as error:
                 self.errors[name] = error
             failed = float(name in self.errors)
             stock = pool.empty((piggyback or 0) + PROBE, np.float32)
             if piggyback is not None:
                 stock[:piggyback] = 0 if failed else exchange.collective.x  # type: ignore[union-attr]
-            flags = float(not finite), float(asks), failed, failed * (rank + 1)
-            stock[-PROBE:] = 1.0 / p, (rank + 1.0) / p**2, *flags
+            flags = (float(not finite), float(requests), failed, failed * (rank + 1))
+            stock[-PROBE:] = (1.0 / p, (rank + 1.0) / p**2, *flags)
             self._sent(name, Sent("AllReduce", stock if piggyback is None else stock[:piggyback], stock.nbytes))
             return stock
 
     def phase(self, bucket: Bucket) -> tuple[int, int]:
-        """The stage and phase that are on in the bucket's step."""
+        """Return the plan's stage and the method's phase in the current step of a bucket."""
         with self._lock:
             upcoming = self.local.next_step(bucket)
             return bucket.program.stage(upcoming.state.step if upcoming.state else 0), upcoming.phase
 
     def send(self, bucket: Bucket, number: int, planned: Round) -> list[Array]:
-        """The payload of the exchange's next collective; of an all-to-all also how many bytes go to each rank.
+        """Return the payload of the next collective and, for an all-to-all, the number of bytes for each rank.
 
         Args:
             bucket: the tensor.
-            number: the number of the collective in this exchange.
-            planned: what was rehearsed for it.
+            number: index of the collective in this exchange.
+            planned: the collective that the graph contains, as it was rehearsed.
         """
         with self._lock:
             name = bucket.spec.name
             exchange = self.exchanges.get(name)
             try:
                 if name in self.errors or exchange is None or exchange.collective is None:
-                    raise self.errors.get(name) or RuntimeError(f"tensor {name!r} has no collective left to do")
+                    raise self.errors.get(name) or RuntimeError(
+                        f"tensor {name!r}: the graph has collective {number}, but the method has no more collectives"
+                    )
                 collective = exchange.collective
                 if (found := round_of(collective)) != planned:
-                    raise RuntimeError(f"method {exchange.setup.method.id!r} asks for {found}, planned was {planned}")
+                    raise RuntimeError(
+                        f"tensor {name!r}: method {exchange.setup.method.id!r} yields {found}, but {planned} in the "
+                        "rehearsal: its collectives must not depend on the values of the gradient"
+                    )
                 payload, splits = self._outgoing(name, collective)
                 self._lengths[name, planned, number] = len(payload)
             except Exception as error:
                 self.errors[name] = error
-                payload = self._nothing(bucket, number, planned)
+                payload = self._zeros(bucket, number, planned)
                 splits = None
             if planned.collective != "AllToAll":
                 return [payload]
@@ -191,7 +202,7 @@ class Segments:
             return [payload, np.array(splits or equal, np.int32)]
 
     def receive(self, bucket: Bucket, result: Array) -> None:
-        """Go on with a collective's result."""
+        """Give the result of a collective to the exchange of a bucket, and resume it."""
         with self._lock:
             name = bucket.spec.name
             if name in self.errors:
@@ -204,14 +215,17 @@ class Segments:
                 self.errors[name] = error
 
     def finish(self, bucket: Bucket, probe: Array, traced: Traced, passing: Sequence[Bucket] = ()) -> Array:
-        """Commit the step, if all ranks did well, and return the reduced gradient [n].
+        """End the exchange of a bucket: commit its new state if no rank failed.
 
         Args:
             bucket: the tensor.
-            probe: what Horovod has all-reduced.
+            probe: the result of the stock all-reduce.
             traced: the graph that runs.
-            passing: with the first tensor of a step, those whose gradients TensorFlow hands to Horovod itself: their
-                steps count if its does.
+            passing: buckets that the stock all-reduce reduces; not empty only for the first exchange of a graph. Their
+                steps are counted if this exchange is committed.
+
+        Returns:
+            The reduced gradient [n]; NaN if a rank had a non-finite gradient, or failed.
 
         Raises:
             PeerError: a rank failed, or the optimizer's operation is neither Average nor Sum.
@@ -225,46 +239,47 @@ class Segments:
             probe = probe[-PROBE:]
             try:
                 factor = factor_of(probe, self.local.world)
-                non_finite, triggered, failed, who = (value / factor for value in probe[2:])
+                non_finite, triggered, failed, failed_rank = (value / factor for value in probe[2:])
                 if error or failed > 0.5:
-                    raise self._failed(name, error, failed, who)
+                    raise self._failed(name, error, failed, failed_rank)
             except PeerError as failure:
                 self.failure = self.failure or failure
                 if exchange:
                     exchange.abandon()
-                out = np.full(bucket.spec.size, np.nan, _work(bucket))
+                out = np.full(bucket.spec.size, np.nan, _graph_dtype(bucket))
             else:
                 assert exchange is not None
                 if exchange.stage is Stage.RUNNING:
                     factor = exchange.resume_carried(payload, factor)
-                as_it_came = exchange.reduced[0].total is payload  # then it is the result, without a copy
-                out = payload if as_it_came else pool.empty(bucket.spec.size, _work(bucket))
+                # If the payload itself is the reduced gradient, return it without a copy
+                is_payload = exchange.reduced[0].total is payload
+                out = payload if is_payload else pool.empty(bucket.spec.size, _graph_dtype(bucket))
                 exchange.outs = [out]
                 finite = non_finite < 0.5
                 if finite:
                     exchange.deliver(factor)
                 commit_step(self.local, [exchange], passed, Outcome(finite, triggered > 0.5), per_bucket=True)
                 if finite:
-                    self._carried[name] = self._asking[name]
+                    self._carried[name] = self._requesting[name]
                     self.local.ledger.steps = max(self.local.ledger.steps, self.local.states[name].step)
             self._raise_at_the_end_of_a_step(name, traced)
             return out
 
     def waits_for(self) -> str | None:
-        """What this rank waits for, in words; None where no exchange is under way."""
+        """Describe the exchange that this rank waits for; return None if no exchange is open."""
         waiting = list(self.exchanges.values())
         return waiting[0].describe_wait(len(waiting)) if waiting else None
 
     def _pass_on(self, bucket: Bucket) -> NextStep:
-        """Note that TensorFlow hands a tensor's gradient to Horovod itself."""
+        """Tell the engine that the stock all-reduce reduces a bucket."""
         self._sent(bucket.spec.name, Sent("AllReduce", None, 4 * bucket.spec.size))
-        return self.local.pass_through(bucket, _NOTHING, fast)
+        return self.local.pass_through(bucket, _EMPTY, fast)
 
     def _raise_at_the_end_of_a_step(self, name: str, traced: Traced) -> None:
-        """Raise what failed, once no rank waits for another any more.
+        """Raise the failure, if there is one, as soon as no rank waits for another one.
 
-        That is when all tensors of the graph have ended equally often in it, or when ``name`` is of the next step
-        already.
+        This is the case when all exchanges of the graph have ended equally often, or when ``name`` ends for the second
+        time since the failure, so that the next step has begun.
         """
         traced.ended[name] += 1
         if self.failure is None:
@@ -274,18 +289,18 @@ class Segments:
         if again or len({traced.ended[other] for other in traced.exchanged}) < 2:
             raise self.failure
 
-    # -- inside ---------------------------------------------------------------------------------------
+    # -- payloads and results -------------------------------------------------------------------------
 
-    def _asks(self, exchange: Exchange) -> bool:
-        """Whether this tensor's probe carries a trigger; it does, for each request, until a step goes well."""
-        self._asked += self.local.take_trigger_request()
-        self._asking[exchange.name] = self._asked
-        return self._carried.get(exchange.name, 0) < self._asked
+    def _requests_trigger(self, exchange: Exchange) -> bool:
+        """Return whether this tensor's probe requests a trigger: for each request, until a finite step carries it."""
+        self._requested += self.local.take_trigger_request()
+        self._requesting[exchange.name] = self._requested
+        return self._carried.get(exchange.name, 0) < self._requested
 
     def _outgoing(self, name: str, collective: Collective) -> tuple[Array, tuple[int, ...] | None]:
-        """A collective's payload as it goes into Horovod, and of an all-to-all the bytes for each rank.
+        """Return the payload that Horovod sends and, for an all-to-all, the bytes for each rank; tell the observers.
 
-        Observers are told (of a gather when all lengths are known).
+        Observers are told about an all-gather later, in :meth:`_incoming`, when its lengths are known.
         """
         request = lower(collective, self.local.rank, self.local.world, fast, np.zeros(0))
         payload = np.ascontiguousarray(request.payload)
@@ -298,7 +313,7 @@ class Segments:
         return payload, request.send_lengths
 
     def _incoming(self, name: str, collective: Collective, result: Array) -> Any:
-        """A collective's result as the method expects it."""
+        """Return the result of a collective in the form that the method expects."""
         pieces: Sequence[int] = ()
         if isinstance(collective, AllGather):
             pieces = gathered_lengths(result, collective, self.local.world, fast)
@@ -311,30 +326,38 @@ class Segments:
         for observer in self.local.observers:
             observer.sent(self.local.rank, name, what)
 
-    def _nothing(self, bucket: Bucket, number: int, planned: Round) -> Array:
-        """A payload of zeros, as long as the other ranks', for a rank that failed."""
+    def _zeros(self, bucket: Bucket, number: int, planned: Round) -> Array:
+        """Return zeros of the same length as the payloads of the other ranks, for a rank that has failed."""
         dtype = "int32" if planned.collective == "Broadcast" else planned.dtype
         length = 0 if planned.collective == "AllGather" else self._lengths.get((bucket.spec.name, planned, number))
         if length is None:
             upcoming = self.local.next_step(bucket)
-            with suppress(Exception):  # what failed here may fail there
+            with suppress(Exception):  # the rehearsal runs the method, which may fail again
                 length = lengths(upcoming.method, upcoming.phase, self.group.world, bucket.spec)[number]
                 length //= 4 if planned.collective == "Broadcast" else 1
         return np.zeros(length or 0, dtype)
 
-    def _failed(self, name: str, error: Exception | None, failed: float, who: float) -> PeerError:
+    def _failed(self, name: str, error: Exception | None, failed: float, failed_rank: float) -> PeerError:
+        """Return the error of a failed exchange.
+
+        Args:
+            name: the tensor.
+            error: the error of this rank, if it has one.
+            failed: number of ranks that failed.
+            failed_rank: sum of (rank + 1) over the ranks that failed.
+        """
         if isinstance(error, PeerError):
             return error
         rank = self.group.rank
         count = round(failed)
-        guilty = round(who) - 1
-        if count == 1 and guilty != rank:  # an error of this rank's, if there is one, came of it
+        guilty = round(failed_rank) - 1
+        if count == 1 and guilty != rank:  # an error of this rank is then only a consequence
             where = f"rank {guilty} failed, see its log"
         else:
             where = f"rank {rank}: {error}" if error else f"{count} ranks failed, see their logs"
         return PeerError(f"a gradient exchange failed, so every rank stops: tensor {name!r}: {where}")
 
 
-def _work(bucket: Bucket) -> str:
-    """The dtype that a bucket's gradient has in the graph."""
+def _graph_dtype(bucket: Bucket) -> str:
+    """Return the dtype of a bucket's gradient between the segments of the graph."""
     return "float64" if bucket.spec.dtype == "float64" else "float32"

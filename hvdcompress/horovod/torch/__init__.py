@@ -1,8 +1,10 @@
-"""PyTorch under Horovod: any method behind the unmodified ``hvd.DistributedOptimizer(compression=…)``.
+"""Compress the gradients of ``hvd.DistributedOptimizer`` under PyTorch.
 
-from hvdcompress.horovod.torch import attach
+    from hvdcompress.horovod.torch import attach
 
-optimizer = attach(optimizer, model.named_parameters())
+    optimizer = attach(optimizer, model.named_parameters())
+
+Or give a :class:`Compressor` to Horovod's own ``DistributedOptimizer(…, compression=Compressor(…))``.
 """
 
 from hvdcompress.engine.agreement import PeerError

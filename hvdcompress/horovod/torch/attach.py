@@ -1,4 +1,4 @@
-"""One call that wraps an optimizer in Horovod's, with compression."""
+"""Wrap an optimizer in ``hvd.DistributedOptimizer`` with a Compressor, in one call."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def attach(
     process_set: Any = hvd.global_process_set,
     **settings: Any,
 ) -> torch.optim.Optimizer:
-    """Wrap an optimizer in ``hvd.DistributedOptimizer``, with compression.
+    """Wrap an optimizer in ``hvd.DistributedOptimizer``, and compress the gradients that it exchanges.
 
     Args:
-        optimizer: of PyTorch.
+        optimizer: a PyTorch optimizer.
         named_parameters: ``model.named_parameters()``.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict. "auto" is
-            top-k of 1 % in 4 bits, which is given up if the first steps show that it does not save time. It sets beta1
-            of Adam and its relatives to 0.
+            top-k of 1 % in 4 bits. It falls back to uncompressed all-reduces if the first steps show that compression
+            does not save time, and sets beta1 of Adam and related optimizers to 0.
         op: ``hvd.Average`` or ``hvd.Sum``.
-        backward_passes_per_step: gradients of so many batches are added on each rank before they are exchanged.
+        backward_passes_per_step: number of backward passes whose gradients each rank adds before they are exchanged.
         process_set: the Horovod process set to reduce over.
         settings: ``loss_scale``, ``ops``, hyper-parameters and plan keys; see :class:`Compressor`.
 
     Returns:
-        Horovod's optimizer; its attribute ``compressor`` is the :class:`Compressor`.
+        Horovod's optimizer, with the :class:`Compressor` as attribute ``compressor``.
 
     Raises:
         ValueError: the plan is wrong, or ``hvd.init()`` was not called.

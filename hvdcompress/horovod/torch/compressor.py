@@ -1,9 +1,9 @@
-"""The PyTorch driver: any method behind the unmodified ``hvd.DistributedOptimizer(compression=…)``.
+"""The Horovod driver for PyTorch: every method behind the unmodified ``hvd.DistributedOptimizer(compression=…)``.
 
-Horovod calls ``compress(gradient)`` from backward hooks, all-reduces what it returns, and calls
-``decompress(output, ctx)`` inside ``synchronize()``. It passes no name and no step. So ``compress`` finds the
-parameter by identity, starts the exchange's own, named collectives, and returns a placeholder: a probe that tells
-Average from Sum. ``docs/drivers.md`` says more.
+Horovod calls ``compress(gradient)`` from backward hooks, all-reduces the tensor that it returns (the *stock*
+all-reduce), and calls ``decompress(output, ctx)`` inside ``synchronize()``. It passes neither a name nor a step. So
+``compress`` finds the parameter by identity, starts its own, named collectives, and returns a placeholder for the stock
+all-reduce: a probe whose reduction tells Average from Sum. See ``docs/drivers.md``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from hvdcompress.method import Method
 from hvdcompress.ops.torch.tensors import uploaded
 from hvdcompress.plan import BY_NAME, Plan, plan_of
 
-_numbers: Counter[int] = Counter()  # see engine.compressor.next_number
-_hooked: list[Any] = []  # the handle of the optimizers' hook, once there is a Compressor
+_numbers: Counter[int] = Counter()  # see engine.compressor.next_compressor_number
+_hook_handles: list[Any] = []  # at most one: of the optimizers' pre-step hook, registered with the first Compressor
 
 
 def _number(process_set: Any, watchdog: Watchdog) -> int:
-    """The next Compressor's number."""
+    """Return a number for a new Compressor, the same on all ranks of the process set; collective."""
     set_id = process_set.process_set_id
 
     def largest(number: int) -> int:
@@ -50,14 +50,14 @@ def _number(process_set: Any, watchdog: Watchdog) -> int:
     return next_compressor_number(_numbers, set_id, largest, watchdog)
 
 
-class Ticket:
-    """What ``compress`` hands to ``decompress``.
+class GradientContext:
+    """The ``ctx`` that Horovod passes from ``compress`` to ``decompress``: one gradient of one step.
 
     Attributes:
-        gradient: whose ticket it is.
-        name: its parameter.
-        carried: the exchange whose payload went along in the stock all-reduce.
-        passed: the payload was the gradient itself.
+        gradient: the gradient, in the parameter's ``.grad``.
+        name: the name of its parameter; empty until it is known.
+        carried: the exchange whose payload the stock all-reduce carries, next to the probe; None if there is none.
+        passed: whether the stock all-reduce reduces the gradient itself.
     """
 
     __slots__ = ("carried", "gradient", "name", "passed")
@@ -70,11 +70,11 @@ class Ticket:
 
 
 class Clock:
-    """Times one step, in which Horovod calls ``compress`` for each gradient and then ``decompress`` for each.
+    """Measures the time of one step: Horovod calls ``compress`` for each gradient, and then ``decompress`` for each.
 
     Attributes:
-        began: when the first gradient came.
-        waited: seconds between calls of ``decompress``, in which Horovod waits for its own all-reduces.
+        began: time of the first gradient (``time.perf_counter()``, seconds).
+        waited: seconds between calls of ``decompress``, in which Horovod waits for the stock all-reduces.
     """
 
     def __init__(self, ledger: Ledger):
@@ -82,74 +82,77 @@ class Clock:
         self._codec = ledger.seconds()["codec"]
         self.began = self._returned = time.perf_counter()
         self.waited = 0.0
-        self._came: float | None = None  # when the last gradient had come
-        self._in_hooks = 0.0  # seconds of codec work until then
+        self._hooks_ended: float | None = None  # when the last call of compress() returned
+        self._codec_in_hooks = 0.0  # codec time until then, in seconds
 
     def leave(self) -> None:
-        """Note that a call returns to Horovod."""
+        """Record that ``compress`` or ``decompress`` returns to Horovod."""
         self._returned = time.perf_counter()
 
     def enter_decompress(self) -> None:
-        """Note that ``decompress`` is called."""
-        if self._came is None:
-            self._came = self._returned
-            self._in_hooks = self._ledger.seconds()["codec"] - self._codec
+        """Record that Horovod calls ``decompress``."""
+        if self._hooks_ended is None:
+            self._hooks_ended = self._returned
+            self._codec_in_hooks = self._ledger.seconds()["codec"] - self._codec
         self.waited += time.perf_counter() - self._returned
 
     def note_step(self, local: RankState) -> None:
-        """Note the step at its end. The codec's work in hooks holds the backward pass up, too."""
+        """Record the time of the step at its end.
+
+        The backward pass is blocked while gradients are encoded in its hooks, and from the last hook to the end.
+        """
         now = time.perf_counter()
-        blocked = now - (self._came or self.began) + self._in_hooks
+        blocked = now - (self._hooks_ended or self.began) + self._codec_in_hooks
         local.note_step(self.began, now, blocked, self.waited)
 
 
 class Arrivals:
-    """The gradients of one step, and the exchanges that they are part of.
+    """The gradients that have arrived in the open step.
 
     Attributes:
         step: the engine's step.
-        passing: tickets of gradients that Horovod reduces, until the engine knows of them.
-        order: tensor names as their gradients came.
-        left: names of gradients that have not been handed back.
-        probes: what Horovod reduces where no payload goes along.
-        sealed: the first ``decompress`` has been called: every exchange is under way.
-        clock: times the step.
+        passing: contexts of the gradients that the stock all-reduce reduces, until the engine is told about them.
+        order: parameter names in the order in which their gradients arrived.
+        outstanding: names of the gradients for which ``decompress`` has not been called yet.
+        probes: input for stock all-reduces that carry no payload.
+        launched: whether every exchange is in flight, which is the case from the first ``decompress`` on.
+        clock: measures the time of the step.
     """
 
     def __init__(self, step: Step, probes: Iterator[torch.Tensor], clock: Clock):
         self.step = step
         self.probes = probes
-        self.passing: list[Ticket] = []
+        self.passing: list[GradientContext] = []
         self.order: list[str] = []
-        self.left: set[str] = set()
-        self.sealed = False
+        self.outstanding: set[str] = set()
+        self.launched = False
         self.clock = clock
 
 
 class Compressor(TensorCompressor, hvd.compression.Compressor):
-    """One optimizer's compression, for ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
+    """Compresses the gradients of one optimizer: ``hvd.DistributedOptimizer(…, compression=Compressor(…))``.
 
-    A program with several makes them in the same order on every rank.
+    Each optimizer needs its own Compressor. Make several in the same order on every rank.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        named_parameters: as given to the optimizer, e.g. ``model.named_parameters()``. State is kept by name. What the
-            optimizer does not have, or requires no gradient now, is not exchanged; what is frozen later keeps its
-            residual.
+        named_parameters: as given to the optimizer, for example ``model.named_parameters()``. State is kept by name.
+            Parameters that the optimizer does not have, or that require no gradient now, are not exchanged. A
+            parameter that is frozen later keeps its residual.
         process_set: the Horovod process set that the optimizer uses (default: all ranks).
-        loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied;
-            residuals are kept unscaled, so it may change between steps.
+        loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
+            ``scaler.get_scale``. Residuals are kept unscaled, so the factor may change between steps.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, ``bucket_elements``, …).
 
     Attributes:
-        plan: what each tensor gets.
+        plan: the plan: which method each tensor gets, and with which hyper-parameters.
         ledger: bytes and seconds so far, on this rank.
         parameters: the parameters by name.
 
     Raises:
-        ValueError: the plan is wrong; two parameters have one name; ``hvd.init()`` was not called; a Compressor under
-            DistributedDataParallel has one of them.
+        ValueError: the plan is wrong; two parameters have the same name; ``hvd.init()`` was not called; a Compressor
+            under DistributedDataParallel already has one of the parameters.
     """
 
     driver = "Horovod"
@@ -174,70 +177,90 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         trained = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
         for name, parameter in trained:
             if parameter.is_complex():
-                raise ValueError(f"{name!r} is {parameter.dtype}: Horovod does not reduce complex gradients")
+                raise ValueError(
+                    f"{name!r} is {parameter.dtype}: Horovod cannot reduce complex gradients; store the parameter as "
+                    "real numbers (torch.view_as_real)"
+                )
         super().__init__(plan, rank, world, trained, loss_scale, ops)
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
-        number = _number(process_set, self.watchdog)  # ranks may wait for each other here
+        number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
         self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2], dtype=torch.float32, device="cpu")
-        self._last_order: list[str] = []  # names as gradients came in the last step: a guess at the next one's
-        self._agreed = False  # the ranks' plans have been compared
-        self._theirs: set[int] = set()  # parameters, by their id, of the optimizers that have this Compressor
-        self._address = ""  # the watchdog's
-        self._failure: PeerError | None = None
-        if not _hooked:
-            _hooked.append(register_optimizer_step_pre_hook(_before_step))
+        self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
+        self._plans_compared = False  # True after the first step, in which the ranks compare their plans
+        self._hooked_parameters: set[int] = set()  # ids of the parameters that Horovod has hooked for this Compressor
+        self._address = ""  # address of the watchdog
+        self._failure: PeerError | None = None  # raised again by every later call
+        if not _hook_handles:
+            _hook_handles.append(register_optimizer_step_pre_hook(_before_step))
 
     # -- Horovod's interface --------------------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor = None) -> tuple[torch.Tensor, Ticket]:  # type: ignore[assignment]
-        """Start the exchange of a gradient; returns what Horovod shall all-reduce, and a ticket.
+    def compress(self, tensor: torch.Tensor = None) -> tuple[torch.Tensor, GradientContext]:  # type: ignore[assignment]
+        """Start the exchange of a gradient. Horovod calls this method from a backward hook.
 
-        An error is not raised here but by :meth:`decompress`, on all ranks: the others wait in the stock all-reduce
-        of this very tensor before they ask anything, so this rank must still take part in it.
+        Errors of this rank are not raised here but by :meth:`decompress`, on all ranks. The other ranks are waiting in
+        the stock all-reduce of this tensor, so this rank must still take part in it.
+
+        Args:
+            tensor: the gradient of one of the parameters.
+
+        Returns:
+            The tensor that Horovod all-reduces, and the context for :meth:`decompress`.
+
+        Raises:
+            PeerError: an earlier step has failed.
+            HorovodInternalError: another rank is gone.
         """
-        if not isinstance(self, Compressor):  # Horovod's own compressions are classes
+        # Horovod's own compressors are classes with static methods, so people pass the class and not an instance
+        if not isinstance(self, Compressor):
             raise TypeError(
                 "compression=Compressor is the class: give an instance, "
                 'compression=Compressor("topk", model.named_parameters())'
             )
         if self._failure:
             raise self._failure
-        if not self._agreed:
-            optimizer = sys._getframe(1).f_locals.get("self")  # Horovod's, which calls this
-            self._theirs |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
-        ticket = Ticket(tensor)
-        arrivals = self._current()
+        if not self._plans_compared:
+            # The caller is a method of Horovod's optimizer, which is not passed to compress()
+            optimizer = sys._getframe(1).f_locals.get("self")
+            self._hooked_parameters |= {id(parameter) for parameter in getattr(optimizer, "_requires_update", ())}
+        ctx = GradientContext(tensor)
+        arrivals = self._open_step()
         step = arrivals.step
-        # An error is kept for decompress(): a rank that raised here would leave the others in the stock all-reduce
         try:
-            if not (self._agreed or arrivals.order):
-                self._address = self.watchdog.endpoint()  # from now on it watches
-            ticket.name = self._identify(tensor, len(arrivals.order))
-            self._add(arrivals, ticket)
-            if self._agreed:  # before that, what ranks differ in may look like a failure of Horovod's
+            if not (self._plans_compared or arrivals.order):
+                self._address = self.watchdog.endpoint()  # this starts the watchdog
+            ctx.name = self._identify(tensor, len(arrivals.order))
+            self._add(arrivals, ctx)
+            # While plans may still differ, ranks may start collectives of different shapes. Waiting for one would
+            # raise Horovod's error about shapes in place of ours about plans
+            if self._plans_compared:
                 step.poll()
         except HorovodInternalError:
-            self._drop()  # a peer is gone: nothing of this step is kept, so an elastic run can go on
+            self._discard_step()  # elastic training catches this error and goes on, so state must be as it was
             raise
         except Exception as error:
             step.fail(error)
-        stock = self._for_stock_allreduce(ticket, step, arrivals.probes)
+        stock = self._stock_input(ctx, step, arrivals.probes)
         arrivals.clock.leave()
-        return stock, ticket
+        return stock, ctx
 
-    def decompress(self, output: torch.Tensor, ctx: Ticket | None) -> torch.Tensor:
-        """Go on with the step's exchanges, and end them at its last gradient.
+    def decompress(self, output: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
+        """Advance the exchanges of the step, and finish them at its last gradient.
+
+        Args:
+            output: the result of the stock all-reduce.
+            ctx: the context that :meth:`compress` returned.
 
         Returns:
-            The gradient. The reduced one is in its memory when the step's last call returns: Horovod hands out none
-            before it has asked for all.
+            The gradient. It holds the reduced values only when the last call of the step has returned. That is
+            early enough: Horovod's ``synchronize()`` calls this method for all gradients before it returns.
 
         Raises:
-            PeerError: a rank failed, or ranks disagree; on every rank, with one message.
-            HorovodInternalError: a peer is gone.
+            PeerError: a rank failed, or ranks disagree; on every rank, with the same message.
+            HorovodInternalError: another rank is gone.
         """
         if ctx is None:
             self._refuse_sparse(output)
@@ -248,26 +271,27 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         assert arrivals is not None
         arrivals.clock.enter_decompress()
         try:
-            if not arrivals.sealed:
-                self._seal(arrivals)
-            self._hand_back(arrivals, ctx, output)
-            if not arrivals.left:
+            if not arrivals.launched:
+                self._launch(arrivals)
+            self._resume(arrivals, ctx, output)
+            if not arrivals.outstanding:
                 arrivals.step.finish()
-                for name in self._frozen & set(arrivals.order):  # Horovod reduces a frozen parameter's old gradient
+                # Horovod also reduces the old gradient of a parameter that was frozen after the optimizer was made
+                for name in self._frozen & set(arrivals.order):
                     self.parameters[name].grad.zero_()  # type: ignore[union-attr]
         except HorovodInternalError:
-            self._drop()
+            self._discard_step()
             raise
         except PeerError as failure:
             self._failure = failure
-            self._drop()
+            self._discard_step()
             raise
-        if not arrivals.left:
-            if not self._agreed:
-                self._keep_theirs()
+        if not arrivals.outstanding:
+            if not self._plans_compared:
+                self._keep_hooked_parameters()
             self._last_order = arrivals.order
             self._arrivals = None
-            self._agreed = True
+            self._plans_compared = True
             self.ledger.steps += arrivals.step.finite
             self._end_step(arrivals.step)
             arrivals.clock.note_step(self.local)
@@ -276,12 +300,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
     # -- a step ---------------------------------------------------------------------------------------------
 
-    def _current(self) -> Arrivals:
-        """The step that gradients come in for now; one that was not handed back to its end is dropped."""
-        if self._arrivals is None or self._arrivals.sealed:
+    def _open_step(self) -> Arrivals:
+        """Return the open step. Discard an unfinished one and start a new one."""
+        if self._arrivals is None or self._arrivals.launched:
             if self.process_set.size() != self.local.world:
-                raise RuntimeError(f"there were {self.local.world} ranks, now there are {self.process_set.size()}")
-            self._drop()
+                raise RuntimeError(
+                    f"the Compressor was made for {self.local.world} ranks, and the process set has "
+                    f"{self.process_set.size()} now; make the Compressor and the optimizer again"
+                )
+            self._discard_step()
             self._note_frozen()
             self.local.begin_round()
             transport = HorovodTransport(self.prefix, self.process_set)
@@ -292,19 +319,19 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             self._arrivals = Arrivals(step, self._probes(), Clock(self.ledger))
         return self._arrivals
 
-    def _keep_theirs(self) -> None:
-        """After the first step: of the parameters, keep those that the optimizers have which called :meth:`compress`.
+    def _keep_hooked_parameters(self) -> None:
+        """After the first step, keep only the parameters that Horovod has hooked for this Compressor.
 
-        A program with several optimizers may have given all names of the model to each Compressor.
+        A program with several optimizers may give all parameters of the model to each Compressor.
         """
-        mine = {name: parameter for name, parameter in self.parameters.items() if id(parameter) in self._theirs}
-        if 0 < len(mine) < len(self.parameters):
-            others = self.parameters.keys() - mine.keys()
-            self.parameters = mine
-            self._terms = SharedConfig(self._terms.plan, {name: self._terms.tensors[name] for name in mine})
+        hooked = {name: param for name, param in self.parameters.items() if id(param) in self._hooked_parameters}
+        if 0 < len(hooked) < len(self.parameters):
+            others = self.parameters.keys() - hooked.keys()
+            self.parameters = hooked
+            self._terms = SharedConfig(self._terms.plan, {name: self._terms.tensors[name] for name in hooked})
             self._group(self.local.ages())
             self.local.regroup(self._buckets())
-            self.local.forget(others)  # they had no gradient
+            self.local.forget(others)
 
     def _is_under_way(self) -> bool:
         arrivals = self._arrivals
@@ -317,136 +344,159 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _is_over(self) -> bool:
         return process_set_changed(self.process_set, self.local.world)
 
-    def _drop(self) -> None:
-        """Leave the step that is under way, if any, as if it had not been."""
+    def _discard_step(self) -> None:
+        """Discard the open step, if there is one. State stays as it was before the step."""
         if self._arrivals:
             self._arrivals.step.abandon()
             self._arrivals = None
 
-    def _add(self, arrivals: Arrivals, ticket: Ticket) -> None:
-        """Give a gradient to the engine, or leave it to Horovod."""
-        if ticket.name in arrivals.left:
+    def _add(self, arrivals: Arrivals, ctx: GradientContext) -> None:
+        """Give a gradient to the engine, or leave it to the stock all-reduce if its method changes nothing."""
+        if ctx.name in arrivals.outstanding:
             raise RuntimeError(
-                f"a second gradient of {ticket.name!r} came before the first was used: call optimizer.step() "
+                f"a second gradient of {ctx.name!r} arrived before the first was used: call optimizer.step() "
                 "(or synchronize()) after every backward_passes_per_step backward passes"
             )
-        arrivals.order.append(ticket.name)
-        arrivals.left.add(ticket.name)
-        bucket, index = self._place[ticket.name]
-        # not in the first step: Horovod's complaint about unequal shapes would come before ours about unequal plans
-        if self._agreed and self.local.next_step(bucket).passes_through:
-            ticket.passed = True
-            arrivals.passing.append(ticket)
+        arrivals.order.append(ctx.name)
+        arrivals.outstanding.add(ctx.name)
+        bucket, index = self._bucket_and_index[ctx.name]
+        # In the first step, plans may differ between ranks. A rank that sent the gradient here, and another one the
+        # probe, would get Horovod's error about unequal shapes instead of ours about unequal plans
+        if self._plans_compared and self.local.next_step(bucket).passes_through:
+            ctx.passed = True
+            arrivals.passing.append(ctx)
             return
-        vector = self.framework.vector(arrivals.step, bucket, ticket.gradient)
-        ticket.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._agreed)
+        vector = self.framework.vector(arrivals.step, bucket, ctx.gradient)
+        ctx.carried = arrivals.step.add(bucket, [index], [vector], may_carry=self._plans_compared)
 
     def _pass_on(self, arrivals: Arrivals) -> None:
-        """Tell the engine of the gradients that are left to Horovod, which may be reducing them already."""
+        """Tell the engine about the gradients that stock all-reduces carry, which may be in flight already."""
         step = arrivals.step
         small: dict[torch.device, list[torch.Tensor]] = {}
-        for ticket in arrivals.passing:
-            gradient = ticket.gradient
-            bucket, _ = self._place[ticket.name]
+        for ctx in arrivals.passing:
+            gradient = ctx.gradient
+            bucket, _ = self._bucket_and_index[ctx.name]
             vector = self.framework.flat(gradient)
             step.pass_through(bucket, gradient, vector)
-            # under a plan that keeps nothing there is nothing to undo: the sum shows what is not finite by itself
+            # A plan without state has nothing to undo, and a sum that contains NaN or Inf is non-finite by itself
             if self.plan.stateless:
                 continue
-            if gradient.numel() < SMALL:  # a call costs more than a copy
+            if gradient.numel() < SMALL:  # one call for many small gradients: a call costs more than the copy
                 small.setdefault(gradient.device, []).append(gradient.detach().reshape(-1))
             else:
                 step.check_finite(vector)
         for several in small.values():
             step.check_finite(self.framework.flat(torch.cat(several)))
 
-    def _seal(self, arrivals: Arrivals) -> None:
-        """At the first ``decompress``: launch what is left, and say how the step stands on this rank."""
-        arrivals.sealed = True
+    def _launch(self, arrivals: Arrivals) -> None:
+        """At the first ``decompress``: start the remaining exchanges, and send the status of this rank."""
+        arrivals.launched = True
         step = arrivals.step
         with step.defer_errors:
             step.fill_missing()
             self._pass_on(arrivals)
         step.send_status()
-        if not self._agreed:  # Horovod waits for each name of the optimizer's, which may be this rank's only
+        # In the first step, wait for the status here: if plans differ, this rank may have started collectives that no
+        # other rank starts, and Horovod would wait for them forever
+        if not self._plans_compared:
             step.receive_status()
             if self.watchdog.on:
                 self.watchdog.set_peers(step.collectives.gather_text("watchdog", self._address))
 
-    def _hand_back(self, arrivals: Arrivals, ticket: Ticket, output: torch.Tensor) -> None:
-        """At each ``decompress``: go on with what has come, this gradient's payload if it went along."""
-        arrivals.left.discard(ticket.name)
+    def _resume(self, arrivals: Arrivals, ctx: GradientContext, output: torch.Tensor) -> None:
+        """At each ``decompress``: take the result of the stock all-reduce, and advance exchanges that have results."""
+        arrivals.outstanding.discard(ctx.name)
         step = arrivals.step
-        if ticket.passed:  # Horovod has reduced it in its place, average or sum
-            if output.data_ptr() != ticket.gradient.data_ptr():
-                ticket.gradient.detach().copy_(output)
+        if ctx.passed:  # the gradient is reduced already, as an average or a sum, usually in place
+            if output.data_ptr() != ctx.gradient.data_ptr():
+                ctx.gradient.detach().copy_(output)
         elif step.factor is None:
             step.factor = factor_of(output[-2:].tolist(), self.local.world)
         with step.defer_errors:
-            if ticket.carried and step.factor:
-                step.receive_carried(ticket.carried, self.framework.flat(output[:-2]))
+            if ctx.carried and step.factor:
+                step.receive_carried(ctx.carried, self.framework.flat(output[:-2]))
             step.poll()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer of this Compressor's takes its step: are its gradients reduced?
+        """Check before a step of an optimizer with this Compressor that all of its gradients are reduced.
+
+        Args:
+            optimizer: Horovod's optimizer.
 
         Raises:
-            ValueError: another optimizer has this Compressor, too, and gradients are still on their way; or the
-                optimizer has a parameter of which Horovod does not know.
+            ValueError: another optimizer shares this Compressor, and has gradients in flight; or Horovod does not
+                reduce one of the optimizer's parameters.
         """
-        if self._arrivals and not self._arrivals.sealed:
-            return  # Horovod's step() is a step of the optimizer's around another one: it has yet to synchronize
+        # Horovod's step() wraps the original one, so this hook runs twice. This is the outer call, before
+        # synchronize(): gradients are in flight, as they should be
+        if self._arrivals and not self._arrivals.launched:
+            return
         if self._arrivals:
-            left = ", ".join(sorted(self._arrivals.left))
-            self._drop()
+            outstanding = ", ".join(sorted(self._arrivals.outstanding))
+            self._discard_step()
             raise ValueError(
-                f"an optimizer takes its step before all gradients of the Compressor have come back ({left} have not): "
-                "give each optimizer a Compressor of its own, with its parameters, or synchronize() all of them first"
+                f"an optimizer takes its step before all gradients of its Compressor are reduced (missing: "
+                f"{outstanding}): give each optimizer a Compressor of its own, with its parameters, or call "
+                "synchronize() on all of them first"
             )
-        hooked = getattr(optimizer, "_requires_update", ())  # none where Horovod has nothing to do
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]] if hooked else ():
+        hooked = getattr(optimizer, "_requires_update", ())  # empty in a world of one, where Horovod reduces nothing
+        if not hooked:
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None and parameter not in hooked:
                 name = next((n for n, p in self.model_parameters.items() if p is parameter), tuple(parameter.shape))
                 raise ValueError(
                     f"the gradient of parameter {name!r} is not reduced: it was added to the optimizer, or made "
-                    "trainable, after hvd.DistributedOptimizer; make that and the Compressor again, with all parameters"
+                    "trainable, after hvd.DistributedOptimizer was made; make the optimizer and the Compressor again, "
+                    "with all parameters"
                 )
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- stock all-reduces ----------------------------------------------------------------------------------
 
     def _probes(self) -> Iterator[torch.Tensor]:
-        """A step's probes, one after another; Horovod reduces them in place."""
+        """Return the probes of a step, one for each gradient. Each is a copy, since Horovod reduces it in place."""
         yield from self._probe.repeat(len(self.parameters), 1)
-        while True:  # a gradient came twice
+        while True:  # more gradients than parameters: one of them arrived twice, which _add() refuses
             yield self._probe.clone()
 
-    def _for_stock_allreduce(self, ticket: Ticket, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
-        """The probe [1/p, (rank+1)/p²], whose reduction tells the operation; after the payload, if that goes along.
+    def _stock_input(self, ctx: GradientContext, step: Step, probes: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that Horovod all-reduces for a gradient.
 
-        A payload that is the gradient itself goes without a probe: it needs none.
+        It is the probe [1/p, (rank+1)/p²], with p ranks, whose reduction shows the operation. If the stock all-reduce
+        carries a payload, the probe follows it. If it carries the gradient itself, no probe is needed.
         """
-        failed = step.error and self._agreed and ticket.name and not ticket.carried
-        planned = self.local.next_step(self._place[ticket.name][0]) if failed else None
-        if ticket.passed or (planned and planned.passes_through):
-            ticket.passed = True
-            payload = ticket.gradient
-            stock = ticket.gradient.contiguous()
+        failed = step.error and self._plans_compared and ctx.name and not ctx.carried
+        planned = self.local.next_step(self._bucket_and_index[ctx.name][0]) if failed else None
+        if ctx.passed or (planned and planned.passes_through):
+            ctx.passed = True
+            payload = ctx.gradient
+            stock = ctx.gradient.contiguous()
         else:
             payload = None
-            if ticket.carried:
-                payload = torch.as_tensor(ticket.carried.collective.x)  # type: ignore[union-attr]
-            elif planned:  # the others' payloads may go along: match their length
+            if ctx.carried:
+                payload = torch.as_tensor(ctx.carried.collective.x)  # type: ignore[union-attr]
+            elif (
+                planned
+            ):  # this rank has failed, but the others may carry their payloads: send zeros of the same length
                 length = planned.carried_elements()
-                where = ticket.gradient.device
+                where = ctx.gradient.device
                 payload = None if length is None else torch.zeros(length, dtype=torch.float32, device=where)
             stock = next(probes) if payload is None else torch.cat([payload, uploaded(self._probe, payload)])
         for observer in self.local.observers:
-            observer.sent(self.local.rank, ticket.name, Sent("AllReduce", payload, stock.nbytes))
+            observer.sent(self.local.rank, ctx.name, Sent("AllReduce", payload, stock.nbytes))
         return stock
 
     def _identify(self, tensor: torch.Tensor, position: int) -> str:
-        """The name of the parameter whose gradient this is, the ``position``-th of its step."""
-        if position < len(self._last_order):
+        """Return the name of the parameter to which a gradient belongs.
+
+        Args:
+            tensor: the gradient.
+            position: its index among the gradients of this step.
+
+        Raises:
+            ValueError: the tensor is not the gradient of any parameter of the Compressor.
+        """
+        if position < len(self._last_order):  # gradients usually arrive in the order of the last step
             name = self._last_order[position]
             if self.parameters[name].grad is tensor:
                 return name
@@ -458,17 +508,18 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         for name, parameter in self.model_parameters.items():
             if parameter.grad is tensor:
                 raise ValueError(
-                    f"{name!r} was frozen when the Compressor was made: make it again, with what is trained now"
+                    f"{name!r} was frozen when the Compressor was made: make the Compressor again to train it"
                 )
         for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse and parameter.shape == tensor.shape:
                 raise ValueError(f"sparse_as_dense=True is not supported (parameter {name!r}): use dense gradients")
         raise ValueError(
             f"a gradient of shape {tuple(tensor.shape)} belongs to no parameter that the Compressor was given: "
-            "give it the same named_parameters as the optimizer, and one Compressor to each optimizer"
+            "give the Compressor the same named_parameters as the optimizer, and each optimizer its own Compressor"
         )
 
     def _refuse_sparse(self, output: torch.Tensor) -> None:
+        """Raise ValueError for a sparse gradient, for which Horovod does not call :meth:`compress`."""
         if output.is_sparse:
             names = [n for n, p in self.parameters.items() if p.grad is not None and p.grad.is_sparse]
             raise ValueError(
@@ -478,6 +529,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    compressor = getattr(optimizer, "_compression", None)  # Horovod's DistributedOptimizer has it
+    """Optimizer pre-step hook: check the gradients if the optimizer is Horovod's and has a Compressor."""
+    compressor = getattr(optimizer, "_compression", None)  # the name that hvd.DistributedOptimizer uses
     if isinstance(compressor, Compressor):
         compressor.check(optimizer)

@@ -1,4 +1,4 @@
-"""Horovod's asynchronous collectives on torch tensors, as the engine asks for them."""
+"""The engine's transport over Horovod: asynchronous collectives on torch tensors, matched by name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,30 @@ import torch
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 
-PAUSE = 1e-4  #: seconds between two looks at what has come; Horovod's own are as far apart
+POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective; Horovod's own synchronize() uses the same interval
 
 
 class Handle(NamedTuple):
-    """Horovod's handle of a collective, and whether its result is wanted as a numpy array."""
+    """A collective in flight.
+
+    Attributes:
+        number: Horovod's handle.
+        numpy: whether the engine expects the result as a numpy array.
+    """
 
     number: int
     numpy: bool
 
 
 class HorovodTransport:
-    """Collectives over one process set, by name.
+    """Collectives over one process set, with names.
 
-    Horovod numbers unnamed collectives in each rank's own order: two ranks whose hooks fire in different order would
-    exchange one tensor for another. Its broadcasts are neither fused nor cached, so the engine sends sums.
+    The names are necessary: Horovod numbers unnamed collectives in the order of each rank, so two ranks whose hooks
+    fire in different orders would reduce one tensor with another. Horovod neither caches nor fuses broadcasts, so the
+    engine sends sums instead (``broadcasts`` is False).
 
     Args:
-        prefix: what all names begin with.
+        prefix: the prefix of all names; it must be unique to a Compressor.
         process_set: the Horovod process set.
     """
 
@@ -40,10 +46,11 @@ class HorovodTransport:
     def __init__(self, prefix: str, process_set: Any):
         self.prefix = prefix
         self.set = process_set
-        self.rank, self.world = process_set.rank(), process_set.size()
+        self.rank = process_set.rank()
+        self.world = process_set.size()
 
     def start(self, name: str, request: Request) -> Handle:
-        """Start a collective; returns at once."""
+        """Start a collective; return without waiting for it."""
         is_numpy = not isinstance(request.payload, torch.Tensor)
         payload = torch.from_numpy(np.ascontiguousarray(request.payload)) if is_numpy else request.payload
         full: dict[str, Any] = {"name": f"{self.prefix}.{name}", "process_set": self.set}
@@ -57,19 +64,19 @@ class HorovodTransport:
         return Handle(number, is_numpy)
 
     def ready(self, handle: Handle) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return whether the result is available (:meth:`wait` would not block)."""
         return hvd.poll(handle.number)
 
     def wait(self, handle: Handle) -> Array:
-        """The result.
+        """Wait for a collective and return its result, a flat array.
 
         Raises:
-            HorovodInternalError: a peer is gone.
+            HorovodInternalError: another rank is gone.
         """
         out = hvd.synchronize(handle.number)
-        out = out[0] if isinstance(out, tuple) else out  # an all-to-all's pieces, and their lengths
+        out = out[0] if isinstance(out, tuple) else out  # an all-to-all returns (pieces, their lengths)
         return out.numpy() if handle.numpy else out
 
     def idle(self, handle: Handle) -> None:
-        """Let Horovod go on for a moment."""
-        time.sleep(PAUSE)
+        """Sleep for one poll interval, so that Horovod's background thread gets the CPU."""
+        time.sleep(POLL_INTERVAL)

@@ -310,7 +310,7 @@ def test_loopback_takes_an_unregistered_method() -> None:
 
 def test_check_method_names_method_check_and_fault() -> None:
     wrong = _third_party(num_bytes=lambda self, spec, world: 5)
-    with pytest.raises(AssertionError, match=r"Half.*fails check_bytes with 2 ranks.*says 5"):
+    with pytest.raises(AssertionError, match=r"Half.*fails check_bytes with 2 ranks.*returns 5"):
         check_method(wrong, worlds=(2,), sizes=(8,), steps=2)
 
 

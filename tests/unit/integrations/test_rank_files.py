@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdcompress import ddp  # noqa: E402
-from hvdcompress.integrations import beside  # noqa: E402
+from hvdcompress.integrations import rank_files  # noqa: E402
 
 
 @pytest.fixture
@@ -27,27 +27,27 @@ def compressor() -> Iterator[ddp.Compressor]:
 
 
 def test_files_of_another_number_of_ranks_go(compressor: ddp.Compressor, tmp_path: Path) -> None:
-    folder = tmp_path / "a" / beside.NAME
+    folder = tmp_path / "a" / rank_files.NAME
     folder.mkdir(parents=True)
     (folder / "rank-1-of-2.safetensors").touch()
     (folder / "step-3-rank-1-of-2.safetensors").touch()
     (folder / "notes.txt").touch()
-    beside.save(compressor, folder)
+    rank_files.save(compressor, folder)
     assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "step-1-rank-0-of-1.safetensors"]
     kept = compressor.residual("weight")
     compressor.release()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        beside.load(compressor, folder)
+        rank_files.load(compressor, folder)
     assert kept.abs().max() > 0 and torch.equal(compressor.residual("weight"), kept)
-    beside.remove(folder)
-    beside.remove(folder)
+    rank_files.remove(folder)
+    rank_files.remove(folder)
     assert not folder.exists()
 
 
 def test_a_checkpoint_without_residuals_is_warned_of(compressor: ddp.Compressor, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="residuals begin at zero"):
-        beside.load(compressor, tmp_path / "none")
+    with pytest.warns(UserWarning, match="residuals start at zero"):
+        rank_files.load(compressor, tmp_path / "none")
 
 
 @pytest.mark.slow
