@@ -1,5 +1,19 @@
-"""``python -m hvdcompress``: the same as the ``hvdcompress`` command."""
+"""The ``hvdcompress`` command, also ``python -m hvdcompress``. Its packages are in the extra ``cli``."""
 
-from hvdcompress.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command, or say in one line how to install what it needs."""
+    try:
+        from hvdcompress import cli
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(f"hvdcompress: the command needs {error.name}: pip install 'hvdcompress[cli]'", file=sys.stderr)
+        sys.exit(2)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,10 @@ from hvdcompress.lab.commands import advise, bench, chaos, comparing, files, loo
 from hvdcompress.lab.commands.shared import fail
 
 DEBUG = "--debug"
-PACKAGES = {"sklearn": "examples", "matplotlib": "report", "jinja2": "report", "mpi4py": "mpi", "torch": "torch"}
+PACKAGES = {
+    "sklearn": "examples", "matplotlib": "report", "jinja2": "report", "mpi4py": "mpi", "torch": "torch",
+    "psutil": "cli",
+}  # fmt: skip
 
 
 def examples(*lines: str) -> str:

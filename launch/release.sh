@@ -2,8 +2,9 @@
 # Usage: launch/release.sh [TAG]
 #
 # Builds the sdist and the wheel in dist/, checks them with twine, and installs the wheel in an empty virtual
-# environment, where the command, the packaged configurations and the numpy core are tried. With TAG (v0.1.0) the
-# version in hvdcompress/__init__.py must be the tag's, and CHANGELOG.md must have a section of it with a date.
+# environment. There the numpy core is tried, then, with the extra "cli", the command and the packaged configurations.
+# With TAG (v0.1.0) the version in hvdcompress/__init__.py must be the tag's, and CHANGELOG.md must have a section of it
+# with a date.
 #
 # Environment: PYTHON (default: python3). Nothing is published; .github/workflows/release.yml does that.
 
@@ -33,12 +34,9 @@ say "== twine check"
 
 say "== the wheel in an empty environment"
 "${PYTHON:-python3}" -m venv "$work/empty"
-"$work/empty/bin/pip" install -q "dist/hvdcompress-$version-py3-none-any.whl"
+wheel=$ROOT/dist/hvdcompress-$version-py3-none-any.whl
+"$work/empty/bin/pip" install -q "$wheel"
 cd "$work"  # not the sources
-[[ $(empty/bin/hvdcompress --version) == "$version" ]] || die "release.sh: the installed command has another version"
-empty/bin/hvdcompress methods --format csv >/dev/null
-empty/bin/hvdcompress configs --format csv >/dev/null
-empty/bin/hvdcompress scale --set 100000 --workers 4 --methods fp16 --format csv >/dev/null
 empty/bin/python - <<'PYTHON'
 import numpy as np
 from hvdcompress.loopback import Loopback
@@ -46,4 +44,11 @@ from hvdcompress.loopback import Loopback
 outs = Loopback("scalecom", world=4, density=0.01).allreduce([np.ones(4096, np.float32)] * 4, name="w")
 assert all((out == outs[0]).all() for out in outs) and outs[0].any()
 PYTHON
+asked=$(empty/bin/hvdcompress --version 2>&1 || true)
+[[ $asked == *"pip install 'hvdcompress[cli]'" ]] || die "release.sh: without its extra the command says: $asked"
+empty/bin/pip install -q "$wheel[cli]"
+[[ $(empty/bin/hvdcompress --version) == "$version" ]] || die "release.sh: the installed command has another version"
+empty/bin/hvdcompress methods --format csv >/dev/null
+empty/bin/hvdcompress configs --format csv >/dev/null
+empty/bin/hvdcompress scale --set 100000 --workers 4 --methods fp16 --format csv >/dev/null
 say "fine: dist/ has $(cd "$ROOT/dist" && echo *)"

@@ -15,6 +15,7 @@ import hvdcompress
 PACKAGE = Path(hvdcompress.__file__).parent
 FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "tf_keras", "horovod", "mpi4py"}
 FRAMEWORKS |= {"lightning", "accelerate", "transformers"}
+COMMAND_LINE = {"typer", "rich", "psutil", "click"}  # of the extra "cli"
 
 #: Rooms by floor, the lowest first. A file imports from its own room and from lower floors: never from a room above,
 #: and never from a room next to its own. The longest prefix of a file's path names its room.
@@ -160,6 +161,21 @@ def test_only_drivers_and_the_lab_import_frameworks() -> None:
         used = {module.split(".")[0] for module in imports(path)} & FRAMEWORKS
         allowed = next((may for room, may in FRAMEWORKS_OF.items() if f"{name}/".startswith(f"{room}/")), set())
         assert used <= allowed, f"{name} imports {sorted(used - allowed)}"
+
+
+def test_only_the_command_imports_the_packages_of_its_extra() -> None:
+    """Nothing that a training process imports is among these: the command and the lab are above all of it."""
+    for path in files():
+        name = name_of(path)
+        used = {module.split(".")[0] for module in imports(path)} & COMMAND_LINE
+        assert not used or name == "cli" or name.startswith("lab/"), f"{name} imports {sorted(used)}"
+
+
+def test_without_its_extra_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from hvdcompress.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "hvdcompress: the command needs typer: pip install 'hvdcompress[cli]'\n"
 
 
 def test_the_top_is_small() -> None:

@@ -113,7 +113,8 @@ def test_conda_has_what_the_package_needs() -> None:
 
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    needed = {re.split("[><=]", line)[0].lower() for line in setup["options"]["install_requires"].split()}
+    lines = f"{setup['options']['install_requires']}\n{setup['options.extras_require']['cli']}".split("\n")
+    needed = {re.split("[><=]", line)[0].lower() for line in lines if line and not line.startswith("#")}
     listed = yaml.safe_load((LAUNCH / "environment.yml").read_text())["dependencies"]
     assert needed <= {re.split("[><=]", one)[0] for one in listed}
 
