@@ -158,8 +158,8 @@ def test_gradients_are_taken_in_by_the_million() -> None:
     shapes = {name: (TILE // 2,) for name in "abcde"}
     ranks, bucket = ranks_of(PLANS["topk"][0], shapes)
     exchange, taken = begun(ranks[0], bucket), []
-    take = exchange._intake._take
-    exchange._intake._take = lambda indices, *rest: taken.append(indices) or take(indices, *rest)  # type: ignore
+    take = exchange._intake._process
+    exchange._intake._process = lambda indices, *rest: taken.append(indices) or take(indices, *rest)  # type: ignore
     for index in (4, 2, 0, 1, 3):
         exchange.add([index], [np.ones(TILE // 2, np.float32)])
     assert taken == [[4, 2], [0, 1], [3]]
