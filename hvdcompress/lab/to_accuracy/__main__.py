@@ -162,7 +162,7 @@ def report(
     if plot is not None:
         from hvdcompress.lab.to_accuracy import plots
 
-        first = [each for each in found if (each.race, each.driver) == (found[0].race, found[0].driver)]
+        first = [each for each in found if each.same_training(found[0])]
         typer.echo(f"written: {plots.draw(first, plot)}")
 
 

@@ -87,6 +87,10 @@ class Comparison:
         there = [each for each in others if each.arrives and "@" not in each.name]
         return min(there, key=lambda each: each.mean, default=None)
 
+    def same_training(self, other: Comparison) -> bool:
+        """Return whether ``other`` is the same training over another link."""
+        return (self.race, self.driver, self.device) == (other.race, other.driver, other.device)
+
     @property
     def title(self) -> str:
         """Race, target, driver and link."""
