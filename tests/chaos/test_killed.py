@@ -80,7 +80,14 @@ def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world: int, tmp_path:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind,status", [("error", 1), ("exit", 3), ("interrupt", -signal.SIGINT)])
+@pytest.mark.parametrize(
+    "kind,status",
+    [
+        ("error", 1),
+        pytest.param("exit", 3, marks=pytest.mark.slow),
+        pytest.param("interrupt", -signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: int) -> None:
     """At once, with the rank's own traceback; and not after the plan's ``end_after`` or the process group's."""
     ranks = by_hand([str(HERE / "ddp_ends.py"), kind], 2)

@@ -20,7 +20,7 @@ REAL = """
 name: tiny
 hosts: 2
 rates: [200mbit]
-rounds: 2
+rounds: 1
 repeats: 2
 sets: [{net: resnet32, label: small}]
 methods:

@@ -62,6 +62,7 @@ if fabric.rank == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_train_for_the_same_seconds(tmp_path):
     needs("torch", "sklearn")

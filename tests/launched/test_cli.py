@@ -121,6 +121,7 @@ def test_ctrl_c_ends_every_rank_and_reports(whole, number):
     assert (whole.parent / "out" / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_killed_rank_fails_its_run_and_no_other(whole):
     long = "{task: digits, label: long, steps: 100000, log_every: 2}"

@@ -53,6 +53,19 @@ VARIANTS: list[tuple[str, Settings]] = [
     ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "feedback": "plain", "paper": True}),
 ]
 
+#: settings of which a driver is asked for other collectives than in METHODS
+ROUTES: list[tuple[str, Settings]] = [
+    ("none", {"feedback": "plain"}),
+    ("topk", {"density": 0.05, "feedback": "momentum"}),
+    ("topk", {"density": 0.05, "values": "qsgd4", "warmup": {"steps": 2}}),
+    ("scalecom", {"density": 0.02, "select": "exact", "values": "fp16"}),
+    ("qsgd", {"bits": 8, "norm": "l2", "route": "scatter"}),
+    ("terngrad", {"route": "gather"}),
+    ("signsgd", {"route": "scatter"}),
+    ("powersgd", {"matrix_rank": 1, "values": "bf16"}),
+    ("gradiveq", {"dense_steps": 2, "compressed_steps": 2, "values": "qsgd8", "dense_values": "qsgd4"}),
+]
+
 #: one of each method, with settings under which a few steps go through all that it does
 METHODS: dict[str, Settings] = {
     **{method: settings for method, settings in reversed(VARIANTS)},

@@ -17,6 +17,7 @@ from hvdcompress.optimizers import SGD
 from hvdcompress.plan import plan_of
 from hvdcompress.testing import Trial
 from tests.promises.drivers.base import Arrays, Counter, Driver, Handle, Shapes
+from tests.promises.variants import VARIANTS, Settings
 
 SECONDS = 100
 
@@ -130,6 +131,10 @@ class LoopbackDriver(Driver):
 
     def gather(self, value: Any) -> list[Any]:
         return self.together(value, lambda everyone: everyone)
+
+    def variants(self) -> list[tuple[str, Settings]]:
+        """All, as ranks are threads."""
+        return VARIANTS
 
     def yardstick(self, method, settings, world=None) -> Trial:
         """The loopback with the reference backend, to the bit."""

@@ -1,4 +1,4 @@
-"""What a documentation page is checked for. Each check returns what is wrong, so that it can be tried on a bad page."""
+"""What a documentation page is checked for: links, examples, public names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from tests import ROOT
 
 PACKAGE = ROOT / "hvdcompress"
-MOST_WORDS = 1500
 FRAGMENT = "<!-- a fragment:"
 
 
@@ -47,60 +46,6 @@ def dead_links(page: Path) -> Iterator[str]:
             yield f"{page.name}: {target} is not there"
         elif anchor and file.suffix == ".md" and anchor not in anchors(file.resolve()):
             yield f"{page.name}: {target}: no such heading"
-
-
-# -- words -------------------------------------------------------------------------------------------
-
-
-def words(page: Path) -> int:
-    """The words that a reader meets: without tables, code and what is folded."""
-    text = re.sub(r"<details>.*?</details>|<!--.*?-->|```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    text = re.sub(r"^\|.*$", "", text, flags=re.M)
-    return len(text.split())
-
-
-# -- tables -----------------------------------------------------------------------------------------
-
-MOST_FIGURES = 150  #: in a table that is not folded
-
-
-def walls(text: str) -> Iterator[str]:
-    """Tables of more figures than anyone reads, which are not folded."""
-    open_ = re.sub(r"<details>.*?</details>", "", text, flags=re.S)
-    for table in re.findall(r"(?:^\|.*\n)+", open_, re.M):
-        head, _, *rows = table.splitlines()
-        figures = sum(
-            bool(re.match(r"[−+-]?[\d.]", cell.strip())) for row in rows for cell in row.strip("|").split("|")
-        )
-        if figures > MOST_FIGURES:
-            yield f"{figures} figures: {head}"
-
-
-# -- words -------------------------------------------------------------------------------------------
-
-#: what readers stumbled over: pattern -> what is written instead
-UNUSUAL = {
-    r"foret(ell|old)": "predict",
-    r"(?<!integrations import )\bbeside\b(?!\.)": "compared with, next to, besides",
-    r"\bwhat (\w+ ){1,3}makes? of\b": "how X performs on",
-    r"\bgo(es)? dense\b": "is sent uncompressed",
-    r"\bcan(not)? be had\b": "is (un)available",
-    r"\bdear(er|est)?\b": "expensive",
-    r"\banew\b": "again",
-    r"\bstands? in (a|an|the)\b": "is in",
-    r"\bcomes? on\b": "takes effect",
-    r"\bLimits, honestly\b": "Limitations",
-    r"\bcompression rates?\b": "compression ratio; links have rates",
-    r"\b(seconds|times|bytes|B) an? (step|rank|exchange|element|process|phase)\b": "per step",
-}
-
-
-def unusual(text: str) -> Iterator[str]:
-    """Words that :data:`UNUSUAL` has, with the line's number and what to write."""
-    for number, line in enumerate(text.splitlines(), 1):
-        for pattern, instead in UNUSUAL.items():
-            if found := re.search(pattern, line, re.I):
-                yield f"line {number}: {found[0]!r}: write {instead}"
 
 
 # -- examples ------------------------------------------------------------------------------------------

@@ -130,29 +130,3 @@ def test_every_launch_file_is_in_the_page() -> None:
     for file in LAUNCH.rglob("*"):
         if file.is_file() and file.suffix in (".sh", ".sbatch", ".yaml", ".yml", ".def") and file.name not in inner:
             assert file.name in page, file.name
-
-
-@pytest.mark.parametrize(
-    "lines,news",
-    [
-        ([], ""),
-        (
-            ["Collecting horovod==0.28.1", "  Downloading horovod-0.28.1.tar.gz (3.5 MB)"],
-            "downloading horovod-0.28.1.tar.gz (3.5 MB)",
-        ),
-        (["  Downloading a-1.whl (2 MB)", "Installing collected packages: mpmath, torch"], "installing 2 packages"),
-        (["  Building wheel for horovod (setup.py): started"], "preparing the build of horovod"),
-        (["  Downloading a-1.whl (2 MB)", "  Running CMake in build/temp:", "  -- Looking"], "configuring (CMake)"),
-        (
-            ["  Running CMake in build/temp:", "  [35/146] c++ -DX=[1/2]", "a warning"],
-            "compiling: 35 of 146 steps",
-        ),
-        (["  [146/146] c++", "  Building wheel for horovod (setup.py): finished"], "built; packing the wheel"),
-    ],
-)
-def test_setup_says_what_it_is_at(lines: list[str], news: str, tmp_path: Path) -> None:
-    log = tmp_path / "setup.log"
-    log.write_text("\n".join(["  [9/9] of an earlier step", "=== [4/5] building", *lines, ""]))
-    script = f"source {LAUNCH}/lib.sh; LOG={log}; STEP_START=2; last_news"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == news

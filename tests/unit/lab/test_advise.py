@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from hvdcompress import cli
-from hvdcompress.lab.advise import check, measure, run, validate, verdict, workload
+from hvdcompress.lab.advise import run, verdict
 from hvdcompress.lab.advise.calibrate import FARTHEST, REFERENCE, calibrate
 from hvdcompress.lab.advise.choose import DENSE, Candidate, Case, candidates
 from hvdcompress.lab.advise.codecs import Known
 from hvdcompress.lab.advise.exchanges import buckets_of, status, units_of
 from hvdcompress.lab.advise.profile import Profile
-from hvdcompress.lab.advise.report import Report
 from hvdcompress.lab.advise.timeline import Call, Link, Step, Times, Unit, simulate
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
-from hvdcompress.plan import BY_NAME, IN_ORDER, load, plan_of
-from tests import ROOT
+from hvdcompress.plan import BY_NAME, load, plan_of
 
 SUM, GATHER = ("AllReduce", "float32", None), ("AllGather", "uint8", None)
 
@@ -59,15 +55,6 @@ def test_tensors_queue_behind_each_other():
     kinds = [("AllReduce", dtype, None) for dtype in ("float32", "float16", "int32")]
     units = [unit("a", 1000, kinds[0]), unit("b", 1000, kinds[1]), unit("c", 2000, kinds[2])]
     assert simulate(times, units, Link(8000), 2).seconds == pytest.approx(4.0)
-
-
-def test_what_waits_and_is_alike_travels_as_one():
-    """Three tensors and α = 1 s, 2 (p - 1) messages each: c alone, then b and a in one, so 2 + 2 seconds and not 6."""
-    times = Times({"c": 0.0, "b": 0.5, "a": 1.0}, 1.0)
-    units = [unit(name, 0) for name in "abc"]
-    step = simulate(times, units, Link(8e12, message=1.0), 2)
-    assert step.seconds == pytest.approx(4.0) and step.latency == pytest.approx(4.0)
-    assert simulate(times, units, Link(8e12, message=1.0), 3).seconds == pytest.approx(8.0)
 
 
 def test_what_comes_within_a_cycle_joins():
@@ -107,10 +94,6 @@ def test_computing_slows_down_while_the_link_is_busy():
     assert simulate(times, units, Link(8000, overlap=0.0), 2).seconds == pytest.approx(4.0)
     waits = Times({"b": 0.0, "a": 2.0}, 2.0, waits=True)
     assert simulate(waits, units, Link(8000, overlap=0.0), 2).seconds == pytest.approx(2.0)
-
-
-def test_one_rank_exchanges_nothing():
-    assert simulate(Times({"a": 1.0}, 1.0), [unit("a", 1000)], Link(8000), 1).exposed == 0
 
 
 def test_a_call_costs_the_processor():
@@ -201,24 +184,6 @@ def test_a_codec_that_costs_more_than_it_saves_is_left_out():
     assert advice.verdict == verdict.DONT and advice.best.label == DENSE and not advice.unsure
 
 
-def test_ddps_groups_are_larger_and_have_no_placeholders_of_horovods():
-    under_ddp = Case(LARGE, Times(dict.fromkeys(LARGE, 0.0), 0.1), Link(8e6), 2, no_codec, grouping=IN_ORDER)
-    [together] = under_ddp.units(under_ddp.buckets(plan_of("topk", density=0.01)))
-    assert set(together.members) == set(LARGE) and len(together.calls) == 1 and not together.extra
-    assert len(under_ddp.buckets(under_ddp.dense)) == len(LARGE)  # DDP's own step
-    under_horovod = case()
-    [the_same] = under_horovod.units(under_horovod.buckets(plan_of("topk", density=0.01)))
-    assert len(the_same.calls) == 1 and len(the_same.extra) == len(LARGE)
-    assert [len(one.units(one.buckets(plan_of("qsgd")))) for one in (under_ddp, under_horovod)] == [1, len(LARGE)]
-
-
-def test_rules_by_size_and_by_name_are_read_as_they_were_meant():
-    for ready, dense in (((20.0, 1.0, 0.0), {"middle", "last"}), ((0.0, 20.0, 1.0), {"first", "last"})):
-        plan = case(ready=ready, backward=20.0, grouping=EACH).greedy(TOPK)
-        assert plan is not None and load(plan.to_dict()) == plan
-        assert {m.name for b in buckets_of(plan, LARGE) for m in b.members if b.program.main.id == "none"} == dense
-
-
 def test_break_even_is_where_both_steps_are_equal():
     """Nothing overlaps and one tensor: dense D bytes, compressed C, codec s: rate = 8 (D - C) / s."""
     shapes = {"w": (1000, 1000)}
@@ -236,12 +201,6 @@ def test_break_even_is_where_both_steps_are_equal():
     assert known_by.break_even(plan) == pytest.approx(2 * one.break_even(plan), rel=1e-3)
 
 
-def test_a_link_is_called_by_its_speed():
-    """TCP and the way down to it take a part of that: 10 Gbit/s carry less."""
-    link = run.link_of("10gbit,50us")
-    assert link.speed == pytest.approx(1e10) and 0.5e10 < link.rate < 1e10 and link.message == pytest.approx(50e-6)
-
-
 @pytest.mark.parametrize(
     "rate,given,settings,expected",
     [
@@ -257,18 +216,6 @@ def test_verdicts(rate, given, settings, expected):
     assert advice.verdict == expected
 
 
-def test_a_verdict_within_its_error_says_so():
-    here = case()
-    dense = Candidate(DENSE, "none", here.dense, Step(1.0, 0.9, 0.9, 0.0), 0, 3)
-    near = Candidate("near", "topk", load(TOPK), Step(0.9, 0.8, 0.8, 0.0), 3, 3)
-    far = Candidate("far", "topk", load(TOPK), Step(0.2, 0.1, 0.1, 0.0), 3, 3)
-    within = verdict.advise(here, [dense, near], 0.1)
-    assert within.unsure and within.verdict == verdict.DONT and within.best is dense
-    surely = verdict.advise(here, [dense, near], 0.01)
-    assert not surely.unsure and surely.verdict == verdict.PLAN
-    assert not verdict.advise(here, [dense, far], 0.1).unsure
-
-
 def test_a_simple_plan_comes_before_one_that_is_better_within_the_error():
     here = case()
     dense = Candidate(DENSE, "none", here.dense, Step(1.0, 0.9, 0.9, 0.0), 0, 3)
@@ -276,52 +223,6 @@ def test_a_simple_plan_comes_before_one_that_is_better_within_the_error():
     for seconds, expected in ((0.44, "whole"), (0.4, "partly")):
         partly = Candidate("partly", "topk", load(TOPK), Step(seconds, 0.3, 0.3, 0.0), 2, 3, partly=True)
         assert verdict.advise(here, [dense, whole, partly], 0.1).best.label == expected
-
-
-def test_what_was_measured_counts_before_what_is_predicted():
-    """Predicted alone, topk gains; of the real steps, fp16's is the shorter one. Over another link they say nothing."""
-    asked = entries(TOPK, {"method": "fp16"})
-    plain = Profile.open(good())
-    predicted = run.report_of(plain, asked, 0.0)
-    assert set(run.rivals(predicted)) <= {one.label for one in predicted.advice.candidates}
-    steps = [(0.5, {"method": "none"}), (0.4, {"method": "fp16"}), (0.6, load(TOPK).to_dict())]
-    profile = Profile.open({**good(), "steps": [{"plan": plan, "seconds": seconds} for seconds, plan in steps]})
-    advice = run.report_of(profile, asked, 0.1).advice
-    assert advice.best.method == "fp16" and (advice.best.seconds, advice.dense.seconds) == (0.4, 0.5)
-    assert not advice.unsure and advice.interval(advice.best) == (0.4, 0.4)
-    assert advice.best.step.seconds != 0.4, "the prediction stays"
-    later = run.decided(predicted, profile)
-    assert later.profile is profile and later.advice.best.method == "fp16"
-    assert [one.step for one in later.advice.candidates] == [one.step for one in predicted.advice.candidates]
-    assert all(one.measured is None for one in run.report_of(profile, asked, 0.1, ranks=4).advice.candidates)
-
-
-def test_rivals_are_what_is_predicted_to_be_about_as_fast():
-    here = case()
-
-    def report(*found):
-        advice = verdict.Advice("", "", found[0], found[0], 0.0, 0.1, False, list(found))
-        return Report(Profile.open(good()), here.given, here.world, here.shared, advice, here)
-
-    def one(label, seconds, partly=False):
-        return Candidate(label, "topk", load(TOPK), Step(seconds, 0.3, 0.3, 0.0), 3, 3, partly=partly)
-
-    dense, near, far = one(DENSE, 1.1), one("near", 1.0), one("far", 2.0)
-    assert list(run.rivals(report(dense, far, near))) == ["near", DENSE]
-    assert run.rivals(report(dense, near))[DENSE] == {"method": "none"}, "the framework's own"
-    assert not run.rivals(report(near, far)), "nothing to tell apart"
-    many = [one(f"n{number}", 1.0 + number / 100) for number in range(9)]
-    assert len(run.rivals(report(*many))) == run.MOST_RIVALS
-    part = one("part", 0.7, partly=True)
-    assert list(run.rivals(report(part, near, dense))) == ["near", DENSE, "part"]
-
-
-def test_evidence_is_what_the_results_page_says():
-    done = subprocess.run([sys.executable, "tools/write_evidence.py", "--check"], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    rows = verdict.evidence("topk")
-    assert {row["task"] for row in rows} == {"digits", "bytes"} and rows[0]["held_out"] == "98.66"
-    assert not verdict.evidence("nothing")
 
 
 # -- profiles ---------------------------------------------------------------------------------------------
@@ -347,32 +248,6 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     profile.save(tmp_path / "profile.json")
     assert Profile.open(tmp_path / "profile.json").to_dict() == profile.to_dict()
     json.loads((tmp_path / "profile.json").read_text())
-
-
-@pytest.mark.parametrize(
-    "changed,words",
-    [
-        ({"version": 2}, "version: 2"),
-        ({"version": "1"}, "version"),
-        ({"tensors": {}}, "tensors: there are none"),
-        ({"tensors": {"w": [1000, -1], "b": [10]}}, r"tensors\.w"),
-        ({"tensors": {"w": [1000, 1000], "b": [10], "c": [1]}}, r"times\.ready\.c: is missing"),
-        ({"tensors": {"b": [10]}}, r"times\.ready\.w: is no tensor"),
-        ({"times": {"forward": 0, "backward": 0.001, "update": 0, "ready": {"w": 1.0, "b": 0}}}, r"times\.ready\.w"),
-        ({"times": {"forward": -1, "backward": 1, "update": 0, "ready": {"w": 1, "b": 0}}}, r"times\.forward"),
-        ({"link": {"rate": 0, "message": 0, "round": 0, "call": 0, "overlap": 1}}, r"link\.rate"),
-        ({"link": {"rate": 1, "message": 0, "round": 0, "call": 0, "overlap": 2}}, r"link\.overlap"),
-        ({"codecs": {"topk": {"encode": [1, 2, 3], "decode": [0, 0, 0, 0]}}}, r"codecs\.topk\.encode"),
-        ({"dense": 0.0}, "dense"),
-        ({"speed": 1}, "unknown key"),
-    ],
-)
-def test_bad_profiles_are_refused_by_name(tmp_path, changed, words):
-    file = tmp_path / "bad.json"
-    file.write_text(json.dumps(good(**changed)))
-    with pytest.raises(ValueError, match=words) as caught:
-        Profile.open(file)
-    assert "bad.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
@@ -407,17 +282,6 @@ def test_a_measured_compressed_step_gives_what_a_gradient_costs_besides(more):
     )
 
 
-def test_every_layer_of_a_net_that_begins_with_zeros_has_a_gradient():
-    net = workload.of(workload.Named(task="bytes", batch_size=2))
-    model, loss = net.make(0, 1)
-    optimizer = net.optimizer(model)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss(model).backward()
-        optimizer.step()
-    assert all(parameter.grad.abs().max() > 1e-30 for parameter in model.parameters())
-
-
 def test_ranks_that_share_processors_take_longer():
     profile = Profile.open(good(shared=2.0))
     assert profile.times_if(1.0).backward == pytest.approx(0.01)
@@ -428,33 +292,6 @@ def test_ranks_that_share_processors_take_longer():
 
 
 # -- measuring in one process -----------------------------------------------------------------------------
-
-
-class OneRank:
-    """Ranks of which there is one."""
-
-    rank, world = 0, 1
-
-    def meet(self):
-        pass
-
-    def share(self, value):
-        return [value]
-
-
-def test_ready_times_are_those_of_the_backward_pass():
-    shapes = workload.Shapes("two", {"a": (10,), "b": (30,)}, backward=0.04)
-    tensors, times = measure.times(shapes, OneRank())
-    assert tensors == {"a": (10,), "b": (30,)} and times.waits
-    assert 0.03 <= times.ready["b"] < times.ready["a"] <= times.backward < 0.2
-    assert times.ready["a"] - times.ready["b"] >= 0.01
-
-
-def test_without_ranks_a_backward_pass_takes_as_long_as_was_said():
-    shapes = workload.Shapes("two", {"a": (10,), "b": (30,)}, backward=0.04)
-    tensors, times = measure.times(shapes)
-    assert tensors == {"a": (10,), "b": (30,)} and times.waits
-    assert times.ready == pytest.approx({"b": 0.03, "a": 0.04}) and times.backward == times.ready["a"]
 
 
 def test_a_codec_is_timed_through_the_engine():
@@ -485,79 +322,3 @@ def test_a_purchase_is_planned_from_options(tmp_path):
     data = json.loads(invoke(*given, "--link", "10mbit,50us", "--format", "json").output)
     assert load(data["plan"]).program.main.id == "topk" and data["seconds"] < data["dense_seconds"]
     assert "don't compress" in invoke(*given, "--link", "100gbit,1us", "--shared", "1").output
-
-
-@pytest.mark.parametrize(
-    "words,message",
-    [
-        (["--shapes", "resnet50", "--task", "digits"], "give one of"),
-        (["--shapes", "resnet50", "--link", "fast", "--ranks", "4"], "--link fast"),
-        (["--profile", "nowhere.json"], "nowhere.json"),
-        (["--shapes", "resnet32", "--check"], "--check needs ranks"),
-        (["--model", "nothing_here:make", "--link", "1gbit", "--ranks", "2"], "nothing_here"),
-        (["--model", "no_colon", "--link", "1gbit", "--ranks", "2"], "my.module:name"),
-        (["--shapes", "resnet32", "--hosts", "a,b"], "--hosts a,b"),
-        (["--shapes", "resnet32", "--resume"], "--validate"),
-        (["--validate", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_cannot_be_done_is_said(words, message):
-    done = invoke(*words)
-    assert done.exit_code == 2 and message in done.output.replace("\n", " ")
-
-
-def test_a_validation_is_read_and_checked(tmp_path):
-    asked = validate.Validation.open(ROOT / "configs" / "bench" / "advise_truth.yaml")
-    assert len(asked.rates) * len(asked.nets) == 12 and asked.hosts == 4
-    with pytest.raises(ValueError, match="no rate"):
-        asked.override(rates=["3gbit"])
-    with pytest.raises(ValueError, match=r"nets\.0"):
-        validate.Validation.open(asked.model_dump() | {"nets": [{"label": "x", "task": "nothing"}]})
-
-
-def test_outcomes_are_predicted_anew_from_what_was_measured(tmp_path):
-    profile = Profile.open(good())
-    plans = {DENSE: {"method": "none"}, "topk": load(TOPK).to_dict()}
-    expected = run.report_of(profile, entries(TOPK), 0.1).advice
-    measured = {
-        DENSE: [expected.dense.step.seconds] * 3,
-        "topk": [10.0, 2.0 * expected.candidates[1].step.seconds, 0.0],
-    }
-    made = {
-        "profile": profile.to_dict(),
-        "measured": measured,
-        "plans": plans,
-        "advised": "topk",
-        "verdict": "this plan",
-    }
-    (tmp_path / "results.jsonl").write_text(json.dumps({"rate": "100mbit", "net": "small", "case": made}) + "\n")
-    found = {one.label: one for one in validate.outcomes(tmp_path)}
-    assert found[DENSE].error == pytest.approx(0.0) and found["topk"].error == pytest.approx(-0.5)
-    assert "in 1 of 1 cases" in validate.summary(list(found.values()))
-    written = validate.write(tmp_path)
-    assert {file.name for file in written} == {"table.md", "advise.svg"}
-
-
-# -- real ranks -------------------------------------------------------------------------------------------
-
-
-def test_turns_measure_every_plan():
-    """In one process of one rank, so without a network: both plans' steps are there, and models are made again."""
-
-    class Alone(OneRank):
-        def wrap(self, model, plan, optimizer):
-            return model, optimizer, None
-
-    made = []
-
-    class Net(workload.Shapes):
-        def make(self, rank, world):
-            made.append(rank)
-            return super().make(rank, world)
-
-    said = []
-    net = Net("two", {"a": (10,), "b": (30,)}, backward=0.01)
-    found = check.measure(Alone(), net, {DENSE: None, "topk": load(TOPK)}, 2, 0.05, said.append)
-    assert set(found) == {DENSE, "topk"} and all(len(steps) >= 4 for steps in found.values())
-    assert len(made) == 4 and "round 2 of 2" in said[-1]
-    assert min(found[DENSE]) >= 0.01

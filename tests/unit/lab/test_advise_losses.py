@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from hvdcompress.lab.advise.losses import Curve, Trial, learns
 from hvdcompress.lab.advise.profile import Profile
 from hvdcompress.lab.advise.report import Report
 from hvdcompress.lab.advise.timeline import Link, Step, Times
-from hvdcompress.lab.advise.training import Trainings, with_trials
+from hvdcompress.lab.advise.training import Trainings
 from hvdcompress.lab.configfile import MethodEntry
 from hvdcompress.lab.scale.cost import Codec
 from hvdcompress.plan import load
@@ -106,65 +105,11 @@ def test_a_plan_that_arrives_sooner_is_advised_and_says_when(seeds):
     assert "topk reached dense's loss after" in notes_of(case, advice) and " of 10 s" in notes_of(case, advice)
 
 
-def test_more_steps_alone_do_not_make_a_plan_better():
-    """The same loss per second in twice the steps: what is within the spread decides nothing, and is said."""
-    dense = dense_curves()
-    found = trial(dense, [curve(1.0 + shift, 400, seed=10 + n) for n, shift in enumerate((-0.1, 0.12, 0.05))])
-    case, advice = advice_of(found)
-    assert not found.lost and advice.best.label == "topk"
-    assert "less than their spread" in notes_of(case, advice) and "90 % interval" in notes_of(case, advice)
-
-
 def test_a_plan_that_diverges_is_not_advised():
     found = trial(dense_curves(), [curve(0.5), diverging(), curve(0.5)])
     case, advice = advice_of(found, fp16=1.0)
     assert found.diverged and advice.best is advice.dense and "became NaN or Inf" in advice.reason
     assert "NaN (150 steps)" in notes_of(case, advice)
-
-
-def test_dense_training_that_diverges_says_nothing():
-    found = trial([diverging()], [curve(2.0)])
-    case, advice = advice_of(found)
-    assert not found.lost and "Dense training diverged" in notes_of(case, advice)
-    assert not trial([diverging()], [diverging()]).lost
-
-
-def test_random_batches_say_nothing():
-    """A net learns at first how often each class comes, and then nothing more."""
-    flat = [curve(2.3, start=2.3, seed=seed) for seed in range(3)]
-    others = [curve(2.3, start=2.3, seed=10 + seed) for seed in range(3)]
-    assert not learns(flat) and learns(dense_curves())
-    first = [replace(one, losses=[7.0] * 20 + list(one.losses[20:])) for one in flat]
-    assert not learns(first)
-    case, advice = advice_of(trial(flat, others))
-    assert "say nothing" in notes_of(case, advice) and "--data" in notes_of(case, advice)
-
-
-def test_held_out_examples_count_too():
-    dense = [replace(one, held_out=1.0 + 0.01 * n) for n, one in enumerate(dense_curves())]
-    found = trial(dense, [curve(0.5, 400, seed=n, held_out=1.5 + 0.02 * n) for n in range(3)])
-    case, advice = advice_of(found, fp16=1.0)
-    assert advice.best is advice.dense and "its held-out loss after the same 10 s is worse" in advice.reason
-    assert "held out 1.52 and 1.01" in notes_of(case, advice)
-
-
-def test_after_a_plan_has_lost_the_next_one_is_advised():
-    dense = dense_curves()
-    lost = trial(dense, [curve(2.0, seed=seed) for seed in range(3)])
-    _, advice = advice_of(lost)
-    assert advice.best.label == "fp16" and advice.verdict == "fp16"
-    won = trial(dense, [curve(0.8, 220, seed=seed) for seed in range(3)], FP16)
-    case, advice = advice_of(lost, fp16_trial=won)
-    assert advice.best.label == "fp16"
-    assert "topk is not advised" in notes_of(case, advice) and "fp16 reached dense's loss" in notes_of(case, advice)
-
-
-def test_what_is_kept_of_a_training():
-    steps = Curve([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 4.0, 3.0, 2.0, 1.0])
-    assert [steps.fifth(number) for number in range(5)] == [[5.0], [4.0], [3.0], [2.0], [1.0]]
-    assert (steps.reached(3.0), steps.reached(0.5)) == (3.0, None)
-    assert Curve([1.0], [2.0]).fifth(4) == [2.0] == Curve([1.0], [2.0]).fifth(1)
-    assert not learns([Curve([1.0], [2.0])])
 
 
 # -- trials in profiles -----------------------------------------------------------------------------------
@@ -231,33 +176,6 @@ def test_trainings_are_paired_and_as_long_as_asked():
     assert here.train(DENSE, None, 1).losses[0] != one.losses[0]
 
 
-def test_a_training_ends_with_its_loss():
-    class Diverging(workload.TaskNet):
-        def setup(self, rank, world, seed):
-            found = super().setup(rank, world, seed)
-            factors = iter([1.0, 1.0, math.inf])
-            return replace(found, loss=lambda module, batch: found.loss(module, batch) * next(factors))
-
-    needs("torch", "sklearn")
-    here = Trainings(OneRank(), Diverging("digits"), 60.0, 1, lambda words: None)
-    assert len(here.train(DENSE, None, 0).losses) == 3
-
-
-def test_plans_are_tried_until_one_does_not_lose(monkeypatch):
-    asked = []
-
-    def compare(self, label, plan, dense):
-        asked.append(label)
-        return trial(dense_curves(), [curve(2.0 if label == "topk" else 0.8, seed=n) for n in range(3)], plan)
-
-    monkeypatch.setattr(Trainings, "compare", compare)
-    profile = profile_of()
-    report = run.report_of(profile, ENTRIES, 0.1)
-    found = with_trials(profile, report, Trainings(OneRank(), None, 1.0, 3, lambda words: None))
-    assert asked == ["topk", "fp16"] and [one.lost for one in found.trials] == [True, False]
-    assert run.decided(report, found).advice.best.label == "fp16"
-
-
 # -- whose losses say something ---------------------------------------------------------------------------
 
 MINE = """
@@ -304,20 +222,3 @@ def test_a_users_model_is_trained_with_the_users_optimizer(mine):
     assert batches[0][1].equal(batches[2][1])
     dense = trainings(mine("make_optimizer"), seconds=0.3).train(DENSE, None, 0)
     assert learns([dense])
-
-
-def test_without_an_optimizer_losses_are_not_compared(mine):
-    assert "--optimizer" in workload.of(mine()).untrained
-    assert "--model" in workload.of(workload.Named(shapes="resnet32")).untrained
-    assert not workload.TaskNet("digits").untrained and not workload.of(mine("make_optimizer")).untrained
-    with pytest.raises(ValueError, match="--optimizer"):
-        workload.of(mine()).setup(0, 2, 0)
-    with pytest.raises(ValueError, match="must make a torch.optim.Optimizer"):
-        workload.of(mine("make_nothing")).setup(0, 2, 0)
-    with pytest.raises(ValueError, match="--optimizer is for"):
-        workload.of(workload.Named(task="digits", optimizer="losses_mine:make_optimizer"))
-    case, advice = advice_of(None)
-    assert "were not compared: because" in notes_of(case, advice, untrained="because")
-
-
-# -- real ranks -------------------------------------------------------------------------------------------

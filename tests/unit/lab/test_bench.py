@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from hvdcompress import cli, get
-from hvdcompress.lab import compare, nets
-from hvdcompress.lab.bench import files, measure, ranks, report, results
-from hvdcompress.lab.bench import run as benchmark
-from hvdcompress.lab.bench.config import BASELINES, Bench, read_turns
-from hvdcompress.lab.cluster import hosts, rates
-from hvdcompress.lab.output import numbers
+from hvdcompress.lab import nets
+from hvdcompress.lab.bench import files, results
+from hvdcompress.lab.bench.config import BASELINES, Bench
+from hvdcompress.lab.cluster import rates
 from hvdcompress.plan import PlanError
 from tests import ROOT
 
@@ -55,14 +50,6 @@ def test_shapes_that_papers_name():
         nets.get("resnet5")
 
 
-def test_tensorflow_lays_them_out_otherwise():
-    torch, tensorflow = nets.get("resnet50"), nets.tensorflow_layout(nets.get("resnet50"))
-    assert list(torch) == list(tensorflow) and nets.total(torch) == nets.total(tensorflow)
-    assert torch["layer1.0.conv2.weight"] == (64, 64, 3, 3) and tensorflow["layer1.0.conv2.weight"] == (3, 3, 64, 64)
-    assert tensorflow["conv1.weight"] == (7, 7, 3, 64) and tensorflow["fc.weight"] == (2048, 1000)
-    assert tensorflow["bn1.weight"] == (64,)
-
-
 # -- configuration ---------------------------------------------------------------------------------
 
 
@@ -82,65 +69,6 @@ def test_the_benchmarks_that_come_along(file):
     assert [str(turn) for turn in again.turns(again.rates)] == [str(turn) for turn in bench.turns(bench.rates)]
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        (["sets: [resnet32]"], "methods: is missing"),
-        (["sets: [resnet5]", "methods: [topk]"], "line 1: sets.0: there is no net 'resnet5'.*resnet50"),
-        (["methods: [topk]", "sets:", "- {net: vgg16, only: [conv*]}"], r"line 3: sets.0: no tensor matches conv\*"),
-        (["methods: [topk]", "sets:", "- {gradients: nowhere, label: x}"], "line 3: sets.0: nowhere does not exist"),
-        (["methods: [topk]", "sets:", "- {net: vgg16, gradients: x}"], "line 3: sets.0: give either net or gradients"),
-        (
-            ["sets: [vgg16]", "methods: [topk]", "baselines: [none ddp]", "device: cuda"],
-            "line 2: methods.0.over: must be ddp where device is cuda",
-        ),
-        (
-            ["sets: [vgg16]", "methods: [{method: topk, over: ddp}]", "baselines: [none ring]", "device: cuda"],
-            "line 3: baselines.0: must be over ddp where device is cuda",
-        ),
-        (["sets: [vgg16]", "methods: [topkk]"], "line 2: methods.0.*topkk.*did you mean"),
-        (["sets: [vgg16]", "methods:", "- {method: topk, density: 7}"], "line 3: methods.0.density"),
-        (["sets: [vgg16]", "methods:", "- {method: topk, over: ether}"], "line 3: methods.0.over.*'ether'"),
-        (["sets: [vgg16]", "methods:", "- {method: topk, train: {momentum: 0}}"], "nothing is trained here"),
-        (["sets: [vgg16]", "methods: [topk, topk]"], "methods.1: 'topk' is there twice"),
-        (["sets: [vgg16]", "methods: [topk]", "rates: [fast]"], "line 3: rates.0: 'fast' is not a rate"),
-        (
-            ["sets: [vgg16]", "methods: [topk]", "baselines: [none rings]"],
-            "line 3: baselines.0: unknown 'none rings'.*none ring",
-        ),
-        (["sets: [vgg16]", "methods: [topk]", "slow: [9=1mbit]"], "line 3: slow.0: there is no host9"),
-        (["sets: [vgg16]", "methods: [topk]", "slow: [fast]"], "line 3: slow.0: 'fast': write HOST=RATE"),
-        (["sets: [vgg16]", "methods: [topk]", "rounds: 0"], "line 3: rounds: 0"),
-        (["sets: [vgg16]", "methods: [topk]", "awake: 1"], "line 3: awake: 1"),
-        (["sets: [vgg16]", "methods: [topk]", "pin: maybe"], "line 3: pin: 'maybe'"),
-        (["sets: [vgg16]", "methods: [topk]", "round: 1"], "line 3: round: unknown key.*did you mean 'rounds'"),
-    ],
-)
-def test_errors_name_line_and_key(tmp_path, lines, words):
-    file = tmp_path / "x.yaml"
-    file.write_text("\n".join(lines))
-    with pytest.raises(PlanError, match=words):
-        Bench.open(file)
-
-
-def test_the_command_refuses_before_it_starts_anything(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text("sets: [resnet32]\nmethods: [topk]\n")
-    for words, message in (
-        (["bench", "nowhere.yaml"], "nowhere.yaml"),
-        (["bench", "x.yaml", "--rates", "fast"], "'fast' is not a rate"),
-        (["bench", "x.yaml", "--methods", "topj"], "no method 'topj' (did you mean 'topk'?)"),
-        (["bench", "x.yaml", "--sets", "x"], "no set 'x'"),
-        (["bench", "x.yaml", "--resume", "--loopback"], "nothing to resume"),
-    ):
-        result = CliRunner().invoke(cli.app, words)
-        assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
-    monkeypatch.setattr(hosts, "problem", lambda: "Emulated hosts need root.")
-    result = CliRunner().invoke(cli.app, ["bench", "x.yaml"])
-    assert result.exit_code == 2 and "need root" in result.output and "--loopback" in result.output
-    assert not Path("runs").exists()
-
-
 def test_turns_are_taken_in_rounds():
     bench = Bench.open({**SMALL, "rounds": 3, "rates": ["1gbit"], "baselines": ["none ring", "none ddp"]})
     order = [turn.contender.label for turn in bench.turns(bench.rates)]
@@ -148,18 +76,6 @@ def test_turns_are_taken_in_rounds():
     assert {order[0], order[3], order[6]} == {"none ddp", "none ring", "topk"}, "each round begins with another"
     turn = bench.turns(bench.rates)[2]
     assert str(turn) == "topk on tiny at 1 Gbit/s, round 1"  # what errors are headed with
-
-
-def test_saved_gradients_are_a_set(tmp_path):
-    compare.save(tmp_path / "g.safetensors", [[{"a": np.ones((3, 2), np.float32)}]])
-    bench = Bench.open({"sets": [{"gradients": str(tmp_path / "g.safetensors"), "label": "mine"}], "methods": ["topk"]})
-    assert bench.sets[0].tensors() == {"a": (3, 2)}
-    assert str(bench.sets[0]).startswith("mine: 1 tensors, 6 elements")
-
-
-def test_a_set_says_what_it_leaves_out():
-    words = str(Bench.open(SMALL).sets[0])
-    assert words == "tiny: 6 of 95 tensors, 4 672 elements, 0.0187 MB"
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -238,94 +154,3 @@ def test_tables_and_page(folder):
     if len(written) == 3:
         page = (folder / "report.html").read_text()
         assert "Where the time goes" in page and page.count("<svg role") == 2 and "best dense" in page
-
-
-@pytest.mark.parametrize(
-    ("settings", "on_hosts", "without"),
-    [
-        ({}, "others stopped, ranks pinned", "others stopped"),
-        ({"awake": True, "pin": False}, "others awake, ranks on any processor", "others awake"),
-    ],
-)
-def test_titles_say_how_processors_were_shared(folder, settings, on_hosts, without):
-    Bench.open({**Bench.open(folder / "config.yaml").model_dump(exclude_none=True), **settings}).save(
-        folder / "config.yaml"
-    )
-    result = results.read(folder)
-    assert report.heading(result, "tiny", "100mbit").endswith(f"0.0187 MB; {on_hosts}")
-    assert report.heading(result, "tiny", "loopback").endswith(f"0.0187 MB; {without}")
-    benchmark.prepare(folder, result.bench, False, resume=True)
-    other = result.bench.model_copy(update={"awake": not result.bench.awake, "pin": not result.bench.pin})
-    with pytest.raises(ValueError, match="measured with another awake, pin: resume"):
-        benchmark.prepare(folder, other, False, resume=True)
-
-
-@pytest.mark.parametrize("settings", [{}, {"awake": True, "pin": False}])
-def test_who_is_stopped_and_pinned(monkeypatch, tmp_path, settings):
-    bench = Bench.open({**SMALL, "hosts": 2, "baselines": ["none ring", "none gloo"], **settings})
-    signals = []
-    monkeypatch.setattr(ranks.Group, "_signal", lambda group, number: signals.append((group.name, number)))
-    monkeypatch.setattr(ranks.Group, "launch", lambda group: None)
-    monkeypatch.setattr(ranks.Group, "stop", lambda group: None)
-    monkeypatch.setattr(ranks.Group, "join", lambda group: group._sleep())
-    with measure._groups(bench.turns(bench.rates), bench, None, tmp_path / "log") as groups:
-        with groups["ring"].awake():
-            assert signals.pop() == ("ring", signal.SIGCONT)
-        slept = [name for name, number in signals if number == signal.SIGSTOP]
-    assert slept == ([] if bench.awake else ["ring", "gloo", "ring"])
-    assert bench.hosts_at("1gbit").pin == bench.pin
-
-
-def test_failures_are_told_and_tried_again(folder):
-    with (folder / "results.jsonl").open("a") as stream:
-        stream.write("\n" + json.dumps({**turn("topk", 1), "failed": "rank 1: ValueError: no"}) + "\n")
-    result = results.read(folder)
-    assert "topk on tiny, 100mbit: rank 1: ValueError: no" in result.notes
-    assert [t["round"] for t in read_turns(folder) if t["contender"] == "topk" and "failed" not in t] == [0]
-
-
-def test_loopback_claims_no_wire(folder):
-    lines = [{**turn(t["contender"], t["round"], 1.0, rate="loopback"), "interface": None} for t in TURNS]
-    for line in lines:
-        del line["interface"]
-    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    row = results.read(folder).rows[-1]
-    assert "wire" not in row.parts and row.parts["wait"] == pytest.approx(0.6)
-    assert "tiny without a network" in report.markdown(results.read(folder))
-
-
-def test_resuming_with_other_settings_is_refused(folder):
-    bench = Bench.open(folder / "config.yaml")
-    benchmark.prepare(folder, bench, False, resume=True)
-    assert len(read_turns(folder)) == len(TURNS)
-    other = bench.model_copy(update={"methods": [bench.methods[0].model_copy(update={"warm_up": 9})]})
-    with pytest.raises(ValueError, match="measured with another topk"):
-        benchmark.prepare(folder, other, False, resume=True)
-    with pytest.raises(ValueError, match="measured on emulated hosts"):
-        benchmark.prepare(folder, bench, True, resume=True)
-
-
-def test_what_was_measured_earlier_stays_in_the_tables(folder):
-    more = {**SMALL, "hosts": 2, "rates": ["1gbit"], "rounds": 1, "baselines": ["none ring"], "methods": ["fft"]}
-    more = Bench.open(more)
-    benchmark.prepare(folder, more, False, resume=True)
-    both = Bench.open(folder / "config.yaml")
-    assert [entry.label for entry in both.methods] == ["topk", "fft"] and both.baselines[-1] == "none ddp"
-    assert {row.contender for row in results.read(folder).rows} == {"none ring", "none ddp", "fp16 ring", "topk"}
-
-
-def test_dense_steps_that_were_not_measured_are_told(folder):
-    """GradiVeQ: so many dense steps, then so many compressed ones, again and again."""
-    settings = {"method": "gradiveq", "dense_steps": 3, "compressed_steps": 5, "alone": 3, "label": "gradiveq"}
-    bench = Bench.open({**SMALL, "hosts": 2, "rounds": 2, "baselines": ["none ddp"], "methods": [settings]})
-    bench.save(folder / "config.yaml")
-    lines = [turn("none ddp", 0, 8.0), turn("gradiveq", 0, 2.0)]
-    (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    said = next(note for note in results.read(folder).notes if note.startswith("gradiveq on tiny, 100 Mbit/s"))
-    dense = sum(get("gradiveq", dense_steps=3, compressed_steps=5).phase_of(age) != 2 for age in range(8))
-    mean = (dense * 8.0 + (8 - dense) * 2.0) / 8
-    assert f"Of 8 steps {dense} are not compressed" in said
-    assert f"its mean is {numbers.seconds_of(mean)}, {numbers.number(8 / mean)} times as fast" in said
-
-
-# -- real exchanges --------------------------------------------------------------------------------

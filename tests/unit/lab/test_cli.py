@@ -88,18 +88,6 @@ def test_a_bad_experiment_starts_nothing(config, monkeypatch, old, new, words):
     assert not Path("runs").exists()
 
 
-def test_a_missing_file_or_label_starts_nothing(config):
-    assert "nowhere.yaml" in invoke("run", "nowhere.yaml").output
-    assert "no method 'tok' (did you mean 'topk'?)" in invoke("run", config, "--methods", "tok").output
-    assert invoke("report", "nowhere").exit_code == 2
-
-
-def test_without_horovod_it_says_so(config, monkeypatch):
-    monkeypatch.setattr(launcher.shutil, "which", lambda *_, **__: None)
-    result = invoke("run", config)
-    assert result.exit_code == 2 and "Horovod is not installed" in result.output
-
-
 # -- where results go ----------------------------------------------------------------------------
 
 
@@ -111,26 +99,6 @@ def finished(folder, config, steps=20):
         file = folder / "metrics" / f"{run.id}.jsonl"
         end = "finished" if run.method.label == "none" else "failed"
         file.write_text("\n".join(json.dumps(e) for e in ({"event": "start", "spec": run.spec()}, {"event": end})))
-
-
-def test_an_earlier_run_is_never_touched_unasked(config, tmp_path):
-    runs = tmp_path / "runs"
-    assert folders.choose(runs, "small", None, False, False) == runs / "small"
-    finished(runs / "small", config)
-    assert folders.choose(runs, "small", None, False, False) == runs / "small-2"
-    finished(runs / "small-2", config)
-    (runs / "small-er").mkdir()
-    assert folders.choose(runs, "small", None, False, False) == runs / "small-3"
-    assert folders.choose(runs, "small", None, True, False) == runs / "small-2"
-    assert folders.choose(runs, "small", None, False, True) == runs / "small"
-    with pytest.raises(ValueError, match="give --resume to go on, or --overwrite"):
-        folders.choose(runs, "small", runs / "small", False, False)
-    with pytest.raises(ValueError, match="give --resume to go on, or another --out"):
-        folders.choose(runs, "small", runs / "small", False, None)
-    with pytest.raises(ValueError, match="not the folder of a run"):
-        folders.choose(runs, "small", tmp_path, False, True)
-    with pytest.raises(ValueError, match="nothing to resume"):
-        folders.choose(runs, "other", None, True, False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -167,31 +135,12 @@ def test_resuming_keeps_what_is_finished_and_only_that(config, tmp_path):
 # -- the line that is run, its environment and its log -------------------------------------------
 
 
-def test_the_horovodrun_line(monkeypatch):
-    monkeypatch.setattr(launcher, "horovodrun", lambda: str(ROOT / "bin" / "horovodrun"))
-    monkeypatch.chdir(ROOT)
-    line = launcher.command(3, "gloo", "-m", launch.MODULES["torch"], "runs/x")
-    assert line[:4] == ["bin/horovodrun", "-np", "3", "--gloo"]
-    assert line[-3:] == ["-m", "hvdcompress.lab.training.train_torch", "runs/x"]
-
-
 def test_the_environment_of_ranks(monkeypatch):
     monkeypatch.setattr(launcher.os, "cpu_count", lambda: 8)
     few, many = launcher.environment(2), launcher.environment(9)
     assert few["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
     assert few["OMP_NUM_THREADS"] == "1" and int(few["HOROVOD_CACHE_CAPACITY"]) > 1024
     assert "OMPI_MCA_mpi_yield_when_idle" not in few and many["OMPI_MCA_mpi_yield_when_idle"] == "1"
-
-
-def test_the_tail_of_a_log_is_what_matters(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "$ an earlier launch\nold\n$ horovodrun\n"
-        "I0000 cudart_stub.cc:31] Could not find cuda drivers on your machine\n"
-        "[1,1]<stderr>:ValueError: conv1.weight: no\n"
-        "--------------------------------------\nmpirun detected that one or more processes exited\n"
-    )
-    assert launcher.tail(log) == "ValueError: conv1.weight: no"
 
 
 # -- doctor --------------------------------------------------------------------------------------
@@ -217,26 +166,3 @@ def test_doctor_tells_absent_from_broken(monkeypatch, tmp_path):
         result = invoke("doctor")
         assert result.exit_code == status
         assert "– absent" in result.output or "✗ cracked" in result.output
-
-
-def test_doctor_says_what_emulated_hosts_lack(monkeypatch):
-    monkeypatch.setattr(doctor.hosts, "problem", lambda: "Emulated hosts need root. Try:\n    sudo x\nWithout them …")
-    finding = doctor.emulated_hosts(1.0)
-    assert finding == doctor.Finding("absent", "Emulated hosts need root. Try:", "sudo x Without them …")
-    monkeypatch.setattr(doctor.hosts, "problem", lambda: None)
-    assert doctor.emulated_hosts(1.0).state == "works"
-
-
-def test_doctor_warm_compiles_and_says_where_kernels_are(monkeypatch):
-    monkeypatch.setattr(doctor, "available", lambda: ["fp16"])
-    result = invoke("doctor", "--warm")
-    assert result.exit_code == 0 and re.search(r"\d+ compiled kernels in .*_kernels.* \(\d+ s\)", result.output)
-
-
-# -- whole runs ----------------------------------------------------------------------------------
-
-
-def test_what_ddp_cannot_do_is_refused(config):
-    assert "leave out --gloo and --hosts" in invoke("run", config, "--driver", "ddp", "--gloo").output
-    config.write_text(CONFIG + "framework: tensorflow\n")
-    assert "--driver ddp is PyTorch's" in invoke("run", config, "--driver", "ddp").output

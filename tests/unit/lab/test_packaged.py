@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import configparser
-import json
 import subprocess
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 import hvdcompress
-from hvdcompress import cli, registry
+from hvdcompress import cli
 from hvdcompress.lab import packaged
-from hvdcompress.lab.advise.validate import Validation
-from hvdcompress.lab.bench.config import Bench
 from hvdcompress.lab.training.experiment import Experiment
 from tests import ROOT
 
@@ -25,36 +21,9 @@ def invoke(*words):
     return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
-def test_names_are_unique_and_every_file_has_a_first_line():
-    every = packaged.every()
-    assert len({one.name for one in every}) == len(every) == len(list(packaged.FOLDER.rglob("*.yaml")))
-    assert all(one.about and len(one.about) < 110 for one in every)
-    assert {one.kind for one in every} == set(packaged.KINDS.values()) | set(packaged.USES.values())
-    assert [one.name for one in packaged.every(["method"])] == hvdcompress.available()
-
-
 def test_all_methods_are_compared():
     compared = Experiment.open(packaged.FOLDER / "bench" / "compare.yaml").methods
     assert {entry.method for entry in compared} == set(hvdcompress.available())
-
-
-@pytest.mark.parametrize("one", packaged.every(), ids=lambda one: one.name)
-def test_files_are_of_their_kinds(one):
-    if one.name == "saved":
-        pytest.skip("its gradients must be made first")
-    opens = {"benchmark": Bench.open, "method": hvdcompress.load, "validation": Validation.open}
-    assert opens.get(one.kind, Experiment.open)(one.file)
-
-
-def test_a_path_that_exists_wins(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert packaged.resolve("quickstart") == packaged.FOLDER / "experiments" / "quickstart.yaml"
-    Path("quickstart").write_text("x")
-    assert packaged.resolve("quickstart") == Path("quickstart")
-    with pytest.raises(ValueError, match="no packaged benchmark configuration.*did you mean 'resnet50'.*: alexnet, "):
-        packaged.resolve("resnet5", ["benchmark"])
-    with pytest.raises(ValueError, match="no file 'resnet50'"):
-        packaged.resolve("resnet50", ["experiment"])
 
 
 def test_the_command_lists_prints_and_copies(tmp_path, monkeypatch):
@@ -73,13 +42,6 @@ def test_the_command_lists_prints_and_copies(tmp_path, monkeypatch):
         wrong = invoke(*words)
         assert wrong.exit_code == 2 and "did you mean" in wrong.output, words
     assert invoke("configs", "--copy", "x.yaml").exit_code == 2
-
-
-def test_tables_of_the_catalogue_have_every_format():
-    rows = json.loads(invoke("methods", "--format", "json").output)["rows"]
-    assert [row["method"] for row in rows] == list(registry.classes())
-    assert invoke("configs", "--format", "csv").output.startswith("name,kind,about\nall_methods,experiment,")
-    assert invoke("methods", "--format", "markdown").output.startswith("| method | paper |")
 
 
 def test_every_file_of_the_package_is_in_a_wheel():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from html.parser import HTMLParser
 
 import pytest
-from rich.console import Console
 
-from hvdcompress.lab.output import numbers
-from hvdcompress.lab.training import files, report, results
+from hvdcompress.lab.training import files, results
 from hvdcompress.lab.training.experiment import Experiment
 
 CONFIG = """\
@@ -91,21 +88,6 @@ def test_differences_are_taken_seed_by_seed(folder):
     assert "difference" not in rows(results.read([folder]))["none"].mean
 
 
-def test_what_did_not_finish_is_said(folder):
-    found = results.read([folder])
-    assert rows(found)["fp16"].remark == "1 of 2 failed, 1 of 2 interrupted at step 40"
-    assert rows(found)["bf16"].remark == "2 of 2 not started"
-    assert rows(found)["none"].remark == ""
-    assert "digits, fp16: ValueError: no" in found.notes
-    assert rows(found)["fp16"].mean["rate"] == 2  # what is known of an unfinished run
-    assert "value" not in rows(found)["fp16"].mean
-
-
-def test_the_notes_are_honest_about_times(folder):
-    note = results.read([folder]).notes[0]
-    assert "2 ranks on one machine" in note and "shared memory" in note and "times do not" in note
-
-
 def test_written_files(folder):
     pytest.importorskip("matplotlib")
     written = files.write(results.read([folder]), folder)
@@ -158,70 +140,3 @@ def test_the_page_escapes_what_users_wrote(folder):
     text = files.write(found, folder)[2].read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert r"b\|c" in (folder / "table.md").read_text(encoding="utf-8")
-
-
-def test_nothing_but_a_config_makes_a_report(folder):
-    pytest.importorskip("matplotlib")
-    for file in (folder / "metrics").iterdir():
-        file.unlink()
-    assert len(files.write(results.read([folder]), folder)) == 3
-
-
-def test_runs_are_compared(folder, tmp_path):
-    found = results.read([folder, folder])
-    assert len(found.rows) == 8 and found.rows[0].method == "made/none"
-    assert found.name == "made vs made"
-    with pytest.raises(ValueError, match="nowhere holds no run"):
-        results.read([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize("width", [70, 80, 100, 160])
-def test_the_table_fits_the_terminal(folder, width):
-    console = Console(width=width, record=True, file=io.StringIO())
-    found = results.read([folder])
-    for row in found.rows:
-        row.results = [result for result in row.results if result.seed == 0]
-    found.rows = [row for row in found.rows if not row.remark]
-    report.show(found, console)
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text and "100x" in text and "97.50" in text
-
-
-@pytest.mark.parametrize(
-    ("form", "value", "text"),
-    [
-        (numbers.num_bytes, 0, "0 B"),
-        (numbers.num_bytes, 999.4, "999 B"),
-        (numbers.num_bytes, 999.6, "1.00 kB"),
-        (numbers.num_bytes, 5123, "5.12 kB"),
-        (numbers.num_bytes, 999_700, "1.00 MB"),
-        (numbers.num_bytes, 2.5e15, "2500 TB"),
-        (numbers.seconds_of, 0.0123, "12.3 ms"),
-        (numbers.seconds_of, 1.0, "1.00 s"),
-        (numbers.seconds_of, 0.99999, "1.00 s"),
-        (numbers.seconds_of, 3e-6, "3.00 µs"),
-        (numbers.seconds_of, 0.0, "0.00 µs"),
-        (numbers.rate_of, 0.99996, "1.00x"),
-        (numbers.rate_of, 112.7, "113x"),
-        (numbers.rate_of, float("nan"), "–"),
-        (numbers.number, -0.01234, "-0.0123"),
-        (numbers.clock, 754, "12:34"),
-        (numbers.percent, 0.005, "0.5 %"),
-    ],
-)
-def test_units(form, value, text):
-    assert form(value) == text
-
-
-def test_a_framework_that_cannot_tell_waiting_from_computing_leaves_it_open(folder):
-    (folder / "config.yaml").write_text("framework: tensorflow\n" + CONFIG, encoding="utf-8")
-    for file in (folder / "metrics").iterdir():
-        text = file.read_text(encoding="utf-8").replace("[0.001, 0.001]", "[NaN, NaN]")
-        file.write_text(text.replace('"3.11"', '"3.11", "tensorflow": "2.21.0"'), encoding="utf-8")
-    found = results.read([folder])
-    assert any("TensorFlow 2.21.0" in note and "left open" in note for note in found.notes)
-    written = files.write(found, folder)
-    [row] = [line for line in written[1].read_text(encoding="utf-8").splitlines() if line.startswith("| few ")]
-    assert row.count("| – ") == 2, row  # communicate, and what then is the rest
-    assert "NaN" not in written[0].read_text(encoding="utf-8")

@@ -16,19 +16,12 @@ pytest.importorskip("matplotlib")
 
 from hvdcompress.lab import nets  # noqa: E402
 from hvdcompress.lab.reproduce import fft, fft_exchange, fft_measures, fft_reports, run, simulate  # noqa: E402
-from hvdcompress.lab.reproduce.claims import Kind, Scale, Unit, judge_by  # noqa: E402
+from hvdcompress.lab.reproduce.claims import Scale, Unit  # noqa: E402
 from hvdcompress.method import TensorSpec  # noqa: E402
 from hvdcompress.plan import load  # noqa: E402
 
 SPEC = TensorSpec("w", (40, 500))
 SEEDS = (0, 1)
-
-
-def test_verdicts_by_two_words():
-    cells = {("than a", "here"): [True], ("than a", "there"): [True], ("than b", "here"): [True, False]}
-    assert judge_by(cells, "-").because == "than a everywhere (2 of 3)"
-    assert judge_by({**cells, ("than b", "here"): [True]}, "-").kind is Kind.HOLDS
-    assert str(judge_by({("a", "b"): [False]}, "never")) == "does not hold here, because never"
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -64,22 +57,6 @@ def test_bytes_are_equal_and_errors_are_those_of_the_methods():
     assert all(each["fft"] < each["rival"] for each in smooth["rivals"].values())
 
 
-def test_formats_of_16_bits_are_compared():
-    x = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
-    found = {name: fft_measures.formats.error([x], f) for bits, name, f in fft_measures.number_formats() if bits == 16}
-    assert found.keys() == {"bf16", "rangefloat16", "fp16"}
-    assert found["rangefloat16"] < found["fp16"] < found["bf16"] < 2.0**-9
-    small = np.full(10, 1e-9, np.float32)  # unscaled, fp16 loses it
-    assert fft_measures.fp16(small).max() == 0
-
-
-def test_kinds_of_layers():
-    shapes = {"0.weight": (8, 1, 3, 3), "2.weight": (8, 8, 3, 3), "4.weight": (8, 8, 3, 3), "9.weight": (10, 8)}
-    assert list(fft_measures.kinds_of(shapes).values()) == ["early conv", "early conv", "late conv", "fully connected"]
-    text = {"embed.weight": (9, 9), "lstm.weight_hh_l0": (9, 9), "blocks.0.up.weight": (9, 9), "head.weight": (9, 9)}
-    assert list(fft_measures.kinds_of(text).values()) == ["embedding", "LSTM", "transformer", "fully connected"]
-
-
 # -- θ by schedule -------------------------------------------------------------------------------
 
 
@@ -100,14 +77,6 @@ def small_net(monkeypatch):
     monkeypatch.setattr(nets, "NETS", {"small": lambda: {"a": (64, 64), "b": (64, 96)}})
 
 
-def test_codecs_are_timed(small_net):
-    found = fft_exchange.codecs("small", "a", fft.EXCHANGED, 0, 1)
-    assert found.keys() == fft.EXCHANGED.keys() and json.dumps(found)
-    for each in found.values():
-        assert 0 < each["seconds"] < 5 and each["further"] >= 0
-        assert sum(each["parts"].values()) == pytest.approx(each["seconds"])
-
-
 def test_the_model_adds_what_codecs_take(small_net):
     timed = {"fft": (fft.EXCHANGED["fft"], {"seconds": 2.0, "further": 0.5})}
 
@@ -117,12 +86,6 @@ def test_the_model_adds_what_codecs_take(small_net):
     factor = fft_exchange.fitted().constants.codec
     assert seconds(8, 1)["fft"] - seconds(8, 1e12)["fft"] == pytest.approx(5.0 * factor)  # 2 + 6 further ranks
     assert seconds(8, 1)["none"] == seconds(8, 50)["none"] < seconds(8, 1)["fft"]
-
-
-def test_primitives_are_timed():
-    found = fft_exchange.primitives(8192, 0.15, 0, 1)["seconds"]
-    assert {"rfft", "irfft", "selection", "packing", "unpacking"} < found.keys()
-    assert all(0 < seconds < 5 for seconds in found.values())
 
 
 # -- the page ------------------------------------------------------------------------------------

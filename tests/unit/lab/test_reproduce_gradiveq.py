@@ -7,16 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from hvdcompress.lab.reproduce.claims import Kind, Result, Scale, Unit
 from hvdcompress.lab.scale.ring import Projection, simulate
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import codecs
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
-from hvdcompress.lab.reproduce import gradiveq  # noqa: E402
 from hvdcompress.lab.reproduce import gradiveq_measures as measures  # noqa: E402
-from hvdcompress.lab.reproduce import gradiveq_reports as reports  # noqa: E402
 from hvdcompress.lab.reproduce import gradiveq_ring as ring  # noqa: E402
 from hvdcompress.lab.reproduce.simulate import wire_rate  # noqa: E402
 from hvdcompress.loopback import Loopback  # noqa: E402
@@ -29,13 +26,6 @@ def stack_of(rank: int, steps: int = 30) -> np.ndarray:
     rng = np.random.default_rng(rank)
     base = rng.standard_normal((rank, 72))
     return (rng.standard_normal((steps, 16, rank)) @ base).reshape(steps, 16, 8, 3, 3).astype(np.float32)
-
-
-def test_quick_takes_ten_minutes_at_most_on_two_cores():
-    """By what units say they take on one core; rings are timed alone."""
-    units = {str(unit.settings): unit for claim in gradiveq.PAPER.claims for unit in claim.units(Scale(few=True))}
-    together = sum(unit.seconds for unit in units.values() if not unit.alone)
-    assert together / 2 + sum(unit.seconds for unit in units.values() if unit.alone) < 600
 
 
 # -- spectra -------------------------------------------------------------------------------------
@@ -57,18 +47,6 @@ def test_the_error_is_that_of_the_best_basis():
     assert measures.spectrum(stack_of(40), SPEC, "oihw", 72)["error"] == pytest.approx(wanted, rel=1e-6)
     each = measures.oracle(stack_of(40), SPEC, "oihw")  # slices of 576: rank 72
     assert len(each) == 30 and max(each) < wanted
-
-
-def test_the_order_decides_what_is_adjacent():
-    x = np.arange(SPEC.size, dtype=np.float32).reshape(1, *SPEC.shape)
-    assert (measures.slices(x, SPEC, "oihw", 72)[0] == x[0, 0].ravel()).all()
-    assert (measures.slices(x, SPEC, "hwio", 16)[0] == x[0, :, 0, 0, 0]).all()
-
-
-def test_too_few_slices_tell_nothing():
-    assert measures.spectrum(stack_of(5, steps=1), SPEC, "oihw", 1152) is None
-    assert measures.spectrum(stack_of(5), SPEC, "oihw", 2000) is None
-    assert measures.spectrum(np.zeros((30, 16, 8, 3, 3), np.float32), SPEC, "oihw", 72) is None
 
 
 # -- during a training ---------------------------------------------------------------------------
@@ -128,52 +106,3 @@ def test_contenders_send_what_their_rates_say():
     sent = {name: simulate(xs, [one[name] for one in made])[0].payload for name in contenders}
     for name, rate in (("dense", 1), ("qsgd4", 8), ("8x", 8), ("both", 16)):
         assert sent["dense"] / sent[name] == pytest.approx(rate, rel=0.04), name
-
-
-# -- verdicts ------------------------------------------------------------------------------------
-
-
-def trained(method: str, values: list[float], wire: float) -> list[Result]:
-    settings = {"task": {"net": "lenet5", "steps": 100}, "ranks": 2}
-    plan = {"method": "none"} if method == "dense" else {"dense_steps": 10, "warmup": {"steps": 10}}
-    return [
-        Result(
-            Unit(f"train lenet5 {method} seed {seed}", print, {**settings, "method": plan, "seed": seed}),
-            {"value": value, "wire": wire},
-        )
-        for seed, value in enumerate(values)
-    ]
-
-
-def test_training_names_the_best_within_a_point():
-    nan = float("nan")
-    results = [
-        *trained("dense", [80.0, 81.0, 82.0], 1),
-        *trained("default", [79.5, 80.5, 81.0], 3.3),
-        *trained("paper", [79.0, nan, 70.0], 3.3),
-        *trained("16x", [79.1, 80.2, 81.1], 6.4),
-        *trained("32x", [79.1, 79.2, 81.1], 9.0),  # 1.8 points in one seed
-    ]
-    report = reports.training(results)
-    assert report.verdict.kind is Kind.CONDITIONS and "lenet5, default (1 of 2)" in report.verdict.because
-    assert "lenet5 with “16x”, 6.40x" in report.number and "paper's diverged in 1 of 3" in report.number
-    assert "| lenet5 | default | 20 % | 3.30x |" in report.tables[0].markdown()
-
-
-def timed(seed: int, dense: float, compressed: float, fit: float) -> Result:
-    names = [name for mixes in measures.MIXES.values() for name, *_ in mixes]
-    seconds = {"dense": dense, **dict.fromkeys(names, compressed)}
-    found = {"seconds": seconds, "sent": dict.fromkeys(seconds, 1000), "codec": dict.fromkeys(seconds, 1e-3)}
-    settings = {"ranks": 2, "rate": "100mbit", "seed": seed}
-    return Result(Unit(f"ring Net, 2 ranks 100mbit, seed {seed}", print, settings), {**found, "fit": fit})
-
-
-def test_a_cycle_counts_its_dense_steps_and_its_fit():
-    row = next(reports.ring_rows([timed(0, dense=1.0, compressed=0.1, fit=5.0)]))
-    assert reports.cycle_seconds(row, "8x", row["seconds"]) == pytest.approx((100 + 5 + 40) / 500)
-    assert reports.cycle_seconds(row, "8x, 4-bit dense steps (the paper's)", row["seconds"]) == pytest.approx(0.11)
-    report = reports.aggregation([timed(seed, 1.0, 0.1, 5.0) for seed in range(3)])
-    assert report.verdict.kind is Kind.CONDITIONS and "4-bit" in report.verdict.because
-    assert "9.09x (9.09x to 9.09x)" in report.number and "as they are 3.45x at most" in report.number
-    assert reports.aggregation([timed(seed, 1.0, 0.3, 5.0) for seed in range(3)]).verdict.kind is Kind.FAILS
-    assert reports.modelled(row, 8000.0)["dense"] == pytest.approx(1.001)

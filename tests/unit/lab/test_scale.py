@@ -14,14 +14,13 @@ from typer.testing import CliRunner
 import hvdcompress
 from hvdcompress import cli, registry
 from hvdcompress.lab import nets
-from hvdcompress.lab.scale import cost, imagined, prediction, report, workers
+from hvdcompress.lab.scale import cost, imagined, prediction, workers
 from hvdcompress.lab.scale import model as fitted_model
-from hvdcompress.lab.scale.cost import Codec, Constants, Point, Work
-from hvdcompress.lab.scale.points import points_of
+from hvdcompress.lab.scale.cost import Codec, Constants, Point
 from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import TensorSpec
-from hvdcompress.plan import load, plan_of
+from hvdcompress.plan import plan_of
 from hvdcompress.testing import numbers
 from tests import ROOT
 
@@ -113,15 +112,6 @@ def test_gathers_grow_and_sums_do_not():
             assert many.on_wire == pytest.approx(few.on_wire * (511 / 512) / (7 / 8))
 
 
-def test_gtopks_line_is_longer_than_what_a_rank_sends():
-    """Rank 0 receives k entries in each of log2(p) rounds, though none sends more than twice."""
-    plan = plan_of("gtopk", density=0.01)
-    one = cost.work(plan, {"w": (64, 64)}, 256, driver=None)
-    width = plan.program.main.num_payload_bytes(4096)
-    assert one.sent == 2 * width and one.on_wire == pytest.approx(width * (1 + 2 * 255 / 256))
-    assert one.line == pytest.approx(width * (8 + 2 * 255 / 256)) and one.rounds == 9
-
-
 def test_what_the_driver_adds():
     plan, tensors = plan_of("topk", bucket_elements=0), {"a": (2000,), "b": (3000,)}
     bare, horovod, mpi = (cost.work(plan, tensors, 4, driver=d) for d in (None, "horovod", "mpi4py"))
@@ -167,26 +157,6 @@ def test_fit_recovers_the_constants():
     assert cost.errors(found, points()).worst < 1e-9
 
 
-def test_fit_with_noise_is_near_and_says_how_near():
-    noisy = points(noise=0.05)
-    found = cost.fit(noisy)
-    assert found.link == pytest.approx(TRUTH.link, rel=0.2) and min(vars(found).values()) >= 0
-    split = fitted_model.held_out(noisy)
-    assert set(split) == {"a quarter, in turn", "a method, in turn", "4 hosts, from fewer"}, "there is one set only"
-    twice = fitted_model.held_out([*noisy, *noisy])["a quarter, in turn"]
-    assert twice.median == pytest.approx(split["a quarter, in turn"].median, rel=0.01), "twins are held out together"
-    assert 0.01 < split["a quarter, in turn"].median < 0.1 and split["a quarter, in turn"].points == 30
-    assert split["4 hosts, from fewer"].points == 10
-
-
-def test_held_out_points_are_not_fitted_to():
-    """One exchange that took ten times as long: its own prediction does not know of it."""
-    good = points()
-    bad = [replace(good[0], seconds=10 * good[0].seconds), *good[1:]]
-    split = fitted_model.held_out(bad)["a quarter, in turn"]
-    assert split.worst == pytest.approx(0.9, abs=0.01) and split.which == "topk on resnet32, 2 hosts, 100 Mbit/s"
-
-
 def test_constants_are_never_negative_and_points_must_suffice():
     odd = [replace(point, seconds=point.seconds / (1 + point.work.rounds)) for point in points()]
     assert min(vars(cost.fit(odd)).values()) >= 0
@@ -194,21 +164,6 @@ def test_constants_are_never_negative_and_points_must_suffice():
         cost.fit(points()[:5])
     with pytest.raises(ValueError, match="held out"):
         cost.errors(TRUTH, [])
-
-
-def test_shared_processors_cost_processors_work_alone():
-    one = points()[0].work
-    alone, crowded = TRUTH.parts(one, 1e8), TRUTH.parts(one, 1e8, shared=2.0)
-    for name in ("message", "link", "round"):
-        assert crowded[name] == alone[name]
-    for name in ("byte", "call", "codec"):
-        assert crowded[name] == 2 * alone[name] > 0
-
-
-def test_codec_times_grow_with_what_is_read():
-    codec = fitted_model.time_codec(hvdcompress.get("qsgd"))
-    small, large = codec.seconds(1 << 12, 2, 2 * 2100), codec.seconds(1 << 20, 2, 2 * 530_000)
-    assert 0 < small < large < codec.seconds(1 << 20, 8, 8 * 530_000) < 1.0
 
 
 # -- where points come from -------------------------------------------------------------------------
@@ -234,55 +189,6 @@ def folder(tmp_path):
     (here / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     (here / "launch.json").write_text(json.dumps({"command": "hvdcompress bench small", "machine": {"cores": 2}}))
     return here
-
-
-def test_points_of_a_benchmark(folder):
-    found, source = points_of(folder, lambda method: Codec(tensor=1.0))
-    assert [(point.label, point.seconds, point.rate, point.shared) for point in found] == [
-        ("none ring", 1.25, 1e8, 2.0), ("my topk", 0.875, 1e8, 2.0),
-    ]  # fmt: skip
-    tensors = {n: s for n, s in nets.get("resnet32").items() if n.startswith("layer1.0.")}
-    assert found[0].work == cost.stock(tensors, 4)
-    assert found[1].work == cost.work(load({"method": "topk", "density": 0.05}), tensors, 4, lambda m: Codec(1.0))
-    assert found[1].work.codec < len(tensors), "small ones are joined"
-    assert source["command"] == "hvdcompress bench small"
-
-
-def test_points_of_a_file(tmp_path):
-    file = tmp_path / "links.jsonl"
-    head = {"command": "python -m hvdcompress.lab.scale.links", "machine": {"cores": 2}}
-    file.write_text("\n".join(json.dumps(each) for each in (head, points()[0].to_dict())))
-    found, source = points_of(file, lambda method: Codec())
-    assert found == points()[:1] and source["command"].startswith("python")
-    file.write_text(json.dumps({"rate": 1}))
-    with pytest.raises(ValueError, match="not a measured exchange"):
-        points_of(file, lambda method: Codec())
-    with pytest.raises(ValueError, match="no benchmark"):
-        points_of(tmp_path, lambda method: Codec())
-    with pytest.raises(FileNotFoundError):
-        points_of(tmp_path / "nowhere", lambda method: Codec())
-
-
-def test_bare_collectives_among_more_ranks_than_processors_are_left_out(tmp_path):
-    bare = Work(2, 8, 8, 8, 0, 0, 2)
-    mpi = [Point("MPI AllReduce 8 B", "mpi", 1e8, shared, 1e-4 * 99 * (shared > 1) + 1e-4, bare) for shared in (1, 2)]
-    file = tmp_path / "all.jsonl"
-    file.write_text("\n".join(json.dumps(point.to_dict()) for point in [*points(), *mpi]))
-    model = fitted_model.model_from([file])
-    assert len(model.points) == 31 and model.constants.message == pytest.approx(TRUTH.message, rel=0.01)
-    assert model.held_out["a quarter, in turn"].points == 30, "nor is it they that are to be predicted"
-
-
-def test_a_model_survives_its_file(tmp_path):
-    model = fitted_model.Model(
-        TRUTH, {"topk density=0.01": Codec(1.0)}, {}, [{"file": "x", "points": 30}], points(), "today"
-    )
-    model.held_out = fitted_model.held_out(model.points)
-    model.save(tmp_path / "fit.json")
-    assert fitted_model.Model.open(tmp_path / "fit.json") == model
-    (tmp_path / "fit.json").write_text("{}")
-    with pytest.raises(ValueError, match="no fitted model"):
-        fitted_model.Model.open(tmp_path / "fit.json")
 
 
 def test_the_fit_that_comes_along():
@@ -318,49 +224,6 @@ def test_predictions_grow_with_workers_and_shrink_with_the_rate():
         assert row.seconds == {p: pytest.approx(sum(parts.values())) for p, parts in row.parts.items()}
     for slow, fast in zip(rows[:6], rows[6:], strict=True):
         assert all(slow.seconds[p] > fast.seconds[p] for p in prediction.WORKERS) and slow.on_wire == fast.on_wire
-
-
-def test_where_a_method_loses():
-    dense = {2: 1.0, 4: 1.5, 8: 1.8}
-    for at, words in (([], "never"), ([4, 8], "from 4"), ([2, 4, 8], "always"), ([2], "up to 2"), ([2, 8], "2, 8")):
-        seconds = {p: 2.0 if p in at else 0.1 for p in dense}
-        row = prediction.Row("1gbit", "x", "", seconds, {}, {}, loses=at)
-        assert report.loses(row) == words
-    rows = prediction.predict(
-        MODEL, entries("topk", "scalecom"), {"w": (1000, 1000)}, ["100mbit"], prediction.WORKERS[:-1]
-    )
-    assert [row.loses for row in rows] == [[], [256, 1024], []], "it gathers 1.4 % of dense from each worker"
-    (scalecom,) = prediction.predict(MODEL, entries("scalecom"), {"w": (1000, 1000)}, ["100mbit"], [4096])[1:]
-    assert scalecom.loses == [4096], "its two rounds are 16 380 messages: latency, not bytes"
-    assert scalecom.parts[4096]["message"] > 0.9 * scalecom.seconds[4096]
-
-
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="not a rate"):
-        prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["fast"])
-    with pytest.raises(ValueError, match="2 at least"):
-        prediction.predict(MODEL, entries("topk"), {"w": (64, 64)}, ["1gbit"], [1, 2])
-
-
-def test_sets(tmp_path):
-    assert prediction.tensors_of("resnet50") == nets.get("resnet50")
-    for count in (1, 17, 1_000_000, 25_000_000):
-        found = prediction.tensors_of(str(count))
-        assert nets.total(found) == count
-    assert prediction.tensors_of("1_000_000") == {"tensor0": (1000, 1000)}
-    file = tmp_path / "net.yaml"
-    file.write_text("a: [3, 4]\nb: [5]\n")
-    assert prediction.tensors_of(str(file)) == {"a": (3, 4), "b": (5,)}
-    file.write_text("a: [3, -4]\n")
-    with pytest.raises(ValueError, match=r"a: \[3, -4\] is not a shape"):
-        prediction.tensors_of(str(file))
-    file.write_text("- 3\n")
-    with pytest.raises(ValueError, match="names and shapes"):
-        prediction.tensors_of(str(file))
-    with pytest.raises(ValueError, match="did you mean 'resnet50'"):
-        prediction.tensors_of("resnet5")
-    with pytest.raises(FileNotFoundError):
-        prediction.tensors_of("nowhere.yaml")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -404,35 +267,7 @@ def test_the_command_fits_predicts_and_writes(fitted, tmp_path):
     assert slow["seconds"]["64"] == pytest.approx(near["seconds"]["64"] + 2 * 63 * (1e-3 - TRUTH.message))
 
 
-@pytest.mark.parametrize(
-    "words,text",
-    [
-        (["--over", "mpi4py"], "fit.json has the constants of horovod, and --over asks for mpi4py: leave out --over"),
-        (["--constants", "nowhere.json"], "nowhere.json does not exist: `hvdcompress scale --fit RESULTS` makes it"),
-        (["--set", "resnet5"], "no net 'resnet5'"),
-        (["--rate", "quick"], "'quick' is not a rate"),
-        (["--latency", "soon"], "'soon' is not a time"),
-        (["--workers", "two"], "'two' is not a number of workers"),
-        (["--workers", "1"], "2 at least"),
-        (["--methods", "topkk"], "no method 'topkk'"),
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["--fit", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_the_command_refuses(words, text, fitted, tmp_path, monkeypatch):
-    fitted_model.Model(TRUTH, {}, {}, [], points(), "today").save(tmp_path / "fit.json")
-    if "--constants" not in words:
-        words = ["--constants", tmp_path / "fit.json", *words]
-    done = invoke(*(["--methods", "topk 0.5 %"] if "--methods" not in words else []), *words)
-    assert done.exit_code == 2 and text in done.output.replace("\n", " ")
-
-
 # -- scripts ---------------------------------------------------------------------------------------
-
-
-def test_real_workers_bytes_are_the_models():
-    lines = workers.bytes_table([2, 9]).markdown().splitlines()  # it exits where they differ
-    assert len(lines) == 2 + 10 and lines[3].startswith("| scalecom | 832 B | 832 B |")
 
 
 def test_training_script_learns():

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from hvdcompress import cli
@@ -41,16 +40,6 @@ def test_what_is_written_works(tmp_path, monkeypatch):
     assert again.exit_code == 2 and "exists already" in again.output
 
 
-def test_its_test_fails_where_the_method_is_broken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert new("broken").exit_code == 0
-    file = tmp_path / "broken" / "broken.py"
-    file.write_text(file.read_text().replace("self.packing(spec))", "self.packing(spec)) + 4"))
-    done = run(tmp_path / "broken", "pytest", "-q", "-x", "-p", "no:cacheprovider")
-    assert done.returncode == 1 and "fails check_bytes" in done.stdout, done.stdout
-
-
 def test_in_a_checkout_it_goes_to_the_sources(tmp_path, monkeypatch):
     (tmp_path / "hvdcompress" / "methods").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
@@ -60,9 +49,3 @@ def test_in_a_checkout_it_goes_to_the_sources(tmp_path, monkeypatch):
     assert result.exit_code == 0 and "make_golden.py my_topk" in result.output
     assert "from hvdcompress.methods.my_topk import MyTopk" in Path("tests/unit/methods/test_my_topk.py").read_text()
     assert Path("hvdcompress/methods/my_topk.py").is_file() and not Path("my_topk").exists()
-
-
-@pytest.mark.parametrize("name", ["TopK", "2bit", "class", "a-b", "", "topk"])
-def test_names_that_are_none(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    assert new(name).exit_code == 2 and not list(tmp_path.iterdir())

@@ -8,7 +8,6 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 
 from hvdcompress.lab.output import jsonl, table
 from hvdcompress.lab.output.table import MISSING, Column, Table
@@ -25,36 +24,9 @@ ROWS = [{"name": "top|k*", "sent": 5000, "rate": 2.5}, {"name": "<b>[red]", "sen
 TABLE = Table(COLUMNS, ROWS, "a title", lambda row: "failed" if row["sent"] < 100 else "", lambda row: 10)
 
 
-def shown(width):
-    console = Console(width=width, record=True, file=io.StringIO())
-    left_out = TABLE.show(console)
-    return console.export_text(), left_out
-
-
 def test_doctest():
     failed, tried = doctest.testmod(table)
     assert tried and not failed
-
-
-@pytest.mark.parametrize(("width", "titles"), [(200, 6), (70, 5), (50, 4)])
-def test_columns_give_way(width, titles):
-    text, left_out = shown(width)
-    assert left_out == (titles < 6) and max(map(len, text.splitlines())) <= width
-    heads = text.splitlines()[1]
-    assert sum(column.title in heads for column in COLUMNS) == titles and text.startswith("a title")
-    assert "<b>[red]" in text, "markup of rich in a cell is text"
-
-
-def test_markdown():
-    lines = TABLE.markdown().splitlines()
-    assert lines[1] == "|---|---:|---:|---:|---:|---:|" and lines[2].startswith("| top\\|k\\* | 5 kB |")
-
-
-def test_html():
-    text = TABLE.html()
-    assert "&lt;b&gt;[red]" in text and text.count("<tr") == 3 and text.count('class="failed"') == 1
-    assert "var(--c1)" in text, "colours begin again after the last one"
-    assert '<td class="sent">5 kB</td>' in text
 
 
 def test_csv_and_json_have_values():
@@ -64,18 +36,6 @@ def test_csv_and_json_have_values():
     data = json.loads(TABLE.json(), parse_constant=lambda word: pytest.fail(word))
     assert data["units"] == {"sent": "B"} and data["title"] == "a title"
     assert data["rows"][1]["rate"] is None and data["rows"][0]["none"] is None and data["rows"][0]["sent"] == 5000
-
-
-def test_columns_without_figures_can_be_dropped():
-    assert [column.key for column in TABLE.filled().columns] == ["name", "sent", "wide", "less", "rate"]
-
-
-def test_printing_needs_a_known_format():
-    console = Console(width=200, record=True, file=io.StringIO())
-    with pytest.raises(ValueError, match="unknown format 'xml'; known: text, markdown, csv, json"):
-        TABLE.print(console, "xml")
-    TABLE.print(console, "csv")
-    assert console.export_text() == TABLE.csv()
 
 
 # -- JSON lines ------------------------------------------------------------------------------------

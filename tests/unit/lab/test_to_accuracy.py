@@ -20,12 +20,6 @@ def training(contender, seed, scores, race="mlp", rate=None):
     return {**key, "evaluations": evaluations}
 
 
-@pytest.mark.parametrize("name", ["fp16@density=0.1", "nothing", "dense@beta1=0.5"])
-def test_wrong_contenders_are_refused(name):
-    with pytest.raises(ValueError, match="takes lr|nothing|beta1|density"):
-        contenders.parse(name, RACES["mlp"].task)
-
-
 def test_a_factor_of_the_rate_comes_and_goes():
     for name in ("dense", "topk@density=0.1:plain", "topk:cancelled"):
         assert contenders.without_rate(contenders.at_rate(name, 0.5)) == name
@@ -76,12 +70,3 @@ def test_seconds_are_steps_times_milliseconds(tmp_path):
     assert done.exit_code == 0 and table in done.output
     assert report.markdown(report.comparisons(saved)) == table
     assert "PowerSGD" not in plot.read_text() and "top-k, 1 %" in plot.read_text()
-
-
-def test_nothing_to_report(tmp_path):
-    assert CliRunner().invoke(app, ["report", "--folder", str(tmp_path)]).exit_code == 2
-
-
-@pytest.mark.parametrize("words", [["--races", "sprint"], ["--contenders", "topk@density=7"]])
-def test_wrong_arguments(words):
-    assert CliRunner().invoke(app, ["train", *words]).exit_code == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from hvdcompress.lab.torture import launch as launching
-from hvdcompress.lab.torture import report
 from hvdcompress.lab.torture.faults import DOORS, FAULTS, INJECTED, STEPS, Case
 from hvdcompress.lab.torture.judge import BUGS, judge
 from hvdcompress.lab.torture.launch import Launched
@@ -84,13 +82,6 @@ def test_every_kind_of_bug_is_seen(tmp_path: Path) -> None:
     assert outcome(ENDED, replace(CASE, fault="nan")) == "unclear", "a NaN must not end a training"
 
 
-def test_a_bug_is_listed_with_its_command(tmp_path: Path) -> None:
-    record = {"fault": "nan", "door": "mpi", "outcome": "hang", "seconds": 15.0, "why": "w", "command": CASE.command}
-    table, said = report.table([record, {**record, "outcome": "error", "seconds": 3.0}]), report.bugs([record])
-    assert table.title == "2 faults, 1 bugs" and "| 3.00 s |" in table.markdown()
-    assert f"--door mpi --only compress --seed {CASE.seed} --faults 1" in said and BUGS["hang"] in said
-
-
 WAITS = """
 import faulthandler, json, os, signal, sys, time
 from pathlib import Path
@@ -116,12 +107,3 @@ def test_where_a_launch_hangs_is_in_its_log(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launching, "STARVED", 0.0)
     assert waits(100.0, tmp_path / "hang", monkeypatch).status is None
     assert "waits_for_ever" in (tmp_path / "hang" / "log.txt").read_text(encoding="utf-8")
-
-
-def test_a_launch_that_waits_for_processors_is_given_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "starved", lambda: 0.0)
-    assert waits(2.0, tmp_path / "hang", monkeypatch).status is None
-    monkeypatch.setattr(launching, "starved", time.monotonic)  # all the time, some process waited
-    assert waits(2.0, tmp_path / "slow", monkeypatch).status == 0
-    monkeypatch.setattr(launching, "STARVED", 0.5)
-    assert waits(100.0, tmp_path / "hang on a busy machine", monkeypatch).status is None

@@ -13,31 +13,10 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.vectors import Outer
 from hvdcompress.parts import seed
 from hvdcompress.testing import numbers
+from tests.oracles.acpsgd import Oracle
 
 SHAPE = (12, 30)
 LARGE = (600, 700)  #: for which a rank's own part is removed in the pass that makes it
-
-
-class Oracle:
-    """The paper's algorithm 1 in float64, without the package's code. ``q`` [columns × r] is the first Q."""
-
-    def __init__(self, world: int, q: np.ndarray):
-        self.world, self.factor, self.steps = world, q, 0
-        self.memory = [0.0] * world
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
-        basis, _ = np.linalg.qr(self.factor)
-        if self.steps % 2:
-            delta = [d.T for d in delta]
-        mine = [d @ basis for d in delta]
-        self.factor = sum(mine) / self.world
-        memory = [d - part @ basis.T for d, part in zip(delta, mine, strict=True)]
-        approximation = self.factor @ basis.T
-        if self.steps % 2:
-            memory, approximation = [m.T for m in memory], approximation.T
-        self.memory, self.steps = memory, self.steps + 1
-        return approximation
 
 
 def first_q(name: str, columns: int, rank: int) -> np.ndarray:

@@ -21,31 +21,8 @@ from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import seed
 from hvdcompress.plan import load
 from hvdcompress.testing import Trial, numbers
-from tests.unit.methods import test_gaussiank
-
-
-class Oracle:
-    """The paper's momentum correction and factor masking, dense and by sorting, without the package's code."""
-
-    def __init__(self, world: int, n: int, density: float, momentum: float):
-        self.momentum = np.float32(momentum)
-        self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
-        self.u = [np.zeros(n, np.float32) for _ in range(world)]  # the paper's u: velocity
-        self.v = [np.zeros(n, np.float32) for _ in range(world)]  # the paper's v: velocities not sent yet
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        total = np.zeros(len(gradients[0]))
-        for rank, gradient in enumerate(gradients):
-            u, v = self.u[rank], self.v[rank]
-            u[:] = self.momentum * u + gradient
-            v += u
-            mask = np.zeros(len(u), bool)
-            mask[sorted(range(len(v)), key=lambda i: (-abs(float(v[i])), i))[: self.k]] = True
-            total += np.where(mask, v, 0)
-            mask &= v != 0  # zeros are not sent
-            v *= ~mask
-            u *= ~mask
-        return total
+from tests.oracles.dgc import Oracle
+from tests.unit.methods.distributions import shapes
 
 
 def velocity(net: Loopback, rank: int, name: str = "w") -> np.ndarray:
@@ -173,9 +150,9 @@ def sent_of(u: np.ndarray, density: float, **options: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])
-@pytest.mark.parametrize("name", test_gaussiank.shapes())
+@pytest.mark.parametrize("name", shapes())
 def test_count_is_near_k_on_any_distribution(name: str, density: float) -> None:
-    u = test_gaussiank.shapes()[name].astype(np.float32)
+    u = shapes()[name].astype(np.float32)
     k = max(1, int(len(u) * density + 1e-9))
     out = sent_of(u, density)
     count = np.count_nonzero(out)
@@ -203,7 +180,7 @@ def first_threshold(u: np.ndarray, **options: Any) -> float:
 @pytest.mark.parametrize("name", ["normal", "laplace", "student t, 1.1 degrees", "lognormal"])
 def test_the_sample_tells_the_threshold_of_any_distribution(name: str) -> None:
     """The threshold assumes no distribution: the first count varies as the sample does, by 1/√(m·density)."""
-    u = test_gaussiank.shapes()[name].astype(np.float32)
+    u = shapes()[name].astype(np.float32)
     count = np.count_nonzero(np.abs(u) > first_threshold(u, density=0.05, sample=0.1))  # 3000 of 30 000, 150 above
     assert abs(count - 1500) < 4 * 1500 / math.sqrt(150)
 

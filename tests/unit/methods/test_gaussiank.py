@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -19,52 +17,8 @@ from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference
 from hvdcompress.parts import candidates, select
 from hvdcompress.testing import Trial, numbers
-
-
-def authors_rule(u: np.ndarray, density: float) -> np.ndarray:
-    """Return the positions that GaussianK-SGD's code sends of u, ascending: the last mask made, not the last threshold.
-
-    Its t is μ + z·σ of u. Ours is |μ| + z·σ, which is the authors' of u or of −u, whichever has a mean above 0.
-    """
-    if len(u) == 1:
-        return np.arange(int(u[0] != 0))  # theirs is never sent
-    exact = u.astype(np.float64) * (1 if math.fsum(map(float, u)) >= 0 else -1)
-    k = max(int(len(u) * density + 1e-9), 1)
-    t = exact.mean() + NormalDist().inv_cdf(1 - density / 2) * exact.std(ddof=1)
-    rounds = 0
-    while rounds < 3:
-        mask = np.abs(u) > np.float32(t)
-        if mask.sum() < 2 * k / 3:
-            t *= 0.5
-        elif mask.sum() > 4 * k / 3:
-            t *= 1.5
-        else:
-            break
-        rounds += 1
-    return np.flatnonzero(mask)
-
-
-def sent_by_the_authors_rule(u: np.ndarray, density: float) -> np.ndarray:
-    """Return the first ⌊4k/3⌋ of the positions: the fixed capacity; the rest stays in the residual."""
-    k = min(len(u), max(1, int(len(u) * density + 1e-9)))
-    return authors_rule(u, density)[: min(len(u), max(1, 4 * k // 3))]
-
-
-class Oracle:
-    """The authors' rule with memory, dense, on each rank; entries of different ranks sum."""
-
-    def __init__(self, world: int, n: int, density: float):
-        self.density, self.memory = density, [np.zeros(n, np.float32) for _ in range(world)]
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        total = np.zeros(len(gradients[0]))
-        for rank, gradient in enumerate(gradients):
-            u = gradient + self.memory[rank]
-            for i in sent_by_the_authors_rule(u, self.density):
-                total[i] += float(u[i])
-                u[i] = 0
-            self.memory[rank] = u
-        return total
+from tests.oracles.gaussiank import Oracle, authors_rule, sent_by_the_authors_rule
+from tests.unit.methods.distributions import sent_of, shapes
 
 
 def run_beside_oracle(world: int = 3, n: int = 300, density: float = 0.05, steps: int = 22) -> None:
@@ -135,15 +89,6 @@ def test_the_mask_before_the_third_change_is_sent_of_real_residuals() -> None:
     assert changed_in_vain > 5, "hardly a step whose threshold changes a third time"
 
 
-def sent_of(u: np.ndarray, density: float, method: str = "gaussiank", **options: object) -> np.ndarray:
-    """Return what one rank sends of u."""
-    net = Loopback(method, world=1, density=density, min_elements=1, **options)
-    out = net.allreduce([u.astype(np.float32)], "w")[0]
-    np.testing.assert_array_equal(out + net.residual("w", 0), u.astype(np.float32))
-    assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)
-    return out
-
-
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
 @pytest.mark.parametrize("sigma,key", [(1.0, 0), (1e-6, 1), (1e6, 2)])
 def test_first_threshold_is_within_ten_percent_on_normal_data(density: float, sigma: float, key: int) -> None:
@@ -154,29 +99,6 @@ def test_first_threshold_is_within_ten_percent_on_normal_data(density: float, si
     # three standard deviations of the count itself come on top, which matter at k = 1000
     assert abs(count - n * density) <= 0.1 * n * density
     assert np.count_nonzero(sent_of(x, density)) == count, "a good first threshold is not refined"
-
-
-def shapes() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(7)
-    n = 30_000
-    normal = rng.normal(size=n)
-    return {
-        "normal": normal,
-        "laplace": rng.laplace(size=n),
-        "mean-shifted": normal + 5,
-        "far shifted": normal * 0.01 - 100,
-        "student t, 1.1 degrees": rng.standard_t(1.1, n),
-        "lognormal": rng.lognormal(0, 3, n),
-        "uniform": rng.uniform(-1, 1, n),
-        "two-valued": np.where(rng.random(n) < 0.5, 1.0, 2.0),
-        "three spikes": np.r_[np.full(3, 1e6), normal[3:]],
-        "constant": np.full(n, 0.25),
-        "constant with signs": np.where(rng.random(n) < 0.5, -3.0, 3.0),
-        "many ties": np.round(normal, 1),
-        "denormal": normal * 1e-40,
-        "huge": normal * 1e36,
-        "24 powers of ten": np.sign(normal) * 10 ** rng.uniform(-12, 12, n),
-    }
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5])

@@ -10,29 +10,9 @@ from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import seed
 from hvdcompress.testing import Trial, numbers
+from tests.oracles.powersgd import Oracle
 
 SHAPE = (12, 30)
-
-
-class Oracle:
-    """The paper's algorithms 1 and 2 in float64, with QR as in its appendix, without the package's code.
-
-    ``q`` [columns × r] is the first Q; as in the paper it is not orthonormalised before it is used.
-    """
-
-    def __init__(self, world: int, q: np.ndarray, feedback: bool = True):
-        self.world, self.q, self.feedback = world, q, feedback
-        self.memory = [0.0] * world
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        delta = [g + e for g, e in zip(gradients, self.memory, strict=True)]
-        p = sum(d @ self.q for d in delta) / self.world
-        p, _ = np.linalg.qr(p)
-        self.q = sum(d.T @ p for d in delta) / self.world
-        approximation = p @ self.q.T
-        if self.feedback:
-            self.memory = [d - approximation for d in delta]
-        return approximation
 
 
 def first_q(name: str, columns: int, rank: int, plan_seed: int = 0) -> np.ndarray:

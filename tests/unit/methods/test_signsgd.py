@@ -10,22 +10,7 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import Trial, numbers
-
-
-class Oracle:
-    """The paper's Algorithm 1 on each rank, in float64, without the package's code."""
-
-    def __init__(self, world: int, n: int):
-        self.memory = [np.zeros(n) for _ in range(world)]
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        total = np.zeros(len(self.memory[0]))
-        for rank, gradient in enumerate(gradients):
-            p = self.memory[rank] + gradient
-            delta = np.where(p < 0, -1.0, 1.0) * np.abs(p).mean()  # sign(0) is sent as +
-            self.memory[rank] = p - delta
-            total += delta
-        return total
+from tests.oracles.signsgd import Oracle
 
 
 def run_beside_oracle(world: int = 3, n: int = 57, steps: int = 25) -> None:

@@ -12,27 +12,7 @@ from hvdcompress.engine.exchange import ExchangeError
 from hvdcompress.loopback import Loopback
 from hvdcompress.parts import wire
 from hvdcompress.testing import Trial, numbers
-
-
-class Oracle:
-    """The papers' algorithm, dense and by sorting, without the package's code."""
-
-    def __init__(self, world: int, n: int, density: float):
-        self.memory = [np.zeros(n, np.float32) for _ in range(world)]
-        # floor() of the exact decimal number
-        self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        total = np.zeros(len(gradients[0]), np.float64)
-        for rank, gradient in enumerate(gradients):
-            u = gradient + self.memory[rank]
-            # the largest magnitude first; among equals the lowest index
-            order = sorted(range(len(u)), key=lambda i: (-abs(float(u[i])), i))
-            for i in order[: self.k]:
-                total[i] += float(u[i])
-                u[i] = 0
-            self.memory[rank] = u
-        return total
+from tests.oracles.topk import Oracle
 
 
 def run_beside_oracle(world: int = 3, n: int = 57, density: float = 0.07, steps: int = 25) -> None:
