@@ -413,8 +413,8 @@ class Method:
         """
         raise NotImplementedError
 
-    def places(self, spec: TensorSpec) -> int:
-        """Return the number of positions that a sparse payload's indices refer to: elements or, say, frequencies."""
+    def num_positions(self, spec: TensorSpec) -> int:
+        """Return how many positions the indices of a sparse payload can refer to: elements, or for FFT frequencies."""
         return spec.size
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:

@@ -116,7 +116,7 @@ class FFT(Method):
         """Return L, the number of elements of a full block of a tensor with n elements."""
         return self.block if 0 < self.block < n else max(n, 1)
 
-    def places(self, spec: TensorSpec) -> int:
+    def num_positions(self, spec: TensorSpec) -> int:
         """Return B, the number of frequencies."""
         return bins(spec.size, self.block_length(spec.size))
 
@@ -127,11 +127,11 @@ class FFT(Method):
     def num_kept(self, spec: TensorSpec, triggers: int = 0) -> int:
         """Return k after ``triggers`` triggers of ``recovery``."""
         density = min(1.0, self.density * self.recovery ** min(triggers, 100))
-        return select.num_kept(density, self.places(spec))
+        return select.num_kept(density, self.num_positions(spec))
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
         """Return the payload format of the tensor."""
-        return pack.Packing(self.id, self.values, self.places(spec), per=2)
+        return pack.Packing(self.id, self.values, self.num_positions(spec), per=2)
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         return pack.num_bytes(self.num_kept(spec), self.packing(spec))

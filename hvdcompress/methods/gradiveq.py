@@ -107,7 +107,7 @@ class GradiVeQ(Method):
     """Sends the PCA coefficients of gradient slices instead of the slices."""
 
     paper = "Yu et al., NeurIPS 2018 (arXiv 1811.03617)"
-    sends = "Lt steps dense, then Lc steps d values of each slice, summed: constant in p"
+    sends = "n values in each of Lt steps, then d values per slice in each of Lc steps, summed: constant in p"
     exact = False
     linear = False  # with ``mean``, μ is added once to the sum, not once per rank
     published: ClassVar[dict[str, Any]] = {"samples": "first", "order": "hwio", "mean": True, "min_rate": 1.0}

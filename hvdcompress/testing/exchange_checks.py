@@ -247,7 +247,7 @@ def check_wire(case: Case) -> None:
     net.allreduce(case.gradients(shape), "w")
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.collective == "AllGather" for sent in c.sent]
     ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
-    ops, n = net.ops, case.method.places(ctx.spec)
+    ops, n = net.ops, case.method.num_positions(ctx.spec)
     work = Workspace(ops)
     for payload in payloads[:2]:
         share = case.method.decode(to_ops(ops, payload.copy()), ctx, work)
