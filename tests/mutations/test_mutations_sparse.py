@@ -168,21 +168,23 @@ def the_capacity_overflows(patch: Patch) -> None:
 
 
 def thresholds_are_never_used_again(patch: Patch) -> None:
-    patch.setattr(REDSYNC, "known", lambda self, state, ctx, work: np.float32(0))
+    patch.setattr(REDSYNC, "reused_threshold", lambda self, state, ctx, work: np.float32(0))
 
 
 def the_search_is_never_repeated(patch: Patch) -> None:
-    known = REDSYNC.known
-    patch.setattr(
-        REDSYNC, "known", lambda self, state, ctx, work: known(replace(self, interval=10**9), state, ctx, work)
-    )
+    reused = REDSYNC.reused_threshold
+
+    def always(self: Any, state: Any, ctx: Any, work: Any) -> Any:
+        return reused(replace(self, interval=10**9), state, ctx, work)
+
+    patch.setattr(REDSYNC, "reused_threshold", always)
 
 
 def a_stale_threshold_is_believed(patch: Patch) -> None:
     search = REDSYNC.search
 
-    def believe(self: Any, elements: Any, known: Any, wanted: Any) -> Any:
-        return (known, None) if known > 0 else search(self, elements, known, wanted)
+    def believe(self: Any, elements: Any, reused: Any, wanted: Any) -> Any:
+        return (reused, None) if reused > 0 else search(self, elements, reused, wanted)
 
     patch.setattr(REDSYNC, "search", believe)
 
@@ -197,16 +199,16 @@ def the_published_search_is_led_to_k(patch: Patch) -> None:
 
 
 def the_middle_is_from_zero_to_the_maximum(patch: Patch) -> None:
-    patch.setattr(redsync, "between", lambda mean, largest, share: np.float32(share * largest))
+    patch.setattr(redsync, "threshold_at", lambda r, mean, largest: np.float32(r * largest))
 
 
 def the_first_are_trimmed_not_the_largest(patch: Patch) -> None:
     """The first k above a threshold that more exceed, not the k largest."""
 
     def first(elements: Any, k: int) -> Any:
-        return elements.above(redsync.between(elements.mean(), elements.largest(), 0.0), k)
+        return elements.above(redsync.threshold_at(0.0, elements.mean(), elements.largest()), k)
 
-    patch.setattr(redsync, "trimmed", first)
+    patch.setattr(redsync, "trimmed_top_k", first)
 
 
 CASES: list[tuple[Callable[[Patch], None], Guard]] = [
