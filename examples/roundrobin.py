@@ -1,6 +1,6 @@
-"""A method of one's own: every rank sends the same piece of the gradient, and the next step sends the next piece.
+"""An example method: all ranks send the same piece of the gradient, and the next step sends the next piece.
 
-python examples/roundrobin.py    # runs the conformance suite on it
+python examples/roundrobin.py    # runs the conformance suite on the method
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ class RoundRobin(Method):
 
     paper = "an example"
     sends = "n/pieces values, summed; no index"
-    sparse = True  # some elements are sent, exactly; the others are left out
-    needs_feedback = True  # without a residual most of each gradient would be lost
+    sparse = True  # a step sends some elements exactly, and leaves out the others
+    needs_feedback = True  # without a residual, most of each gradient would be lost
 
     pieces: Count = 4
     """Number of pieces that a gradient is cut into."""
@@ -34,9 +34,9 @@ class RoundRobin(Method):
         k = self.length(ctx.spec.size)
         start = min(ctx.step % self.pieces * k, ctx.spec.size - k)  # the last piece ends where the gradient ends
         index = ops.asarray(np.arange(start, start + k, dtype=np.int32), like=x)
-        kept = ops.take(x, index)
-        total = yield AllReduce(kept)  # the network's turn: the sum over ranks comes back
-        return Reduced(total=Sparse(index, total), own=Sparse(index, kept) if ctx.needs_own else None)
+        values = ops.take(x, index)
+        total = yield AllReduce(values)  # the driver sums over ranks and resumes the generator with the sum
+        return Reduced(total=Sparse(index, total), own=Sparse(index, values) if ctx.needs_own else None)
 
 
 if __name__ == "__main__":

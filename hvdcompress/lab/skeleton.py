@@ -22,9 +22,11 @@ Name the paper here, with its section or equation.
     I = the k largest |x|,      k = min(n, max(1, floor(n·density)))
     send (I, x[I]);             residual = x, with x[I] set to 0
 
-What is sent: k (index, value) pairs per rank, by an all-gather. The bytes received grow with p.
+What is sent: k (index, value) pairs per rank, by an all-gather.
 
 Bytes: 24 (header) + indices + 4·k, sections rounded up to 4.
+
+When it loses: the received bytes grow with p.
 
 Departures from the paper: none.
 """
@@ -37,27 +39,27 @@ from hvdcompress.parts import pack, select
 
 @method
 class {cls}(Method):
-    """The class's first line is in the reference."""
+    """Say in one line what the method does: the reference shows this line."""
 
     paper = "Author et al., Conference Year (arXiv number)"
     sends = "k values + k indices, gathered: received bytes grow with p"
-    sparse = True  # what is sent is exact, and the rest is left out
-    needs_feedback = True  # without the residual, training would be badly biased
+    sparse = True  # a step sends some elements exactly, and leaves out the others
+    needs_feedback = True  # without a residual, training would be badly biased
 
     density: Density = 0.01
     """Fraction of the elements that each rank sends, k / n."""
     feedback: FeedbackName = "plain"
 
     def counts(self, spec: TensorSpec) -> list[int]:
-        """Return k of each tensor that the vector consists of."""
+        """Return k for each tensor of the bucket."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        """Return what a rank hands to its collectives: the contract's tests compare it with what is sent."""
+        """Return the bytes that a rank hands to its collectives. Tests compare them with the real number."""
         return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))
 
     def packing(self, spec: TensorSpec) -> pack.Packing:
-        """Return how payloads are written."""
+        """Return the payload format of the bucket."""
         return pack.Packing(self.id, "fp32", spec.size)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:

@@ -62,7 +62,7 @@ class ACPSGD(PowerSGD):
     """Approximates gradients by matrices of rank r, and sums one of their two factors per step."""
 
     paper = "Zhang et al., ICDCS 2023 (arXiv 2306.08881)"
-    sends = "r·rows and r·columns values, in turns, summed"
+    sends = "r·rows values in even steps, r·columns values in odd steps, summed"
     phases = ("rows", "columns")
 
     matrix_rank: Count = 4

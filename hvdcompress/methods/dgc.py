@@ -89,7 +89,7 @@ MIN_SAMPLED_ABOVE = 16  #: minimum number of sampled elements above t: with fewe
 
 @method
 class DGC(Method):
-    """Top-k of the residual with momentum correction."""
+    """Each rank sends the k largest elements of a residual that accumulates momentum."""
 
     paper = "Lin et al., ICLR 2018 (arXiv 1712.01887)"
     sends = "k values + k indices of about 2 + log2(n/k) bits, gathered: received bytes grow with p"

@@ -26,7 +26,7 @@ compressed one. Fewer by the width of ``dense_values`` and ``values``.
 State: M·slice floats of samples (at most ``max_samples``·slice, 2.4 MB for slices of 576) and D·slice of the basis
 (0.2 MB); with ``mean``, n more.
 
-When it loses: a fifth of the steps are dense (Lt = 100, Lc = 400). With dense steps in fp32, the average compression
+When it loses: one step in five is dense (Lt = 100, Lc = 400). With dense steps in fp32, the average compression
 ratio is therefore below 5. Only convolutions larger than 1×1 are compressed. The SVD makes the last dense step long. U
 ages: gradients that change between two fits are approximated worse. U·q is a matrix product computed on each rank, so
 ranks with different processors may differ in its last bit.
@@ -107,7 +107,7 @@ class GradiVeQ(Method):
     """Sends the PCA coefficients of gradient slices instead of the slices."""
 
     paper = "Yu et al., NeurIPS 2018 (arXiv 1811.03617)"
-    sends = "Lt steps dense, then Lc steps d values of each slice, summed: constant in p"
+    sends = "n values in each of Lt steps, then d values per slice in each of Lc steps, summed: constant in p"
     exact = False
     linear = False  # with ``mean``, μ is added once to the sum, not once per rank
     published: ClassVar[dict[str, Any]] = {"samples": "first", "order": "hwio", "mean": True, "min_rate": 1.0}

@@ -26,7 +26,7 @@ these differences cancel. But if the gradients of the ranks differ permanently, 
 Departures from the paper: Q is orthonormalised before use. This changes neither its span nor M̂, but it bounds P. P and
 Q are sent multiplied by a power of two, 2^-k, so that no sum overflows unless the gradients do. A zero column of Q is
 replaced by a random one, because it would stay zero otherwise; a zero gradient makes all columns zero. The
-orthonormal basis and M̂ are equal to the bit on all ranks, whatever their processors, because no matrix library
+orthonormal basis and M̂ are equal to the bit on all ranks, even with different processors, because no matrix library
 computes them.
 
 Feedback "none" is possible, but M̂ differs much from M in the first steps, and training would be biased.

@@ -47,7 +47,7 @@ class QSGD(Quantizer):
     """Rounds values stochastically to 2^(bits − 1) − 1 levels per sign."""
 
     paper = "Alistarh et al., NeurIPS 2017 (arXiv 1610.02132)"
-    sends = "a sign and a level per value, 2 to 8 bits, + a norm per bucket; gathered, or scattered: constant in p"
+    sends = "2 to 8 bits per value (sign and level) + a norm per bucket; gathered, or scattered: constant in p"
     examples = ({"bits": 2}, {"bits": 8, "bucket": 100}, {"bits": 3, "bucket": 16, "norm": "l2", "route": "scatter"})
 
     bits: Annotated[int, Number, Field(ge=2, le=8)] = 4

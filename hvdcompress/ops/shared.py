@@ -132,17 +132,24 @@ def find_rest(x: Array, finite: Flag, scan: Scan, finders: Finders) -> Found:
     moments = finders.moments(x) if scan.moments and finite is not False else None
     if finite is False or (moments and not isfinite(moments[1])):
         return Found(False)
-    offsets = finders.chunk_argmax(x, scan.chunk) if scan.chunk else None
-    index = None if scan.above is None else finders.first_above(x, scan.above, scan.capacity)
-    above = None if index is None or len(index) >= scan.capacity else Sparse(index, x[index])
-    signs = (finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")) if scan.signs else None
-    largest = finders.max_abs(x) if scan.largest else None
-    product = None
+    found = Found(finite, moments)
+    if scan.chunk:
+        found = found._replace(offsets=finders.chunk_argmax(x, scan.chunk))
+    if scan.above is not None:
+        index = finders.first_above(x, scan.above, scan.capacity)
+        if len(index) < scan.capacity:
+            found = found._replace(above=Sparse(index, x[index]))
+    if scan.signs:
+        found = found._replace(signs=(finders.pack_signs(x), finders.bucket_norms(x, len(x), "mean")))
+    if scan.largest:
+        found = found._replace(largest=finders.max_abs(x))
     if scan.product is not None:
         a, rows, _ = scan.product
-        product = finders.matmul_transposed(a, x, rows, len(x) * rows // len(a))
-    saturated = finders.to_fp16(x, *scan.halves)[1] if scan.halves is not None else None
-    return Found(finite, moments, offsets, above, signs, largest, product, saturated)
+        found = found._replace(product=finders.matmul_transposed(a, x, rows, len(x) * rows // len(a)))
+    if scan.halves is not None:
+        _, saturated = finders.to_fp16(x, *scan.halves)
+        found = found._replace(saturated=saturated)
+    return found
 
 
 # -- random numbers and levels --------------------------------------------------------------------------------------

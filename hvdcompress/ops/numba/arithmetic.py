@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any
 
@@ -118,7 +118,7 @@ def accumulate_parts(
     velocity: Velocity | None = None,
 ) -> list[Found]:
     given = gradients, residual, scales, out, spans, scans, velocity
-    if len(gradients) == 1 or velocity is not None or not _are_small(gradients, residual, out, spans, scans):
+    if len(gradients) == 1 or velocity is not None or not _fit_one_kernel(gradients, residual, out, spans, scans):
         return accumulate_pieces(accumulate, *given)
     room = [
         0 if scan.above is None else min(scan.capacity, gradient.size)
@@ -160,7 +160,7 @@ def _addresses(arrays: Sequence[Array]) -> Array:
     return np.array([array.ctypes.data for array in arrays])
 
 
-def _are_small(
+def _fit_one_kernel(
     gradients: Sequence[Array], residual: Array, out: Array, spans: Sequence[Span], scans: Sequence[Scan]
 ) -> bool:
     """Return whether one kernel call can accumulate all: only ``above`` is requested, and no gradient needs threads."""
@@ -171,6 +171,10 @@ def _are_small(
         if (scan.above is not None and scan.above < 0) or scan[:2] + scan[4:] != NO_OTHER:
             return False
     return plain(residual, out)
+
+
+#: (start, stop) -> the first four arguments of a kernel that accumulates these elements
+Operands = Callable[[int, int], tuple[Any, ...]]
 
 
 def _in_one_pass(
@@ -184,35 +188,47 @@ def _in_one_pass(
     """Accumulate and compute what ``scan`` requests in one pass, on this rank's cores."""
     n = out.size
 
-    def range_of(start: int, stop: int) -> tuple[Any, ...]:
+    def operands(start: int, stop: int) -> tuple[Any, ...]:
         if stop - start == n:
             return gradient, residual, scale, out
         return gradient[start:stop], residual[start:stop], scale, out[start:stop]
 
     if scan.chunk:
-        chunk = scan.chunk
-        offsets = pool.empty(-(-n // scan.chunk), np.int32)
-
-        def argmax(start: int, stop: int) -> int:
-            return kernels.accumulate_argmax(*range_of(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
-
-        return Found(True, offsets=offsets) if max(in_ranges(argmax, n, chunk)) < INF_BITS else Found(False)
+        return _accumulate_argmax(operands, n, scan.chunk)
     if scan.signs:
-        sums = pool.empty(-(-n // PIECE), np.float64)[None]
-        signs = pool.empty(-(-n // 8), np.uint8)
+        return _accumulate_signs(operands, n)
+    if scan.moments or scan.above is not None or velocity is not None:
+        return _accumulate_and_collect(operands, n, scan, velocity)
+    most = max(in_ranges(lambda start, stop: kernels.accumulate(*operands(start, stop)), n, kernels.BLOCK))
+    return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
 
-        def with_signs(start: int, stop: int) -> None:
-            some = sums[0, start // PIECE : -(-stop // PIECE)]
-            kernels.accumulate_signs(*range_of(start, stop), some, signs[start // 8 : -(-stop // 8)])
 
-        in_ranges(with_signs, n, PIECE)
-        total = sums_of(sums)
-        finite = isfinite(total[0])
-        return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if finite else Found(False)
-    if not scan.moments and scan.above is None and velocity is None:
-        most = max(in_ranges(lambda start, stop: kernels.accumulate(*range_of(start, stop)), n, kernels.BLOCK))
-        return Found(True, largest=magnitude_of(most) if scan.largest else None) if most < INF_BITS else Found(False)
-    low = kernels.MAGNITUDE
+def _accumulate_argmax(operands: Operands, n: int, chunk: int) -> Found:
+    offsets = pool.empty(-(-n // chunk), np.int32)
+
+    def accumulate_range(start: int, stop: int) -> int:
+        return kernels.accumulate_argmax(*operands(start, stop), chunk, offsets[start // chunk : -(-stop // chunk)])
+
+    most = max(in_ranges(accumulate_range, n, chunk))
+    return Found(True, offsets=offsets) if most < INF_BITS else Found(False)
+
+
+def _accumulate_signs(operands: Operands, n: int) -> Found:
+    sums = pool.empty(-(-n // PIECE), np.float64)[None]  # Σ|x| of each piece
+    signs = pool.empty(-(-n // 8), np.uint8)
+
+    def accumulate_range(start: int, stop: int) -> None:
+        pieces = sums[0, start // PIECE : -(-stop // PIECE)]
+        kernels.accumulate_signs(*operands(start, stop), pieces, signs[start // 8 : -(-stop // 8)])
+
+    in_ranges(accumulate_range, n, PIECE)
+    total = sums_of(sums)
+    return Found(True, signs=(signs, norms_of(total, n, n, "mean"))) if isfinite(total[0]) else Found(False)
+
+
+def _accumulate_and_collect(operands: Operands, n: int, scan: Scan, velocity: Velocity | None) -> Found:
+    """Accumulate, collect the elements above a threshold, and compute moments or apply momentum if requested."""
+    low = kernels.MAGNITUDE  # no magnitude is above it
     room = 0
     if scan.above is not None:
         low = magnitude_bits(scan.above)
@@ -220,23 +236,23 @@ def _in_one_pass(
     if scan.moments:
         totals, squared = np.zeros((2, -(-n // kernels.SPAN), statistics.LANES))
 
-    def collect(start: int, stop: int) -> tuple[int, Sparse]:
+    def accumulate_range(start: int, stop: int) -> tuple[int, Sparse]:
         index = pool.empty(min(room, stop - start), index_dtype(n))
         values = pool.empty(index.size, np.float32)
-        given = *range_of(start, stop), low, index, values
+        given = *operands(start, stop), low, index, values
         if velocity is not None:
             old, new, momentum = velocity
             most, count = kernels.accumulate_velocity(*given, old[start:stop], new[start:stop], np.float32(momentum))
         elif scan.moments:
-            mine = slice(start // kernels.SPAN, -(-stop // kernels.SPAN))
-            most, count = kernels.accumulate_moments(*given, totals[mine], squared[mine])
+            rows = slice(start // kernels.SPAN, -(-stop // kernels.SPAN))
+            most, count = kernels.accumulate_moments(*given, totals[rows], squared[rows])
         else:
             most, count = kernels.accumulate_above(*given)
         if start:
             index[:count] += start
         return most, Sparse(index[:count], values[:count])
 
-    (most, above), *others = in_ranges(collect, n, kernels.SPAN)
+    (most, above), *others = in_ranges(accumulate_range, n, kernels.SPAN)
     if others:
         most = max(most, *(each for each, _ in others))
         above = Sparse(*map(joined, zip(above, *(each for _, each in others), strict=True)))

@@ -232,8 +232,8 @@ def test_fp16_is_made_of_each_gradient_as_it_comes(grouping: Grouping | None) ->
 @pytest.mark.parametrize("bad", [False, True])
 def test_small_dense_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
     """The bucket's results are its gradients' sums, and one that is not finite marks it, whichever it is."""
-    looked, look = [], fast.inspect
-    monkeypatch.setattr(fast, "inspect", lambda x, scan: looked.append(len(x)) or look(x, scan))
+    looked, inspect = [], fast.inspect
+    monkeypatch.setattr(fast, "inspect", lambda x, scan: looked.append(len(x)) or inspect(x, scan))
     plan = plan_of("topk", min_elements=10**6)
     [bucket] = plan.buckets(SPECS, IN_ORDER)
     rank = RankState(plan, 0, WORLD)

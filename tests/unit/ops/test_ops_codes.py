@@ -161,7 +161,7 @@ def test_the_sum_of_two_floats_is_as_exact_as_a_division() -> None:
     """The kernel's level·high + level·low, with high + low = 1/s, is the float32 next to level/s: for all levels."""
     numba_coded = pytest.importorskip("hvdcompress.ops.numba.coded")
     for bits in range(2, 9):
-        high, low = numba_coded._parts(bits)
+        high, low = numba_coded._inverse_levels(bits)
         level = np.arange(1 << (bits - 1), dtype=np.float32)
         assert get(level * high + level * low) == get(level / np.float32((1 << (bits - 1)) - 1)), bits
 

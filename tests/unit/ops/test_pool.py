@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 
 from hvdcompress.ops import pool
 
-MANY = pool.LEAST
+MANY = pool.MIN_BYTES
 
 
 def address(array: np.ndarray) -> int:
