@@ -171,7 +171,8 @@ class Workspace:
         """
         found = self.scratch.get(name)
         if found is None or len(found) != n:
-            bucket, (start, stop) = self.bucket, self.span
+            bucket = self.bucket
+            start, stop = self.span
             if bucket is not None and n == stop - start:
                 # Buffers of neighbouring tensors are slices of one bucket buffer, so that their payloads
                 # can be sent as one collective without a copy.

@@ -87,7 +87,8 @@ class Setup:
 
     def _tensor_workspaces(self) -> list[tuple[Context, Workspace]]:
         # A hot loop: it runs for every tensor in every step
-        bucket, of_member = self.bucket, self.memory.of_member
+        bucket = self.bucket
+        of_member = self.memory.of_member
         return [
             (self._context(member), Workspace(self.ops, of_member(index), bucket=self.work, span=span))
             for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))

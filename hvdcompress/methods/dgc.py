@@ -108,7 +108,7 @@ class DGC(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.select == "exact" and self.values in codecs.ALONE else "tensor"
+        return "part" if self.select == "exact" and self.values in codecs.ELEMENTWISE else "tensor"
 
     def suits(self, spec: TensorSpec) -> bool:
         """Return True for two or more dimensions (matrices, convolutions). Vectors are sent uncompressed."""

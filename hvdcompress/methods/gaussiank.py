@@ -83,7 +83,7 @@ class GaussianK(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.scope == "tensor" and self.values in codecs.ALONE else "tensor"
+        return "part" if self.scope == "tensor" and self.values in codecs.ELEMENTWISE else "tensor"
 
     def parts(self, spec: TensorSpec) -> tuple[int, ...]:
         """Return the sizes of the parts of the vector that elements are selected in."""

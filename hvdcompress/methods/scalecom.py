@@ -106,7 +106,7 @@ class ScaleCom(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.values in codecs.ALONE else "tensor"
+        return "part" if self.values in codecs.ELEMENTWISE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of: one per chunk, or ⌊n·density⌋ with exact selection."""

@@ -64,7 +64,7 @@ class TopK(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.values in codecs.ALONE else "tensor"
+        return "part" if self.values in codecs.ELEMENTWISE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k of each tensor that the vector consists of."""

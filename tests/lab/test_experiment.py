@@ -87,7 +87,7 @@ def test_a_file_without_a_name_is_called_after_itself(write):
         ("seeds: [0, 1]", "seeds: [1, 1]", 3, "seeds"),
         ("seeds: [0, 1]", "seeds: []", 3, "seeds"),
         ("label: few", "label: topk", 12, "'topk' is there twice"),
-        ("ranks: 2", "name: twice", 2, "second time"),
+        ("ranks: 2", "name: twice", 2, "repeated"),
     ],
 )
 def test_complaints_name_file_line_and_key(write, old, new, line, words):

@@ -90,7 +90,8 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
     Raises:
         OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
     """
-    rank, world = saved["rank"], saved["world"]
+    rank = saved["rank"]
+    world = saved["world"]
     path = path_of(folder, rank, world, max(saved["steps"].values(), default=0))
     head, arrays = _flattened(saved)
     # safetensors chooses its own temporary file names, so write into a temporary folder. Its name does not change, so
