@@ -98,7 +98,7 @@ def without_momentum(optimizer: Any) -> Any:
         optimizer: a PyTorch optimizer, or one with the same ``param_groups``. It is modified in place.
 
     Returns:
-            The optimizer.
+        The optimizer.
 
     Raises:
         TypeError: a parameter group has neither ``momentum`` nor ``betas``.

@@ -190,6 +190,7 @@ class Compressor(ABC):
         Raises:
             RuntimeError: a step is in progress.
         """
+        # Not allowed within a step, because a step must not mix both kinds of exchanges
         between = "enter and leave paused() between steps; under Horovod, call synchronize() inside of it"
         self._refuse_in_step(between)
         before = self.local.paused
@@ -321,6 +322,7 @@ def next_compressor_number(
         watchdog: watchdog of the new Compressor.
     """
     number = numbers[set_id]
+    # Only elastic training needs the collective; elsewhere the counts agree
     if is_elastic():
         with watchdog.rendezvous("every rank's Compressor"):
             number = largest(number)
@@ -334,6 +336,7 @@ def _progress_of(compressor: Compressor | None) -> Progress | None:
         return Progress(0, None)
     if compressor._is_over():
         return None
+    # list() because the main thread may replace the dictionary in the middle of this call
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
     return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 

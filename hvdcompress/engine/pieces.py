@@ -57,10 +57,12 @@ def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops)
     Its rank is the sum of both ranks. If the basis of ``second`` is a linear combination of that of ``first``, the rank
     of ``first`` is enough; this happens with ACP-SGD, whose steps start from a factor of the step before.
     """
+    # ``basis`` is the orthonormal factor, ``mine`` and ``rows`` are the coordinates with respect to it
     is_right = first.basis == "right"
     basis, mine = (first.right, first.left) if is_right else (first.left, first.right)
     theirs, rows = (second.right, second.left) if is_right else (second.left, second.right)
     weights = ops.coordinates(theirs, basis, first.terms) if first.basis else None
+    # The bases differ, so the sum needs both of them
     if weights is None:
         left = ops.concat([copied_left(first, factor), copied_left(second, other)])
         return Outer(left, ops.concat([first.right, second.right]), first.terms + second.terms)

@@ -182,7 +182,7 @@ class Step:
         self._last_poll = 0.0  # time of the last poll()
         self.defer_errors = DeferErrors(self)
 
-    # -- gradients come in ----------------------------------------------------------------------------------
+    # -- adding gradients ----------------------------------------------------------------------------------
 
     @IGNORE_FLOAT_WARNINGS
     def add(

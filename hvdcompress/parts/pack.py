@@ -135,6 +135,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
         low = low_bits(k, n)
         edge = aligned(-(-k * low // 8))
         index = ops.from_elias_fano(buffer[:edge], buffer[edge:], low, k + (n >> low) + 1)
+    # Damaged bytes can decode to fewer indices, or to indices outside of the tensor; both would corrupt the result
     if len(index) != k:
         raise wire.WireError(f"payload damaged: it has {len(index)} indices, expected {k}")
     if k and not ops.all_below(index, n):
@@ -166,6 +167,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     k = len(chosen.index)
     coding = best_coding(k, packing.positions, packing.distinct)
     header = _header(k, packing)
+    # Every section is written directly into the payload, which is a reused buffer: no concatenation
     new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
     payload = new("payload", header.length, "uint8", chosen.values)
     numbers = codec(packing.values)
@@ -175,6 +177,7 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
     encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
     numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
+    # The padding must be zero, because payloads have to be reproducible byte by byte
     if edge + width < stop:
         ops.fill(payload[edge + width :], 0)
     return payload
@@ -196,6 +199,7 @@ def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
         WireError: the bytes are not a valid payload of this format.
     """
     coding = best_coding(k, packing.positions, packing.distinct)
+    # The header implies the lengths of all sections, so the slices below are valid after this check
     wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
     edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
     index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)

@@ -185,8 +185,8 @@ class Plan:
         programs = [self.program, *(rule.program for rule in self.rules)]
         stages = [stage for program in programs for stage in program.stages]
         spec = TensorSpec("any", (8, 8, 3, 3))
-        alone = len(stages) == len(programs)
-        return alone and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
+        single_stage = len(stages) == len(programs)
+        return single_stage and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
 
     def buckets(
         self,

@@ -126,6 +126,7 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
 
     for state in states:
         bucket = state.bucket
+        # Tables are by tensor and not by bucket, because a later run may group tensors differently
         declared = declared_slots(state.bucket)
         for member in bucket.members:
             steps[member.name] = state.step
@@ -151,8 +152,8 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     """Split a slot by tensor if it has the shape of the gradient. Other slots belong to the bucket as a whole."""
     if slot not in feedback.BUFFERED:
         return [(bucket.spec.name, array)]
-    places = zip(bucket.members, bucket.spans, strict=True)
-    return [(member.name, array[start:stop]) for member, (start, stop) in places]
+    spans = zip(bucket.members, bucket.spans, strict=True)
+    return [(member.name, array[start:stop]) for member, (start, stop) in spans]
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
@@ -234,6 +235,7 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
     kept = [{slot: slots[slot] for slot in sorted(names & slots.keys())} for slots in found]
     if not any(kept):
         return ()
+    # Tensors that come from different buckets may have v in different forms: convert all of them to dense
     if any(slots.keys() != kept[0].keys() for slots in kept):
         if whole:
             raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
@@ -254,6 +256,7 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
         raise ValueError(f"the saved {whose} lacks a part: it has {', '.join(slots)}")
     first, second = slots.values()
     if "momentum.left" in slots:
+        # The rank is not saved: (rows·rank)·(rank·columns) = size·rank²
         terms = math.isqrt(len(first) * len(second) // max(member.size, 1))
         if not terms or terms * terms * member.size != len(first) * len(second):
             raise ValueError(f"the saved {whose} has factors of {len(first)} and {len(second)} elements")
@@ -310,6 +313,7 @@ def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
         ValueError: the state of a rank is missing, or steps or tensors differ between ranks.
     """
     first = saved[0]
+    # A missing rank would silently lose its residuals
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(first["world"])):
         raise ValueError(f"states of all {first['world']} ranks are needed; these are of ranks {ranks}")
