@@ -161,7 +161,6 @@ def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> Bu
 
     Saved residuals are kept even if the present methods of the bucket do not use them, because a later method may.
 
-
     Args:
         saved: the saved state.
         bucket: the bucket; its tensors must be at the same step.
