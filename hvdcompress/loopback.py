@@ -24,7 +24,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Stage
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Framework, Step, loss_scale_now
+from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
@@ -116,7 +116,7 @@ class Loopback:
             PeerError: ``verify_every`` in the plan found that the ranks' shared state differs.
         """
         buckets = self._buckets(self._specs(gradients, op))
-        scale = loss_scale_now(self.loss_scale)
+        scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
         network = _Network(self.world, self._carry_out)
         steps: list[Step] = []
@@ -259,10 +259,12 @@ class Loopback:
             for name, array in given.items():
                 array = np.asarray(array)
                 if array.dtype.kind != "f":
-                    raise ValueError(f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type")
+                    raise ValueError(
+                        f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type; convert the array"
+                    )
                 spec = TensorSpec(name, array.shape, str(array.dtype))
                 if rank and specs.get(name) != spec:
-                    raise ValueError(f"{name!r}, rank {rank}: {spec} differs from rank 0's {specs.get(name)}")
+                    raise ValueError(f"{name!r}, rank {rank}: {spec} differs from {specs.get(name)} on rank 0")
                 specs[name] = spec
             if given.keys() != specs.keys():
                 raise ValueError(f"rank {rank} lacks {', '.join(sorted(specs.keys() - given.keys()))}")

@@ -218,7 +218,7 @@ class TensorCompressor(compressor.Compressor):
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
-            log.warn_once(f"the saved state has nothing of {log.some(new)}: their residuals begin at zero")
+            log.warn_once(f"the saved state has nothing of {log.first_names(new)}: their residuals begin at zero")
 
     def _to_host(self, array: Any) -> Any:
         return to_host(array)

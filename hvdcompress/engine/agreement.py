@@ -174,5 +174,5 @@ class Status:
         """
         if self.alike:
             scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
-            raise PeerError(f"ranks disagree on the loss scale: {scales}")
+            raise PeerError(f"ranks disagree on the loss scale: {scales}; update it on all ranks in the same step")
         raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")

@@ -138,7 +138,7 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
     for _, method in bucket.program.stages:
         # The residuals of all tensors are one array even then, so that one array op can process them
         if bucket.runs_per_tensor(method):
-            declared.update({name: Slot((bucket.spec.size,)) for name in feedback.names(method)})
+            declared.update({name: Slot((bucket.spec.size,)) for name in feedback.slot_names(method)})
         else:
             declared.update(feedback.slots(method, bucket.spec))
     return declared

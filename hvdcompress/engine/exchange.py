@@ -367,7 +367,7 @@ class Exchange:
             setup.ops.subtract(slots[feedback.RESIDUAL][start:stop], overflow, -1.0)
         if unused:
             for member, (start, stop) in zip(setup.bucket.members, setup.bucket.spans, strict=True):
-                for slot in feedback.names(setup.method) if member.name in unused else ():
+                for slot in feedback.slot_names(setup.method) if member.name in unused else ():
                     setup.ops.write(slots[slot][start:stop], setup.state.slots[slot][start:stop], 1.0)
         return BucketState(
             setup.bucket,

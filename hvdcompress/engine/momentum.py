@@ -21,7 +21,7 @@ from hvdcompress.engine.pieces import (
     combined,
     concatenated,
     copied,
-    in_form_of,
+    in_same_form,
     is_compact,
     scaled,
     to_dense,
@@ -147,7 +147,7 @@ class Adapter:
         gain = one.gain * factor
         lost = one.factor / (one.entry * scale)  # factor of the old v
         more = one.gain / one.entry - 1.0  # without momentum, a gradient has its whole effect in this step
-        old: Sequence[Any] = in_form_of(totals, self._past, self.bucket, ops)
+        old: Sequence[Any] = in_same_form(totals, self._past, self.bucket, ops)
         kept: list[Piece] = []
         for number, total in enumerate(totals):
             if isinstance(total, Outer):

@@ -90,7 +90,7 @@ def is_compact(totals: Sequence[Any], bucket: Bucket) -> bool:
     return all(isinstance(total, Sparse | Shares) for total in totals)
 
 
-def in_form_of(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
+def in_same_form(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
     """Return past pieces in the form of compact totals, or nothing if they have a different form."""
     form = Outer if isinstance(totals[0], Outer) else Sparse
     if not all(isinstance(piece, form) for piece in past):

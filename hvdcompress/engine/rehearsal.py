@@ -81,7 +81,7 @@ def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communic
     spec = ctx.spec
     work = Workspace(hvdcompress.ops.fast)
     # full() instead of zeros(): it touches the memory, so that timings are those of a later step
-    spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
+    spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.slot_names(method)}
     own = feedback.Feedback(method, blank_state(method, spec, integers), spare)
     if method.feedback != "none":
         spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))

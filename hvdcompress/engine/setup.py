@@ -62,7 +62,9 @@ class Setup:
         # Loss scales change, so state is kept unscaled. A method without state can skip the division.
         self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
         self.with_feedback = method.feedback != "none"
-        spare = {slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)}
+        spare = {
+            slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.slot_names(method)
+        }
         self.feedback = feedback.Feedback(method, state.slots, spare, self.scale)
         self.ctx = self._context(bucket.spec)
         self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))

@@ -46,7 +46,7 @@ from hvdcompress.plan import Bucket
 POLL_INTERVAL = 5e-4  #: seconds; Horovod completes collectives once per HOROVOD_CYCLE_TIME, 1 ms by default
 
 
-def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
+def evaluate_loss_scale(loss_scale: float | Callable[[], float]) -> float:
     """Return the current loss scale.
 
     Args:

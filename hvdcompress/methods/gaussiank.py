@@ -136,5 +136,5 @@ class GaussianK(Method):
         moments = work.scanned[index].moments if work.scanned else None
         start = np.float32(select.gaussian_threshold(*(moments or work.ops.moments(x)), self.density))
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        search = select.Search(start, select.about(self.density, len(x)), refine)
+        search = select.Search(start, select.gaussiank_limits(self.density, len(x)), refine)
         return select.above_threshold(x, search, index, ctx, work)[0]

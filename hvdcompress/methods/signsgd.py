@@ -38,7 +38,7 @@ from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import wire
-from hvdcompress.parts.sums import Codec, Quantizer, put
+from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
 from hvdcompress.parts.wire import WireError
 
 
@@ -54,7 +54,7 @@ class SignCodec:
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
         scale = ops.bucket_norms(x, len(x), "mean")  # [1]; [0] if x is empty
-        return put([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
+        return concatenate_into([ops.to_bytes(scale), ops.pack_signs(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
         self._check(buffer, count)
@@ -96,5 +96,5 @@ class SignSGD(Quantizer):
         ops = work.ops
         signs, mean = found
         payload = self.payload(ctx, work, like=x)
-        put([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
+        concatenate_into([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
         return payload

@@ -57,7 +57,7 @@ def scan_whole(wanted: int, ctx: Context, work: Workspace, moments: bool = False
     return scan(wanted, 0, work, moments) if len(ctx.spec.parts) == 1 else NOTHING
 
 
-def of(index: int, work: Workspace) -> Sparse | None:
+def recorded(index: int, work: Workspace) -> Sparse | None:
     """Return the candidates in a part of the vector; None if there was no scan, or if there were too many."""
     return work.scanned[index].above if work.scanned else None
 

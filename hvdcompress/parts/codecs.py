@@ -27,7 +27,7 @@ from hvdcompress.ops.vectors import Half
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
-from hvdcompress.parts.sums import Codec, put
+from hvdcompress.parts.sums import Codec, concatenate_into
 
 ELEMENTWISE = ("fp32", "fp16")  #: formats in which a value, and its share of a sum, depends on no other value
 SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with a margin for the rounding of the sum
@@ -47,7 +47,7 @@ class Float32:
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
-        return put([ops.to_bytes(x)], out, ops)
+        return concatenate_into([ops.to_bytes(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
         return self.decode(buffer, count, ops)
@@ -68,7 +68,7 @@ class Float16:
         ops = work.ops
         half, saturated = ops.to_fp16(x, 1.0)
         _count_saturated(work, saturated)
-        return put([ops.to_bytes(half)], out, ops)
+        return concatenate_into([ops.to_bytes(half)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
         return Half(ops.from_bytes(buffer, "float16"), 1.0)

@@ -40,14 +40,14 @@ VELOCITY = "velocity"
 BUFFERED = (RESIDUAL, VELOCITY)  #: slots with the size of the tensor, which have a second buffer each
 
 
-def names(method: Method) -> tuple[str, ...]:
+def slot_names(method: Method) -> tuple[str, ...]:
     """Return the names of the slots that the method's error feedback uses."""
     return {"none": (), "momentum": BUFFERED}.get(method.feedback, (RESIDUAL,))
 
 
 def slots(method: Method, spec: TensorSpec) -> dict[str, Slot]:
     """Return {name: slot} of one tensor under ``method``: the slots of its feedback and its own."""
-    return {**{name: Slot((spec.size,)) for name in names(method)}, **method.state(spec)}
+    return {**{name: Slot((spec.size,)) for name in slot_names(method)}, **method.state(spec)}
 
 
 def beta(method: Method) -> float:

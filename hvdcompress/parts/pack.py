@@ -24,7 +24,7 @@ from hvdcompress.method import Array, Context, Sparse, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec
-from hvdcompress.parts.sums import put
+from hvdcompress.parts.sums import concatenate_into
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
@@ -103,12 +103,12 @@ def encode_index(index: Array, coding: Coding, n: int, ops: Ops, out: Array | No
     """
     k = len(index)
     if coding == "int32":
-        return put([ops.to_bytes(index)], out, ops)
+        return concatenate_into([ops.to_bytes(index)], out, ops)
     if coding == "bitmap":
-        return put([padded(ops.set_bits(index, n), ops)], out, ops)
+        return concatenate_into([padded(ops.set_bits(index, n), ops)], out, ops)
     low = low_bits(k, n)
     lows, highs = ops.elias_fano(index, low, k + (n >> low) + 1)
-    return put([padded(lows, ops), padded(highs, ops)], out, ops)
+    return concatenate_into([padded(lows, ops), padded(highs, ops)], out, ops)
 
 
 def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Array:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from hvdcompress.method import Array, Context, Workspace
 from hvdcompress.ops.spec import Ops
-from hvdcompress.parts.sums import put
+from hvdcompress.parts.sums import concatenate_into
 from hvdcompress.parts.wire import WireError
 
 HEAD = 8  #: bytes of the range: max and −min
@@ -82,7 +82,7 @@ class RangeFloatCodec:
             mantissa = ops.range_mantissa(x[:: -(-len(x) // SAMPLE) | 1], bounds, self.bits)  # [1] uint8
             head.append(mantissa)
         codes = ops.range_codes(x, bounds, self.bits, mantissa)  # [count] int32
-        return put([*head, ops.pack_bits(codes, self.bits)], out, ops)
+        return concatenate_into([*head, ops.pack_bits(codes, self.bits)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
         """Decode values, like :meth:`decode`: the array ops cannot decode this format while writing."""

@@ -74,7 +74,7 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, work: Workspace) -> S
         index = ops.top_k_parts(x, counts, sizes) if len(sizes) > 1 else ops.top_k(x, *counts)
         return Sparse(index, ops.take(x, index))
     starts = list(itertools.accumulate(sizes[:-1], initial=0))
-    noted = [candidates.of(index, work) for index in range(len(sizes))]
+    noted = [candidates.recorded(index, work) for index in range(len(sizes))]
     enough: list[Sparse] = []
     for near, k, start, size in zip(noted, counts, starts, sizes, strict=True):
         if near is None or len(near.index) < k:
@@ -135,7 +135,7 @@ def refine_paper(elements: Elements, start: np.float32, wanted: Wanted) -> tuple
     Args:
         elements: the elements of x.
         start: the first threshold.
-        wanted: the limits; see :func:`about`.
+        wanted: the limits; see :func:`gaussiank_limits`.
 
     Returns:
         The threshold, and None: ties are not filled up.
@@ -195,7 +195,7 @@ def capacity(density: float, n: int) -> int:
     return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
-def about(density: float, n: int) -> Wanted:
+def gaussiank_limits(density: float, n: int) -> Wanted:
     """Return the limits of Gaussian-k: 2k/3 to 4k/3 elements."""
     k = num_kept(density, n)
     return Wanted(k, -(-2 * k // 3), capacity(density, n))
@@ -217,7 +217,7 @@ def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Wo
     """
     ops = work.ops
     wanted = search.wanted
-    near = candidates.of(index, work)
+    near = candidates.recorded(index, work)
     elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, index, work).above, ops)
     threshold, below = search.refine(elements, search.start, wanted)
     chosen = elements.above(threshold, wanted.most)

@@ -85,7 +85,7 @@ class Codec(Protocol):
         """
 
 
-def put(parts: list[Array], out: Array | None, ops: Ops) -> Array:
+def concatenate_into(parts: list[Array], out: Array | None, ops: Ops) -> Array:
     """Concatenate the parts of a payload into ``out``, or into a new array if it is None, and return the result."""
     if out is None:
         return ops.concat(parts)

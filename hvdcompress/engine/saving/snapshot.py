@@ -42,7 +42,7 @@ def check_head(head: Any) -> None:
         raise ValueError(f"the saved state has format {found!r}; this version reads format {FORMAT}")
     for key, holds in _HOLDS.items():
         if not holds(head.get(key)):
-            raise ValueError(f"the saved state's {key!r} is {head.get(key, 'missing')!r:.80}")
+            raise ValueError(f"the saved state's {key!r} is missing or invalid: {head.get(key)!r:.80}")
 
 
 def check(saved: Saved) -> None:
@@ -264,7 +264,7 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
         return Outer(copy([first]), copy([second]), terms)
     _check_part(whose, second, len(first), "float32")
     if dtype_name(first) not in ("int32", "int64"):
-        raise ValueError(f"the saved {whose} has indices of {dtype_name(first)}")
+        raise ValueError(f"the saved {whose} has indices of dtype {dtype_name(first)}, expected int32 or int64")
     if len(first) and not (int(first.min()) >= 0 and int(first.max()) < member.size):
         raise ValueError(f"the saved {whose} has indices outside of its {member.size} elements")
     return Sparse(copy([first]), copy([second]))
@@ -273,14 +273,14 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
 def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
     """Check size, dtype and finiteness of a saved array. A NaN in a residual would spoil every later gradient."""
     if len(part) != size:
-        raise ValueError(f"{what} has {len(part)} elements, not {size}")
+        raise ValueError(f"the saved {what} has {len(part)} elements, expected {size}")
     if (found := dtype_name(part)) != dtype:
-        raise ValueError(f"{what} is {found}, not {dtype}")
+        raise ValueError(f"the saved {what} has dtype {found}, expected {dtype}")
     if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
-        raise ValueError(f"{what} contains an Inf or a NaN")
+        raise ValueError(f"the saved {what} contains an Inf or a NaN")
 
 
-def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
+def without_buckets(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
     """Return a saved state without the tensors of these buckets; None if no tensor remains."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
@@ -319,7 +319,7 @@ def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
     for one in saved:
         for what in ("steps", "merge"):
             if one[what] != first[what]:
-                raise ValueError(f"the states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
+                raise ValueError(f"the saved states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
 
     def merged(name: str, slot: str) -> Array:
         arrays = [one["state"][name][slot] for one in saved]
