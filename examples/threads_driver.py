@@ -73,9 +73,9 @@ class Compressor(compressor.Compressor):
     def average(self, gradients):
         """Replace float32 arrays, by name, with their compressed average over all ranks."""
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
-        terms = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
+        config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.local.begin_round()
-        self.step = Step(self.local, self.collectives, terms, Agree.FIRST_AND_LAST)
+        self.step = Step(self.local, self.collectives, config, Agree.FIRST_AND_LAST)
         self.step.factor = 1.0 / self.local.world
         try:
             self.step.send_status()

@@ -1,8 +1,8 @@
 """Gradient compression for data-parallel training.
 
 The drivers are ``hvdcompress.ddp``, ``.fsdp``, ``.horovod.torch``, ``.horovod.tensorflow``, ``.horovod.keras`` and
-``.mpi``; ``.loopback`` has all ranks in one process. Importing this package imports nothing else: no framework, and
-names are loaded when they are first used.
+``.mpi``; ``.loopback`` simulates all ranks in one process. Importing this package imports no framework: public names
+are loaded on first use.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Plan", "available", "get", "load", "without_momentum", "__version__"]
 
-_HOMES = {
+_MODULE_OF = {
     "Plan": "plan",
     "available": "registry",
     "get": "registry",
@@ -26,14 +26,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: a public name, or one of the modules that define them."""
-    if name in _HOMES.values():
+    """Import a public name, or a module that defines public names, on first use."""
+    if name in _MODULE_OF.values():
         return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULE_OF})

@@ -1,4 +1,4 @@
-"""N ranks in lockstep in one process: for tests, for trying methods out, and for simulating many workers.
+"""All ranks in one process, in lockstep: for tests, for trying out methods, and for simulating many ranks.
 
 >>> import numpy as np
 >>> net = Loopback("topk", world=2, density=0.5, min_elements=1)
@@ -24,7 +24,7 @@ from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import Stage
 from hvdcompress.engine.safety import verify
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Framework, Step, loss_scale_now
+from hvdcompress.engine.step import Framework, Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry.figures import Figures, figures
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
@@ -33,29 +33,29 @@ from hvdcompress.engine.telemetry.summary import summary
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array, Method, TensorSpec
 from hvdcompress.ops.spec import Ops
-from hvdcompress.optimizers import SGD, described
+from hvdcompress.optimizers import SGD, momentum_reader
 from hvdcompress.plan import Bucket, Grouping, Plan, Program, plan_of
 
 Op = Literal["average", "sum"]
 
 
 class Loopback:
-    """``world`` ranks under one plan.
+    """Simulates ``world`` ranks under one plan.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
         world: number of ranks, 1 or more.
-        loss_scale: a number, or a function that returns one, by which gradients are multiplied; residuals are
-            kept unscaled.
-        optimizer: describes the optimizer that gets the results, whose momentum is then adapted; without it nothing
+        loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
+            number. Residuals are kept unscaled. kept unscaled.
+        optimizer: describes the momentum of the optimizer, which is then adapted. None: momentum is not adapted.
             is.
-        ops: the array backend (default: the fast CPU one).
-        grouping: which tensors travel together where the plan does not say so (default: none do).
-        settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
+        ops: the array backend; by default the fastest one on the CPU.
+        grouping: how tensors are grouped into buckets if the plan does not say it; by default they are not.
+        **settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Attributes:
         ledger: bytes and seconds of all ranks.
-        ranks: every rank's state.
+        ranks: the state of each rank.
     """
 
     def __init__(
@@ -81,104 +81,111 @@ class Loopback:
         self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
         self.ranks = [RankState(self.plan, rank, world, self.ledger) for rank in range(world)]
         for rank in self.ranks:
-            rank.optimizer = described(optimizer)
+            rank.optimizer = momentum_reader(optimizer)
 
     def allreduce(self, arrays: Sequence[np.ndarray], name: str = "tensor", op: Op = "average") -> list[np.ndarray]:
-        """Reduce one array of each rank.
+        """Reduce one array per rank.
 
         Args:
             arrays: one per rank, of equal shape and dtype.
-            name: tells tensors apart: residuals are kept by it.
+            name: name of the tensor. Residuals are kept by name.
             op: "average" or "sum".
 
         Returns:
-            Each rank's result: new arrays of the same shape and dtype.
+            The result of each rank: new arrays of the same shape and dtype.
 
         Raises:
-            ValueError: there is not one array per rank, or shapes or dtypes differ.
+            ValueError: the number of arrays is wrong, or shapes or dtypes differ.
         """
         return [out[name] for out in self.allreduce_many([{name: array} for array in arrays], op)]
 
     def allreduce_many(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op = "average") -> list[dict]:
-        """Reduce named arrays of each rank in one step, joined into buckets as the plan says.
+        """Reduce several named arrays per rank in one step, grouped into buckets as the plan says.
 
-        If any rank has a number that is not finite, all come out as NaN on all ranks, and state is as it was.
+        If any rank has an Inf or a NaN, all results are NaN on all ranks, and the state does not change.
+
+        Args:
+            gradients: {name: array} of each rank, in rank order.
+            op: "average" or "sum".
+
+        Returns:
+            {name: result} of each rank.
 
         Raises:
             ValueError: ranks differ in names, shapes or dtypes.
-            PeerError: the plan's ``verify_every`` has found that ranks differ in their shared state.
+            PeerError: ``verify_every`` in the plan found that the ranks' shared state differs.
         """
         buckets = self._buckets(self._specs(gradients, op))
-        scale = loss_scale_now(self.loss_scale)
+        scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        medium = _Medium(self.world, self._carry_out)
+        network = _Network(self.world, self._carry_out)
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
-            collectives = Collectives(_Transport(rank.rank, medium), rank.observers)
+            collectives = Collectives(_Transport(rank.rank, network), rank.observers)
             step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
             step.factor = 1.0 / self.world if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
-                self._exchange(bucket, medium, steps, gradients, outs)
-            together = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
+                self._exchange(bucket, network, steps, gradients, outs)
+            reduced = Status.of(np.max([step.status().numbers() for step in steps], axis=0).tolist())
             verify.compare([step.checksums for step in steps], self.ranks[0].steps_done())
         except BaseException:
             for step in steps:
                 step.abandon()
             raise
         for step in steps:
-            step.apply_status(together)
+            step.apply_status(reduced)
             step.start_comparison()
         for step in steps:
             step.finish_comparison()
             step.close()
-        self.ledger.steps += not together.non_finite
+        self.ledger.steps += not reduced.non_finite
         self.ranks[0].warn_about_unused()
         return outs
 
     def _exchange(
         self,
         bucket: Bucket,
-        medium: _Medium,
+        network: _Network,
         steps: Sequence[Step],
         gradients: Sequence[Mapping[str, np.ndarray]],
         outs: Sequence[Mapping[str, np.ndarray]],
     ) -> None:
-        """One bucket's exchange on all ranks, to its end."""
+        """Run the exchange of one bucket on all ranks."""
         indices = range(len(bucket.members))
         for step, given, out in zip(steps, gradients, outs, strict=True):
             work = step.local.next_step(bucket).dtype
-            with np.errstate(over="ignore"):  # a float64 beyond float32 is Inf, and undoes the step as such
+            with np.errstate(over="ignore"):  # float64 values beyond float32 become Inf, which discards the step
                 members = [np.asarray(given[m.name]).astype(work, copy=False).ravel() for m in bucket.members]
             step.add(bucket, indices, members, [out[m.name].reshape(-1) for m in bucket.members])
         name = bucket.spec.name
         while waiting := [step for step in steps if step.exchanges[name].stage is Stage.RUNNING]:
-            if not medium.results:
-                raise RuntimeError(f"{name!r}: not all ranks ask for a collective in one round")
+            if not network.results:
+                raise RuntimeError(f"{name!r}: not all ranks yielded a collective in the same round")
             for step in waiting:
                 step.poll()
         for step in steps:
-            step.poll()  # writes the results of a method that asks for no collective at all
+            step.poll()  # writes the results of methods that use no collective at all
 
     def trigger(self) -> None:
-        """Restart every method's schedule after the next step."""
+        """Restart the phases of all methods in the next step."""
         self.ranks[0].trigger_requested = True
 
     def discard(self) -> None:
-        """Take the last step back, as :meth:`hvdcompress.mpi.Compressor.discard`.
+        """Undo the last step, as :meth:`hvdcompress.mpi.Compressor.discard`.
 
         Raises:
-            RuntimeError: there is none to take back.
+            RuntimeError: there is no step to undo.
         """
         for rank in self.ranks:
             rank.discard()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: gradients are reduced uncompressed, as in :meth:`hvdcompress.mpi.Compressor.paused`."""
+        """Context manager that reduces gradients uncompressed, as :meth:`hvdcompress.mpi.Compressor.paused`."""
         before = self.ranks[0].paused
         for rank in self.ranks:
             rank.paused = True
@@ -189,38 +196,42 @@ class Loopback:
                 rank.paused = before
 
     def observe(self, **metrics: float) -> None:
-        """Show metrics to the methods, ``loss=…`` or ``learning_rate=…``: some restart their schedule on them."""
+        """Report training metrics to the methods, such as ``loss=0.7`` or ``learning_rate=0.1``."""
         for rank in self.ranks:
             rank.observe(metrics)
 
     def watch(self, observer: Observer) -> None:
-        """Tell an observer of every event on every rank from now on."""
+        """Register an observer for the later events of every rank."""
         for rank in self.ranks:
             rank.observers.append(observer)
 
     def summary(self, rank: int = 0) -> str:
-        """What a rank has done so far, as a table; as :meth:`hvdcompress.mpi.Compressor.summary`."""
+        """Return a table of a rank's work so far, as :meth:`hvdcompress.mpi.Compressor.summary`."""
         return summary(self.figures(rank), self.ledger, rank)
 
     def log_to(self, writer: Writer, step: int | None = None, rank: int = 0) -> None:
-        """Write a rank's figures to a writer of TensorBoard's events, which has ``add_scalar(tag, value, step)``."""
+        """Write a rank's figures to a TensorBoard writer, which has ``add_scalar(tag, value, step)``."""
         for tag, value in scalars(self.figures(rank), self.ledger, rank).items():
             writer.add_scalar(tag, value, self.ledger.steps if step is None else step)
 
     def openmetrics(self, rank: int = 0, **labels: str) -> str:
-        """A rank's figures as OpenMetrics text.
+        """Return a rank's figures as OpenMetrics text.
+
+        Args:
+            rank: the rank.
+            **labels: further labels of every sample.
 
         Raises:
-            ValueError: a label's name is none, or "program" or "counter".
+            ValueError: a label name is malformed, or is "rank", "program" or "counter".
         """
         return openmetrics(self.figures(rank), self.ledger, rank, labels)
 
     def figures(self, rank: int = 0) -> list[Figures]:
-        """A rank's figures by program, as numbers."""
+        """Return a rank's figures by program, as numbers."""
         return figures(self.ranks[rank], self.ledger, self.ranks[rank].buckets())
 
     def gradient_norm(self) -> float:
-        """The norm of the last step's reduced gradients, before clipping.
+        """Return the l2-norm of the reduced gradients of the last step, before clipping.
 
         Raises:
             RuntimeError: the plan has no ``clip_norm``, so norms are not measured.
@@ -228,10 +239,10 @@ class Loopback:
         return self.ranks[0].measured_norm()
 
     def residual(self, name: str, rank: int) -> np.ndarray:
-        """A rank's residual of one tensor, in the tensor's shape; zeros where none is kept.
+        """Return a rank's residual of one tensor, in the tensor's shape; zeros if the method keeps none.
 
         Raises:
-            KeyError: no tensor of that name has gone through.
+            KeyError: no tensor of that name was reduced.
         """
         state, index = self.ranks[rank].find(name)
         shape = state.bucket.members[index].shape
@@ -242,23 +253,28 @@ class Loopback:
         if op not in ("average", "sum"):
             raise ValueError(f'op = {op!r} must be "average" or "sum"')
         if len(gradients) != self.world:
-            raise ValueError(f"{self.world} ranks need {self.world} arrays, {len(gradients)} came")
+            raise ValueError(f"expected one array per rank, that is {self.world}, got {len(gradients)}")
         specs: dict[str, TensorSpec] = {}
         for rank, given in enumerate(gradients):
             for name, array in given.items():
                 array = np.asarray(array)
                 if array.dtype.kind != "f":
-                    raise ValueError(f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type")
+                    raise ValueError(
+                        f"{name!r}, rank {rank}: {array.dtype} is not a floating-point type; convert the array"
+                    )
                 spec = TensorSpec(name, array.shape, str(array.dtype))
                 if rank and specs.get(name) != spec:
-                    raise ValueError(f"{name!r}, rank {rank}: {spec} differs from rank 0's {specs.get(name)}")
+                    raise ValueError(f"{name!r}, rank {rank}: {spec} differs from {specs.get(name)} on rank 0")
                 specs[name] = spec
             if given.keys() != specs.keys():
                 raise ValueError(f"rank {rank} lacks {', '.join(sorted(specs.keys() - given.keys()))}")
         return specs
 
     def _buckets(self, specs: Mapping[str, TensorSpec]) -> Sequence[Bucket]:
-        """Return the buckets of these tensors, into which what ranks keep of them is brought: mostly as it is."""
+        """Return the buckets of these tensors.
+
+        The buckets of the last call are reused. If the tensors have changed, their states move into new buckets.
+        """
         given = tuple(specs.values())
         if self._last is None or self._last[0] != given:
             buckets = self.plan.buckets(given, self.grouping, self.ranks[0].ages())
@@ -268,25 +284,25 @@ class Loopback:
         return self._last[1]
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Array]:
-        """Every rank's request -> every rank's result."""
+        """Perform one collective of all ranks; errors name the tensor."""
         try:
             return lockstep.carry_out(requests)
         except RuntimeError as error:
             raise RuntimeError(f"{name!r}: {error}") from None
 
 
-LARGE = 1 << 20  #: elements of the tensors that stand for all in :func:`warm_up`
+LARGE = 1 << 20  #: maximum number of elements of the sample tensors in :func:`warm_up`
 
 
 def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None = None) -> None:
-    """Import and compile what the methods of a plan need on the CPU, by trial steps of two simulated ranks.
+    """Import and compile the kernels that a plan needs on the CPU, by trial steps of two simulated ranks.
 
-    Without it, the first step of a training would. A kernel that the trial does not call is compiled in that step.
+    Otherwise the first training step would do so. A kernel that the trial steps do not call is compiled later.
 
     Args:
         plan: the plan.
-        specs: the tensors that the plan is for.
-        grouping: which tensors travel together.
+        specs: the tensors of the model.
+        grouping: how tensors are grouped into buckets.
     """
     tensors: dict[Method, list[TensorSpec]] = {}
     for spec in specs:
@@ -299,24 +315,24 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
         _try(only, tuple(replace(spec, name=str(number)) for number, spec in enumerate(sample)), grouping)
 
 
-@cache  # a process may make many Compressors alike
+@cache  # a process may create many Compressors with equal plans
 def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -> None:
-    """Take steps of two simulated ranks with random gradients."""
+    """Run steps of two simulated ranks with random gradients."""
     net = Loopback(plan, world=2, grouping=grouping)
     for rank in net.ranks:
         rank.observers.clear()
     random = np.random.default_rng(0)
-    for _ in range(3):  # the first step has no history, and phases may alternate
+    for _ in range(3):  # the first step has no state yet, and phases may alternate
         net.allreduce_many([{spec.name: _numbers(random, spec) for spec in specs} for _ in range(2)])
 
 
 def _numbers(random: np.random.Generator, spec: TensorSpec) -> np.ndarray:
-    dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype  # which numpy does not have
+    dtype = "float32" if spec.dtype == "bfloat16" else spec.dtype  # NumPy has no bfloat16
     return random.standard_normal(spec.shape, np.float32).astype(dtype)
 
 
 def _sample(specs: list[TensorSpec]) -> list[TensorSpec]:
-    """Return three tensors that stand for all: the two smallest, and the largest of at most ``LARGE`` elements."""
+    """Return three representative tensors: the two smallest, and the largest with at most ``LARGE`` elements."""
     ordered = sorted(specs, key=lambda spec: spec.size)
     fitting = [spec for spec in ordered if spec.size <= LARGE]
     if ordered and not fitting:
@@ -328,62 +344,62 @@ def _sample(specs: list[TensorSpec]) -> list[TensorSpec]:
 
 
 class _Framework(Framework):
-    """The array ops that the network was given."""
+    """Framework functions with a fixed array backend."""
 
     def __init__(self, ops: Ops):
         self._ops = ops
 
     def ops(self, like: Array) -> Ops:
-        """Return them."""
+        """Return the array ops of the network."""
         return self._ops
 
 
-class _Medium:
-    """What connects the ranks: a collective is carried out once all of them have started it."""
+class _Network:
+    """Connects the ranks: performs a collective once all ranks have started it."""
 
     def __init__(self, world: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
         self.world = world
         self.carry_out = carry_out
-        self.asked: dict[str, dict[int, Request]] = {}
+        self.requests: dict[str, dict[int, Request]] = {}
         self.results: dict[tuple[str, int], Array] = {}
 
     def start(self, name: str, rank: int, request: Request) -> None:
-        asked = self.asked.setdefault(name, {})
-        asked[rank] = request
-        if len(asked) == self.world:
-            del self.asked[name]
+        requests = self.requests.setdefault(name, {})
+        requests[rank] = request
+        if len(requests) == self.world:
+            del self.requests[name]
             tensor = name.rpartition(".")[0]
-            for number, result in enumerate(self.carry_out(tensor, [asked[r] for r in range(self.world)])):
+            for number, result in enumerate(self.carry_out(tensor, [requests[r] for r in range(self.world)])):
                 self.results[name, number] = result
 
 
 class _Transport:
-    """One rank's end of the medium; a handle is the collective's name."""
+    """Transport of one rank. A handle is the name of a collective."""
 
     ordered = False
     native_broadcast = True
     variable_lengths = True
 
-    def __init__(self, rank: int, medium: _Medium):
+    def __init__(self, rank: int, network: _Network):
         self.rank = rank
-        self.world = medium.world
-        self.medium = medium
+        self.world = network.world
+        self.network = network
 
     def start(self, name: str, request: Request) -> str:
-        """Hand a request to the medium."""
-        self.medium.start(name, self.rank, request)
+        """Start a collective."""
+        self.network.start(name, self.rank, request)
         return name
 
     def ready(self, handle: str) -> bool:
-        """Whether all ranks have started it."""
-        return (handle, self.rank) in self.medium.results
+        """Return whether all ranks have started the collective."""
+        return (handle, self.rank) in self.network.results
 
     def wait(self, handle: str) -> Array:
-        """The result."""
-        return self.medium.results.pop((handle, self.rank))
+        """Return the result."""
+        return self.network.results.pop((handle, self.rank))
 
     def idle(self, handle: str) -> None:
-        """Never called: no rank waits for itself.
+        """Raise an error: in lockstep, no rank ever waits.
 
         Raises:
             RuntimeError: always.

@@ -47,7 +47,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     """The gradient's shape."""
     dtype: str = "float32"
-    """The gradient's dtype, by numpy's name."""
+    """The gradient's dtype as a NumPy name."""
     layout: Literal["oihw", "hwio"] = "oihw"
     """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
     member_sizes: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Slot:
     shape: tuple[int, ...]
     """Shape of the array. Methods receive it as a flat array."""
     dtype: str = "float32"
-    """The array's dtype, by numpy's name."""
+    """The array's dtype as a NumPy name."""
     scope: Literal["rank", "shared"] = "rank"
     """Whether values may differ between ranks. "rank": they may, as in a residual. "shared": all ranks hold equal
     values."""
@@ -179,7 +179,8 @@ class Workspace:
         """
         found = self.scratch.get(name)
         if found is None or len(found) != n:
-            bucket, (start, stop) = self.bucket, self.span
+            bucket = self.bucket
+            start, stop = self.span
             if bucket is not None and n == stop - start:
                 # Buffers of neighbouring tensors are slices of one bucket buffer, so that their payloads
                 # can be sent as one collective without a copy.

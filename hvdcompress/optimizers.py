@@ -1,11 +1,11 @@
-"""What an optimizer does with the gradients that it is handed: its momentum, and training without it.
+"""Momentum of optimizers: how the library reads it, and training without it.
 
-Error feedback acts as momentum, so the optimizer's own is adapted for tensors whose method keeps a residual
-(``parts/momentum.py``). Drivers read it from the optimizer at every step:
+Error feedback has the effect of momentum, so the momentum of the optimizer is adapted for tensors whose method keeps a
+residual (``parts/momentum.py``). Drivers read the momentum at every step:
 
-* ``hvd.DistributedOptimizer`` and Keras' optimizers are found without being named;
-* ``ddp.attach(model, method, optimizer=optimizer)`` is told;
-* where there is no optimizer object, as under MPI, an :class:`SGD` describes it.
+* ``hvd.DistributedOptimizer`` and Keras optimizers are found automatically;
+* ``ddp.attach(model, method, optimizer=optimizer)`` receives the optimizer;
+* programs without an optimizer object, for example under MPI, describe it with :class:`SGD`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 from hvdcompress.parts.momentum import Momentum, adapts
 from hvdcompress.plan import Plan
 
-UNKNOWN = (
-    "the optimizer is not known, so its momentum acts on top of the residuals, which costs accuracy: give the "
-    "Compressor optimizer=hvdcompress.optimizers.SGD(momentum=…) with the numbers of yours, or "
-    'optimizer_momentum="keep" if it has no momentum'
+UNKNOWN_OPTIMIZER = (
+    "the optimizer is unknown, so its momentum adds to the effect of the residuals, which costs accuracy; pass "
+    "optimizer=hvdcompress.optimizers.SGD(momentum=...) with the optimizer's settings to the Compressor, or set "
+    'optimizer_momentum="keep" if the optimizer has no momentum'
 )
 
-Reader = Callable[[str], "Momentum | None"]  #: returns the momentum that is applied to a tensor, by its name
+Reader = Callable[[str], "Momentum | None"]  #: returns the momentum of a tensor by its name
 
 
 @dataclass
 class SGD:
-    """Describes SGD with momentum, for programs that have no optimizer object.
+    """Description of SGD with momentum, for programs that have no optimizer object.
 
-    The buffer is v = momentum·v + (1 − dampening)·gradient, or with ``learning_rate``, as in Keras,
-    v = momentum·v − learning_rate·gradient. Change the attributes when the training's schedule changes the numbers.
+    The momentum buffer is v = momentum·v + (1 − dampening)·gradient. With ``learning_rate`` it is, as in Keras,
+    v = momentum·v − learning_rate·gradient. If a training schedule changes these numbers, set the attributes.
 
     Args:
         momentum: the momentum factor, at least 0 and less than 1.
         nesterov: whether it is Nesterov's momentum.
         dampening: as in ``torch.optim.SGD``.
-        learning_rate: the learning rate, if the buffer contains it.
+        learning_rate: the learning rate, if the buffer includes it; otherwise None.
 
     Raises:
         ValueError: the momentum is not in [0, 1).
@@ -53,35 +53,33 @@ class SGD:
             raise ValueError(f"momentum = {self.momentum!r} must be at least 0 and less than 1")
 
     def read(self, name: str = "") -> Momentum:
-        """Return the momentum that is applied to a tensor in the next step."""
+        """Return the momentum that the optimizer applies to a tensor in the next step."""
         rate = 1.0 - self.dampening if self.learning_rate is None else self.learning_rate
         return Momentum(self.momentum, rate, rate, self.nesterov)
 
 
-def described(optimizer: Any, rates: Mapping[str, float] | None = None) -> Reader:
-    """Return the reader of an optimizer without named parameters: an :class:`SGD`, or an optimizer of Keras.
+def momentum_reader(optimizer: Any, rates: Mapping[str, float] | None = None) -> Reader:
+    """Return a function that reads the momentum of an :class:`SGD` or of a Keras optimizer.
 
     Args:
         optimizer: the optimizer.
-        rates: the learning rates at which Keras' optimizer takes the present step, by the tensors' names; without it
-            the optimizer's present one.
+        rates: {tensor name: learning rate} of the present step of a Keras optimizer. Without it, the optimizer's
+            current learning rate is used.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the optimizer is neither.
     """
     if optimizer is None:
         return lambda name: None
     if isinstance(optimizer, SGD):
         return optimizer.read
     if keras_momentum(optimizer) is None and not hasattr(optimizer, "learning_rate"):
-        raise TypeError(
-            f"optimizer must be an hvdcompress.optimizers.SGD or an optimizer of Keras, not {optimizer!r:.60}"
-        )
+        raise TypeError(f"optimizer must be an hvdcompress.optimizers.SGD or a Keras optimizer, not {optimizer!r:.60}")
     return lambda name: keras_momentum(optimizer, rates.get(name) if rates else None)
 
 
 def keras_momentum(optimizer: Any, rate: float | None = None) -> Momentum | None:
-    """Return the momentum of Keras' SGD; None for other optimizers, which have none that can be adapted."""
+    """Return the momentum of a Keras SGD optimizer; None for other optimizers, whose momentum cannot be adapted."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     names = {cls.__name__ for cls in type(optimizer).__mro__ if "keras" in cls.__module__}
     if "SGD" not in names or not isinstance(getattr(optimizer, "momentum", None), int | float):
@@ -91,24 +89,27 @@ def keras_momentum(optimizer: Any, rate: float | None = None) -> Momentum | None
 
 
 def without_momentum(optimizer: Any) -> Any:
-    """Take the momentum out of an optimizer of PyTorch, at the same effective learning rate; returns the optimizer.
+    """Remove the momentum of a PyTorch optimizer, at the same effective learning rate.
 
-    SGD's learning rate becomes lr·(1 − dampening)/(1 − momentum). Of Adam, AdamW, and others with ``betas``, beta1
-    becomes 0. Call it before a learning-rate scheduler is made, on every rank.
+    The learning rate of SGD becomes lr·(1 − dampening)/(1 − momentum). For Adam, AdamW and other optimizers with
+    ``betas``, beta1 becomes 0. Call it on every rank, before creating a learning-rate scheduler.
 
     Args:
-        optimizer: of PyTorch, or one with the same ``param_groups``.
+        optimizer: a PyTorch optimizer, or one with the same ``param_groups``. It is modified in place.
+
+    Returns:
+        The optimizer.
 
     Raises:
-        TypeError: it has neither ``momentum`` nor ``betas``.
-        ValueError: a scheduler has been made, which would bring the old learning rate back.
+        TypeError: a parameter group has neither ``momentum`` nor ``betas``.
+        ValueError: a scheduler exists already. It would restore the old learning rate.
     """
     groups = getattr(optimizer, "param_groups", None)
     if not groups or not all("momentum" in group or "betas" in group for group in groups):
         raise TypeError(f"{type(optimizer).__name__} has parameter groups with neither momentum nor betas")
     for group in groups:
         if "initial_lr" in group and group.get("momentum"):
-            raise ValueError("call without_momentum() before you make the learning-rate scheduler")
+            raise ValueError("call without_momentum() before creating the learning-rate scheduler")
     for group in groups:
         if "betas" in group:
             group["betas"] = (0.0, *group["betas"][1:])
@@ -120,23 +121,23 @@ def without_momentum(optimizer: Any) -> Any:
 
 
 def may_adapt(plan: Plan) -> bool:
-    """Return whether a plan has the optimizer's momentum adapted for some tensors."""
+    """Return whether a plan adapts the optimizer's momentum for any tensor."""
     programs = [plan.program, *(rule.program for rule in plan.rules)]
     return any(adapts(method) for program in programs for _, method in program.stages)
 
 
 def adaptation_summary(momenta: Iterable[tuple[bool, Momentum | None]]) -> str:
-    """Return in words whether the optimizer's momentum is adapted; nothing if no tensor has any.
+    """Return a sentence about the adaptation of momentum; empty if no tensor has any.
 
     Args:
-        momenta: of each tensor, whether momentum is adapted to its method, and what it has.
+        momenta: for each tensor, whether its method adapts momentum, and the optimizer's momentum.
     """
-    found = [(adapts, momentum) for adapts, momentum in momenta]
+    found = list(momenta)
     adapted = [momentum.factor for adapts, momentum in found if adapts and momentum and momentum.factor]
     if not adapted:
         return ""
     factors = ", ".join(f"{factor:g}" for factor in sorted(set(adapted)))
     return (
-        f"the optimizer's momentum ({factors}) is adapted for {len(adapted)} of {len(found)} tensors to how "
-        "long their gradients wait in residuals; optimizer_momentum: keep turns this off"
+        f"the optimizer's momentum ({factors}) is adapted for {len(adapted)} of {len(found)} tensors to the delay of "
+        "their gradients in residuals; optimizer_momentum: keep turns this off"
     )

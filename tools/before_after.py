@@ -36,7 +36,7 @@ def counts(gradients: compare.Gradients) -> dict[str, float]:
     residual = np.float32(0)
     for ranks in gradients:
         x = residual + np.concatenate([array.ravel() for array in ranks[0].values()])
-        wanted = select.about(DENSITY, len(x))
+        wanted = select.gaussiank_limits(DENSITY, len(x))
         start = np.float32(select.gaussian_threshold(*fast.moments(x), DENSITY))
         threshold, _ = select.refine_paper(candidates.Elements(x, None, None, fast), start, wanted)
         count = fast.count_above(x, threshold)

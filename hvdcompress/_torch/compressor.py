@@ -237,7 +237,7 @@ class TensorCompressor(compressor.Compressor):
             raise
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
-            log.warn_once(f"the saved state does not contain {log.some(new)}: their residuals start at zero")
+            log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
 
     def _to_host(self, array: Any) -> Any:
         return to_host(array)

@@ -59,6 +59,7 @@ def compare_configs(everyone: Sequence[tuple[Mapping[str, Any], Mapping[str, str
     for rank, plan, tensors in known[1:]:
         first, first_plan, first_tensors = known[0]
         for kind, a, b in (("plan key", first_plan, plan), ("tensor", first_tensors, tensors)):
+            # "method" first: if it differs, the other hyper-parameters differ as a consequence
             for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "method", key)):
                 if a.get(key) != b.get(key):
                     raise PeerError(
@@ -101,6 +102,7 @@ def factor_of(probe: Sequence[float], world: int) -> float:
     Raises:
         PeerError: the all-reduce does anything else, or not all ranks contributed.
     """
+    # Two numbers, because Min, Max and Product can give one of the expected values for the first, but not for both
     for factor in (1.0 / world, 1.0):
         second = factor * (world + 1) / (2 * world)
         if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
@@ -172,5 +174,5 @@ class Status:
         """
         if self.alike:
             scales = f"it is {self.least_loss_scale} on one and {self.loss_scale} on another"
-            raise PeerError(f"ranks disagree on the loss scale: {scales}")
+            raise PeerError(f"ranks disagree on the loss scale: {scales}; update it on all ranks in the same step")
         raise PeerError("ranks disagree on the step number; load the state of the same step on every rank")

@@ -109,6 +109,7 @@ class Memory:
 
     def flat_buffer(self, size: int, dtype: str, like: Array, ops: Ops) -> Array:
         """Return the buffer for the concatenated gradients of all tensors, uninitialised, [size]."""
+        # The dtype changes if a schedule switches between methods that do and do not keep float64
         if self.flat is None or itemsize(dtype) * size != self.flat.nbytes:
             self.flat = ops.zeros(size, dtype, like)
         return self.flat
@@ -135,8 +136,9 @@ def declared_slots(bucket: Bucket) -> dict[str, Slot]:
     """Return {name: slot} of the bucket as a whole, over all stages of its program."""
     declared: dict[str, Slot] = {}
     for _, method in bucket.program.stages:
+        # The residuals of all tensors are one array even then, so that one array op can process them
         if bucket.runs_per_tensor(method):
-            declared.update({name: Slot((bucket.spec.size,)) for name in feedback.names(method)})
+            declared.update({name: Slot((bucket.spec.size,)) for name in feedback.slot_names(method)})
         else:
             declared.update(feedback.slots(method, bucket.spec))
     return declared

@@ -66,6 +66,7 @@ def lower(
             send_lengths=collective.splits or equal,
             recv_lengths=collective.receives or equal,
         )
+    # Only the root computes the payload. An int32 sum adds bit patterns without rounding, unlike a float sum.
     root = int(collective.root)
     made = collective.make() if rank == root else None
     if native_broadcast:
@@ -197,6 +198,7 @@ class Collectives:
         if isinstance(collective, AllGather):
             own = collective.x
             if equal:
+                # The lengths are fixed in this phase and known from an earlier step: no collective for them
                 lengths = (len(own),) * self.world
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
                 request = Request("all_gather", own, recv_lengths=lengths)
@@ -231,6 +233,7 @@ class Collectives:
             return True
         own = pending.collective.x
         if pending.lengths is None and not self.transport.variable_lengths:
+            # This was the all-gather of the lengths
             pending.lengths = np.asarray(out).view(np.int64).tolist()
             self._sent(pending.name, Sent("AllGather", own, len(own), pending.lengths))
             request = Request("all_gather", own, recv_lengths=tuple(pending.lengths))
@@ -279,6 +282,7 @@ class Collectives:
             text: the text of this rank.
         """
         data = np.frombuffer(text.encode(), np.uint8).copy()
+        # Two collectives, because transports may need lengths in advance. Speed does not matter in error handling.
         sizes = cut(self._gather(f"{name}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
         lengths = [int(size.view(np.int64)[0]) for size in sizes]
         joined = self._gather(name, data, lengths)

@@ -17,7 +17,7 @@ from hvdcompress.engine.fallback import Verdict
 from hvdcompress.engine.safety.watchdog import Limits, Progress, Watchdog
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.state import RankState
-from hvdcompress.engine.step import Step, loss_scale_now
+from hvdcompress.engine.step import Step, evaluate_loss_scale
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.describe import describe, first_step
 from hvdcompress.engine.telemetry.explanation import explanation
@@ -138,7 +138,7 @@ class Compressor(ABC):
         """Log which tensors the first step compressed, or warn that it compressed none."""
         buckets = self._buckets()
         if done := first_step(buckets, self.ledger.dense_bytes(), self.ledger.bytes_sent()):
-            log.say_once(done)
+            log.info_once(done)
         elif self.plan.program.main.id != "none":
             largest = max((member.size for bucket in buckets for member in bucket.members), default=0)
             log.warn_once(
@@ -190,6 +190,7 @@ class Compressor(ABC):
         Raises:
             RuntimeError: a step is in progress.
         """
+        # Not allowed within a step, because a step must not mix both kinds of exchanges
         between = "enter and leave paused() between steps; under Horovod, call synchronize() inside of it"
         self._refuse_in_step(between)
         before = self.local.paused
@@ -290,7 +291,7 @@ class Compressor(ABC):
         Raises:
             ValueError: the loss scale is not a positive finite number.
         """
-        return loss_scale_now(self.loss_scale)
+        return evaluate_loss_scale(self.loss_scale)
 
 
 def process_set_changed(process_set: Any, world: int) -> bool:
@@ -321,6 +322,7 @@ def next_compressor_number(
         watchdog: watchdog of the new Compressor.
     """
     number = numbers[set_id]
+    # Only elastic training needs the collective; elsewhere the counts agree
     if is_elastic():
         with watchdog.rendezvous("every rank's Compressor"):
             number = largest(number)
@@ -334,6 +336,7 @@ def _progress_of(compressor: Compressor | None) -> Progress | None:
         return Progress(0, None)
     if compressor._is_over():
         return None
+    # list() because the main thread may replace the dictionary in the middle of this call
     steps = max((state.step for state in list(compressor.local.states.values())), default=0)
     return Progress(steps, compressor._waits_for(), first=compressor.ledger.steps == 0)
 

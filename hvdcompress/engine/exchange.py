@@ -111,6 +111,7 @@ class Exchange:
                 raise ValueError(f"tensor {member.name!r} has {member.size} elements, its gradient has {len(gradient)}")
             if self._intake.has(index):
                 raise ValueError(f"tensor {member.name!r} got a second gradient in the same step")
+        # Check all gradients before accepting any, so that an error leaves the exchange unchanged
         for index, out in zip(indices, gradients if outs is None else outs, strict=True):
             self.outs[index] = out
         began = time.perf_counter()
@@ -246,6 +247,7 @@ class Exchange:
         Returns:
             The factor to pass to :meth:`deliver`.
         """
+        # A linear method may decode the average directly, which saves a pass over the result
         if self.setup.method.linear:
             self.resume(result)
             return 1.0
@@ -348,6 +350,7 @@ class Exchange:
         self._expect(Stage.DELIVERED)
         setup = self.setup
         if setup.paused:
+            # The optimizer uses the gradient, but it is not part of the tracked buffer content
             known = self._adapter.paused_state() if self._adapter else setup.state.momentum
             return replace(setup.state, momentum=replace(known, foreign=(True,) * len(setup.bucket.members)))
         slots = {**setup.state.slots, **(setup.feedback.spare if self._fused else self.reduced[0].state)}
@@ -364,7 +367,7 @@ class Exchange:
             setup.ops.subtract(slots[feedback.RESIDUAL][start:stop], overflow, -1.0)
         if unused:
             for member, (start, stop) in zip(setup.bucket.members, setup.bucket.spans, strict=True):
-                for slot in feedback.names(setup.method) if member.name in unused else ():
+                for slot in feedback.slot_names(setup.method) if member.name in unused else ():
                     setup.ops.write(slots[slot][start:stop], setup.state.slots[slot][start:stop], 1.0)
         return BucketState(
             setup.bucket,
@@ -386,6 +389,7 @@ class Exchange:
         """End the exchange after the commit."""
         self._expect(Stage.DELIVERED)
         setup = self.setup
+        # Counters and lengths become visible only now, because an abandoned step must leave no trace
         counters = setup.work.counters
         for _, work in setup.per_tensor:
             for name, count in work.counters.items():
@@ -407,6 +411,7 @@ class Exchange:
             fill: whether to fill the results with NaN.
         """
         self.stage = Stage.CLOSED
+        # Closing the generator frees the buffers that its frame refers to
         if self._communication:
             self._communication.close()
         for out in self.outs if fill else ():

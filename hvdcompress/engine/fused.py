@@ -67,6 +67,7 @@ class FusedCommunication:
         if self._round:
             for index, part in enumerate(self._parts(result)):
                 self._run(index, part)
+        # Within a phase all tensors yield equally many collectives, so they also finish in the same round
         left = sum(collective is not None for collective in self._collectives)
         if not left:
             raise StopIteration(self._reduced)
@@ -104,6 +105,7 @@ class FusedCommunication:
 
         def detached(array: Array) -> Array:
             start, stop = span(array)
+            # A method may keep (a view of) a result as its state, and results are views of the concatenated payloads
             if not any(a < stop and start < b for a, b in self._concatenated):
                 return array
             return self.ops.concat([array], self.ops.zeros(len(array), dtype_name(array), array))
@@ -117,6 +119,7 @@ class FusedCommunication:
         if any(_kind(collective) != _kind(first) for collective in others):
             self._raise_mismatch()
         if isinstance(first, Broadcast):
+            # A method may spread the work of the root over the ranks, so that the roots of the tensors differ
             if len({int(collective.root) for collective in collectives}) > 1:
                 return self._from_several_roots(collectives)
             num_bytes = sum(collective.num_bytes for collective in collectives)
@@ -124,6 +127,7 @@ class FusedCommunication:
                 lambda: self._concatenate([collective.make() for collective in collectives]), first.root, num_bytes
             )
         if isinstance(first, AllReduce):
+            # Workspace.buffer places the buffers of neighbouring tensors next to each other, which saves this copy
             x = contiguous_view([collective.x for collective in collectives])
             if x is not None:
                 return AllReduce(x, first.op, may_overwrite=all(collective.may_overwrite for collective in collectives))
@@ -195,6 +199,7 @@ def contiguous_view(arrays: Sequence[Any]) -> Array | None:
     first = arrays[0]
     spans = [span(array) for array in arrays]
     is_numpy = isinstance(first, np.ndarray)
+    # Adjacent addresses are not enough: separate allocations can be adjacent by chance
     owners = {id(array.base) if is_numpy else array.untyped_storage().data_ptr() for array in arrays}
     if len(owners) > 1 or any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
         return None

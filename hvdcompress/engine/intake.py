@@ -72,6 +72,7 @@ class Intake(ABC):
             self._num_waiting += len(gradient)
         self.num_missing -= len(indices)
         if not self.num_missing or self._num_waiting >= self.threshold:
+            # Reset first: if the method raises an exception, the gradients must not be processed again
             waiting = self._waiting
             self._waiting = {}
             self._num_waiting = 0
@@ -106,7 +107,7 @@ class Intake(ABC):
             work: the method's workspace.
 
         Returns:
-                The vector for the method, and the scan result. A gradient with an Inf or a NaN becomes zeros.
+            The vector for the method, and the scan result. A gradient with an Inf or a NaN becomes zeros.
         """
         ops = work.ops
         scale = self.setup.scale
@@ -115,6 +116,7 @@ class Intake(ABC):
         if index is not None and scale == 1.0:
             scan = self.setup.method.scan(index, state, ctx, work, gradient)
         found = ops.inspect(gradient, scan)
+        # ``finite`` is a tensor on a device, and then _zero_nonfinite() applies it there
         if found.finite is False:
             gradient = ops.zeros(len(gradient), self.setup.dtype, like=gradient)
             found = ops.inspect(gradient, scan)._replace(finite=False)
@@ -144,6 +146,7 @@ class Tiles(Intake):
     def _process(self, indices: list[int], gradients: list[Array]) -> None:
         setup = self.setup
         if setup.with_feedback and not setup.per_tensor:
+            # One call for all gradients: a call has a fixed cost, and most gradients are small
             spans = [setup.bucket.spans[index] for index in indices]
             founds = setup.feedback.receive(gradients, indices, spans, setup.ctx, setup.work)
             for index, found in zip(indices, founds, strict=True):
@@ -165,6 +168,7 @@ class Tiles(Intake):
         if len(setup.bucket.members) == 1 or found.saturated is not None:
             self.x = x
             return
+        # Without feedback, x must not overwrite the gradients, which belong to the framework
         if self.x is None:
             size = setup.bucket.spec.size
             self.x = setup.memory.flat_buffer(size, setup.dtype, gradient, setup.ops)
@@ -174,6 +178,7 @@ class Tiles(Intake):
     def _begin(self, index: int, gradient: Array) -> None:
         """Process the gradient of one tensor and run the method on it to its first collective."""
         setup = self.setup
+        # Residuals of all tensors are slices of one array per bucket, and the method's own slots are per tensor
         ctx, work = setup.per_tensor[index]
         where = slice(*setup.bucket.spans[index])
         spare = {slot: buffer[where] for slot, buffer in setup.feedback.spare.items()}
@@ -209,6 +214,7 @@ class Whole(Intake):
         setup = self.setup
         ops = setup.ops
         in_order = [gradient for _, gradient in sorted(zip(indices, gradients, strict=True), key=lambda pair: pair[0])]
+        # PyTorch's allocator reuses memory by itself, NumPy's does not
         buffer = None
         if isinstance(in_order[0], np.ndarray):
             buffer = setup.memory.flat_buffer(setup.bucket.spec.size, setup.dtype, in_order[0], ops)

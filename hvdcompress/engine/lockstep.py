@@ -43,6 +43,7 @@ def _all_reduce(requests: Sequence[Request]) -> Results:
     kinds = {f"{request.op} {request.payload.dtype}" for request in requests}
     if len(kinds) != 1:
         raise RuntimeError(f"all-reduce: ops or dtypes differ between ranks: {sorted(kinds)}")
+    # add_all sums in rank order, so results are reproducible
     total = hvdcompress.ops.fast.add_all(arrays) if requests[0].op == "sum" else np.maximum.reduce(arrays)
     return [total] * len(requests)
 

@@ -21,7 +21,7 @@ from hvdcompress.engine.pieces import (
     combined,
     concatenated,
     copied,
-    in_form_of,
+    in_same_form,
     is_compact,
     scaled,
     to_dense,
@@ -65,6 +65,7 @@ class Adapter:
             return []
         if momentum.adapts(setup.method):
             return [momentum.cancelling_filter(setup.method, each) for each in found]
+        # The method does not adapt momentum. If an earlier one did, its part of the buffer must be restored once.
         return [momentum.restoring_filter(each) for each in found] if self._past else []
 
     def _reconciled(self, found: Sequence[Momentum | None]) -> Pieces:
@@ -72,18 +73,22 @@ class Adapter:
 
         An optimizer may have a new buffer, may have skipped its step, or may have used a gradient that is not in the
         known content.
+
+        Args:
+            found: the momentum of each tensor; None if unknown.
         """
         content = self.known.content
         then = self.known.updates or (None,) * len(found)
         foreign = self.known.foreign or (False,) * len(found)
-        # Number of optimizer updates since the last exchange that decayed v without adding to it; −1 if the optimizer
-        # skipped its step, so that the last addition never happened
-        more: list[int] = []
+        # Optimizer updates since the last exchange that decayed v without adding to it. −1 means that the optimizer
+        # skipped its step (as a gradient scaler does after an overflow), so that v is what it was before.
+        decays: list[int] = []
         for before, now, is_foreign in zip(then, self._updates, foreign, strict=True):
-            more.append(0 if before is None or now is None else now - before - (not is_foreign))
-        empty = [one is not None and one.empty for one in found]
-        changes: list[tuple[list[bool], Pieces]] = [([each < 0 for each in more], self.known.before), (empty, ())]
-        factors = [one.factor**each if one and each > 0 else 1.0 for one, each in zip(found, more, strict=True)]
+            decays.append(0 if before is None or now is None else now - before - (not is_foreign))
+        # Each change: for which tensors it applies, and the content that replaces theirs
+        changes: list[tuple[list[bool], Pieces]] = [([each < 0 for each in decays], self.known.before)]
+        changes.append(([one is not None and one.empty for one in found], ()))
+        factors = [one.factor**each if one and each > 0 else 1.0 for one, each in zip(found, decays, strict=True)]
         for factor in set(factors) - {1.0}:
             changes.append(([each == factor for each in factors], scaled(content, factor)))
         for chosen, other in changes:
@@ -101,7 +106,7 @@ class Adapter:
             outs: float32 arrays that receive the gradients, one per tensor.
 
         Returns:
-                Whether anything was written. False if no momentum is adapted in this step.
+            Whether anything was written. False if no momentum is adapted in this step.
         """
         found = [self.setup.local.optimizer(member.name) for member in self.bucket.members]
         if not any(found):  # the optimizer is unknown or was deleted
@@ -115,11 +120,13 @@ class Adapter:
             return False
         by_wait = any(one.share is None for one in filters)
         if by_wait and self._arrived is None:
+            # Tracking starts now, as if every element had been sent in the last step
             self._arrived = self.ops.zeros(self.bucket.spec.size, "int8", self.setup.like)
             self.ops.fill(self._arrived, _stamp(self.setup.state.step))
         totals = self._totals()
         spread = _spread(totals) if by_wait else 1.0
         first = filters[0]
+        # Nesterov's momentum decays v itself, which would make a sparse v denser in every step
         if is_compact(totals, self.bucket) and not first.decay and all(other == first for other in filters):
             kept = self._write_compact(totals, first, spread, factor, outs)
         else:
@@ -130,19 +137,23 @@ class Adapter:
     def _write_compact(
         self, totals: Sequence[Any], one: Filter, spread: float, factor: float, outs: Sequence[Array]
     ) -> Pieces:
-        """Write sparse or low-rank totals without creating a dense vector."""
+        """Write sparse or low-rank totals without creating a dense vector, and return the new v.
+
+        The gradient u = s + c·(gain/entry − 1)·s − (μ/entry)·v is again sparse, or of low rank.
+        """
         ops = self.ops
         scale = self.setup.scale
-        as_it_is = factor / scale
+        unchanged = factor / scale  # factor of a total that is delivered with its momentum
         gain = one.gain * factor
-        lost = one.factor / (one.entry * scale)
+        lost = one.factor / (one.entry * scale)  # factor of the old v
         more = one.gain / one.entry - 1.0  # without momentum, a gradient has its whole effect in this step
-        old: Sequence[Any] = in_form_of(totals, self._past, self.bucket, ops)
+        old: Sequence[Any] = in_same_form(totals, self._past, self.bucket, ops)
         kept: list[Piece] = []
         for number, total in enumerate(totals):
             if isinstance(total, Outer):
+                # All elements of a matrix have the same share, because all of them are sent in every step
                 assert one.share is not None
-                change = as_it_is * (1.0 + one.share * more)
+                change = unchanged * (1.0 + one.share * more)
                 if old:
                     ops.write(outs[number], combined(total, change, old[number], -lost, ops), 1.0)
                 else:
@@ -155,11 +166,12 @@ class Adapter:
             kept.append(Sparse(index, values * share * _rounded(gain)))
             if old:
                 index, values = old[number]
-                given.append(Sparse(index, values * _rounded(-lost / as_it_is)))
+                given.append(Sparse(index, values * _rounded(-lost / unchanged)))
             if len(totals) < len(outs):
-                ops.write_parts(outs, Shares(given), as_it_is)
+                ops.write_parts(outs, Shares(given), unchanged)
             else:
-                ops.write(outs[number], Shares(given), as_it_is)
+                ops.write(outs[number], Shares(given), unchanged)
+        # The old v has another form, because the method has changed: subtract it separately
         if self._past and not old:
             vector = to_dense(self._past, self.bucket, ops, outs[0])
             for out, (start, stop) in zip(outs, self.bucket.spans, strict=True):
@@ -177,16 +189,18 @@ class Adapter:
         for number, total in enumerate(totals):
             ops.write(new[slice(*self._span_of(number))], total, factor)
         for out, one, (start, stop) in zip(outs, filters, self.bucket.spans, strict=True):
-            v = new[start:stop]
+            v = new[start:stop]  # now s_t, later v_t
             share: Any = one.share
             if share is None:
                 assert self._arrived is not None
                 ages = self._arrived[start:stop]
                 share = ops.take_by_age(self._table(one, spread), ages, _stamp(self.setup.state.step + 1))
             rest = None if one.share == 1.0 else v * (1.0 - share)
+            # v_t = gain·c·s_t + decay·v_{t−1}
             v *= share * _rounded(one.gain)
             if old is not None and one.decay:
                 ops.subtract(v, old[start:stop], -one.decay)
+            # u_t = (1 − c)·s_t + (v_t − μ·v_{t−1}) / entry
             ops.write(out, v, 1.0 / (one.entry * scale))
             if old is not None:
                 ops.subtract(out, old[start:stop], one.factor / (one.entry * scale))
@@ -255,6 +269,7 @@ class Adapter:
         for is_unused, (start, stop) in zip(unused, self.bucket.spans, strict=False):
             if is_unused:
                 arrived[start:stop] = self._arrived[start:stop] + 1  # without a gradient, no element waits longer
+        # A stamp is the step modulo 256. Renew old ones before they would look like recent ones.
         if step % RENEWED == 0:
             waits = _stamp(step + 1) - arrived
             arrived[waits > MAX_WAIT] = _stamp(step + 1 - MAX_WAIT)

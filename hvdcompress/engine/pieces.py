@@ -57,10 +57,12 @@ def combined(first: Outer, factor: float, second: Outer, other: float, ops: Ops)
     Its rank is the sum of both ranks. If the basis of ``second`` is a linear combination of that of ``first``, the rank
     of ``first`` is enough; this happens with ACP-SGD, whose steps start from a factor of the step before.
     """
+    # ``basis`` is the orthonormal factor, ``mine`` and ``rows`` are the coordinates with respect to it
     is_right = first.basis == "right"
     basis, mine = (first.right, first.left) if is_right else (first.left, first.right)
     theirs, rows = (second.right, second.left) if is_right else (second.left, second.right)
     weights = ops.coordinates(theirs, basis, first.terms) if first.basis else None
+    # The bases differ, so the sum needs both of them
     if weights is None:
         left = ops.concat([copied_left(first, factor), copied_left(second, other)])
         return Outer(left, ops.concat([first.right, second.right]), first.terms + second.terms)
@@ -88,7 +90,7 @@ def is_compact(totals: Sequence[Any], bucket: Bucket) -> bool:
     return all(isinstance(total, Sparse | Shares) for total in totals)
 
 
-def in_form_of(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
+def in_same_form(totals: Sequence[Any], past: Pieces, bucket: Bucket, ops: Ops) -> Pieces:
     """Return past pieces in the form of compact totals, or nothing if they have a different form."""
     form = Outer if isinstance(totals[0], Outer) else Sparse
     if not all(isinstance(piece, form) for piece in past):

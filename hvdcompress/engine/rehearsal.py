@@ -81,7 +81,7 @@ def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communic
     spec = ctx.spec
     work = Workspace(hvdcompress.ops.fast)
     # full() instead of zeros(): it touches the memory, so that timings are those of a later step
-    spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.names(method)}
+    spare = {name: np.full(spec.size, 0.0, np.float32) for name in feedback.slot_names(method)}
     own = feedback.Feedback(method, blank_state(method, spec, integers), spare)
     if method.feedback != "none":
         spans = list(itertools.pairwise(itertools.accumulate(spec.parts, initial=0)))
@@ -121,6 +121,7 @@ def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple
             rounds.append((round_of(collectives[0]), _length(collectives[0])))
             results = carry_out(collectives)
             collectives = [communication.send(result) for communication, result in zip(ranks, results, strict=True)]
+    # All ranks finish in the same round, so the first one that returns ends the rehearsal
     except StopIteration:
         return tuple(rounds)
 
@@ -142,6 +143,7 @@ def carry_out(collectives: list[Collective]) -> list[Array]:
     ]
     outs = lockstep.carry_out(requests)
     pieces = [request.recv_lengths or () for request in requests]
+    # The requests of all-gathers have no lengths, because a method declares only its own
     if isinstance(collectives[0], AllGather):
         pieces = [tuple(gathered_lengths(outs[0], collectives[0], world, fast))] * world
     return [

@@ -62,7 +62,9 @@ class Setup:
         # Loss scales change, so state is kept unscaled. A method without state can skip the division.
         self.scale = 1.0 / loss_scale if loss_scale != 1.0 and feedback.slots(method, bucket.spec) else 1.0
         self.with_feedback = method.feedback != "none"
-        spare = {slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.names(method)}
+        spare = {
+            slot: memory.second_buffer(slot, state.slots[slot], "float32", ops) for slot in feedback.slot_names(method)
+        }
         self.feedback = feedback.Feedback(method, state.slots, spare, self.scale)
         self.ctx = self._context(bucket.spec)
         self.work = Workspace(ops, memory.scratch, span=(0, bucket.spec.size))
@@ -87,7 +89,8 @@ class Setup:
 
     def _tensor_workspaces(self) -> list[tuple[Context, Workspace]]:
         # A hot loop: it runs for every tensor in every step
-        bucket, of_member = self.bucket, self.memory.of_member
+        bucket = self.bucket
+        of_member = self.memory.of_member
         return [
             (self._context(member), Workspace(self.ops, of_member(index), bucket=self.work, span=span))
             for index, (member, span) in enumerate(zip(bucket.members, bucket.spans, strict=True))

@@ -395,12 +395,13 @@ class RankState:
         if not specs and self.plan.rules and self.ledger.steps == SEEN:
             specs = [spec for bucket in self.buckets() for spec in bucket.members]
         for rule in self.plan.unused_rules(specs) if specs and self.rank == 0 else ():
-            there = log.some([spec.name for spec in specs])
-            log.warn_once(f"the plan's rule with match {{{rule.match}}} applies to no tensor; the tensors are {there}")
+            known = log.first_names([spec.name for spec in specs])
+            log.warn_once(f"the plan's rule with match {{{rule.match}}} applies to no tensor; the tensors are {known}")
         if self._loaded and self.round == self._claimed_by and self.rank == 0:
+            loaded = log.first_names([*self._loaded["steps"]])
             log.warn_once(
-                f"no tensor has used the loaded state of {log.some([*self._loaded['steps']])} so far; the tensors are "
-                f"{log.some(self.names())}. If the tensors were renamed, their residuals are lost"
+                f"no tensor has used the loaded state of {loaded} so far; the tensors are "
+                f"{log.first_names(self.names())}. If the tensors were renamed, their residuals are lost"
             )
 
     # -- regrouping -----------------------------------------------------------------------------------------
@@ -421,7 +422,7 @@ class RankState:
         self.replaced = True
         self.forget(state.bucket.spec.name for state in moved)
         self.put([state for state in kept if state])
-        self._loaded = snapshot.without(saved, singles)
+        self._loaded = snapshot.without_buckets(saved, singles)
 
     def forget(self, names: Iterable[str]) -> None:
         """Delete the states of these buckets."""
@@ -486,7 +487,7 @@ class RankState:
                 raise ValueError(f"the saved state has tensors that the model does not have: {', '.join(unknown)}")
         found = [snapshot.restored(saved, each, copy) for each in (self.buckets() if buckets is None else buckets)]
         self._replace({state.bucket.spec.name: state for state in found if state})
-        self._loaded = snapshot.without(saved, self.buckets())
+        self._loaded = snapshot.without_buckets(saved, self.buckets())
         self._copy = copy
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
@@ -498,7 +499,7 @@ class RankState:
             return None
         state = snapshot.restored(self._loaded, bucket, self._copy, whole=False)
         if state:
-            self._loaded = snapshot.without(self._loaded, [bucket])
+            self._loaded = snapshot.without_buckets(self._loaded, [bucket])
             self.put([state])
         return state
 

@@ -46,7 +46,7 @@ from hvdcompress.plan import Bucket
 POLL_INTERVAL = 5e-4  #: seconds; Horovod completes collectives once per HOROVOD_CYCLE_TIME, 1 ms by default
 
 
-def loss_scale_now(loss_scale: float | Callable[[], float]) -> float:
+def evaluate_loss_scale(loss_scale: float | Callable[[], float]) -> float:
     """Return the current loss scale.
 
     Args:
@@ -182,7 +182,7 @@ class Step:
         self._last_poll = 0.0  # time of the last poll()
         self.defer_errors = DeferErrors(self)
 
-    # -- gradients come in ----------------------------------------------------------------------------------
+    # -- adding gradients ----------------------------------------------------------------------------------
 
     @IGNORE_FLOAT_WARNINGS
     def add(
@@ -285,7 +285,6 @@ class Step:
 
         Second rounds can then overlap with the rest of the backward pass. Only for transports that match collectives by
         name. A call within ``POLL_INTERVAL`` of the last one is a no-op.
-
         """
         # A hook runs for each of hundreds of gradients; polling Horovod in each of them would cost more than it gains
         now = time.perf_counter()
@@ -371,7 +370,7 @@ class Step:
         # of the disagreement, which is the message to show.
         if not status.alike:
             mine = json.dumps([self.config.plan, self.config.tensors, self.local.steps(), self.checksums])
-            everyone = [json.loads(text) for text in self.collectives.gather_text("terms", mine)]
+            everyone = [json.loads(text) for text in self.collectives.gather_text("config", mine)]
             compare_configs([(plan, tensors) for plan, tensors, *_ in everyone])
             if all(steps == everyone[0][2] for _, _, steps, _ in everyone):
                 verify.compare([sums for *_, sums in everyone], self.local.steps_done())

@@ -143,7 +143,7 @@ class DGC(Method):
         if self.select == "exact":
             chosen = select.largest(x, self.counts(ctx.spec), ctx, work)
         else:
-            wanted = select.about(self.density, ctx.spec.size)
+            wanted = select.gaussiank_limits(self.density, ctx.spec.size)
             search = select.Search(self.threshold(x, ctx, work), wanted, select.refine_bisect)
             chosen, _ = select.above_threshold(x, search, 0, ctx, work)
         work.counters["kept"] = len(chosen.index)

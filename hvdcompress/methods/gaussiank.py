@@ -86,7 +86,7 @@ class GaussianK(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.scope == "tensor" and self.values in codecs.ALONE else "tensor"
+        return "part" if self.scope == "tensor" and self.values in codecs.ELEMENTWISE else "tensor"
 
     def parts(self, spec: TensorSpec) -> tuple[int, ...]:
         """Return the sizes of the parts that are selected from separately: each tensor, or the whole bucket."""
@@ -141,6 +141,6 @@ class GaussianK(Method):
         mean, std = moments or work.ops.moments(x)
         start = np.float32(select.gaussian_threshold(mean, std, self.density))  # t
         refine = select.refine_paper if self.refine == "paper" else select.refine_bisect
-        search = select.Search(start, select.about(self.density, len(x)), refine)
+        search = select.Search(start, select.gaussiank_limits(self.density, len(x)), refine)
         chosen, _ = select.above_threshold(x, search, index, ctx, work)
         return chosen

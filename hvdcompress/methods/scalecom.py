@@ -109,7 +109,7 @@ class ScaleCom(Method):
 
     @property
     def granularity(self) -> Granularity:  # type: ignore[override]
-        return "part" if self.values in codecs.ALONE else "tensor"
+        return "part" if self.values in codecs.ELEMENTWISE else "tensor"
 
     def counts(self, spec: TensorSpec) -> list[int]:
         """Return k for each tensor of the bucket: the number of chunks, or ⌊n·density⌋ with exact selection."""

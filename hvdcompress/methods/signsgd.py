@@ -43,7 +43,7 @@ from hvdcompress.ops.scan import Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Codes
 from hvdcompress.parts import wire
-from hvdcompress.parts.sums import Codec, Quantizer, put
+from hvdcompress.parts.sums import Codec, Quantizer, concatenate_into
 from hvdcompress.parts.wire import WireError
 
 
@@ -59,7 +59,7 @@ class SignCodec:
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
         mean = ops.bucket_norms(x, len(x), "mean")  # ‖x‖₁/n [1]; [0] if x is empty
-        return put([ops.to_bytes(mean), ops.pack_signs(x)], out, ops)
+        return concatenate_into([ops.to_bytes(mean), ops.pack_signs(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
         self._check(buffer, count)
@@ -101,5 +101,5 @@ class SignSGD(Quantizer):
         ops = work.ops
         signs, mean = scanned  # from the pass that added gradient and residual
         payload = self.payload(ctx, work, like=x)
-        put([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
+        concatenate_into([ops.to_bytes(mean), signs], payload[wire.NUM_BYTES :], ops)
         return payload

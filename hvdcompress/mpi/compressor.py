@@ -40,7 +40,7 @@ from hvdcompress.engine.step import Agree, Step  # noqa: E402
 from hvdcompress.engine.telemetry import log  # noqa: E402
 from hvdcompress.method import Method, TensorSpec  # noqa: E402
 from hvdcompress.mpi.transport import MPITransport  # noqa: E402
-from hvdcompress.optimizers import SGD, UNKNOWN, described, may_adapt  # noqa: E402
+from hvdcompress.optimizers import SGD, UNKNOWN_OPTIMIZER, may_adapt, momentum_reader  # noqa: E402
 from hvdcompress.plan import IN_ORDER, Bucket, Plan, plan_of  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -92,7 +92,7 @@ class Compressor(compressor.Compressor):
             plan = plan_of("none")
         super().__init__(plan, comm.rank, comm.size, loss_scale)
         try:
-            self.local.optimizer = described(optimizer)
+            self.local.optimizer = momentum_reader(optimizer)
         except TypeError as caught:
             error = error or caught
         self._tensors: _Tensors | None = None  # the tensors of the last step
@@ -112,7 +112,7 @@ class Compressor(compressor.Compressor):
         compare_configs([(plan, {}) for plan in plans])
         self.watchdog.set_peers(addresses)
         if optimizer is None and may_adapt(plan) and comm.rank == 0:
-            log.warn_once(UNKNOWN)
+            log.warn_once(UNKNOWN_OPTIMIZER)
 
     def close(self) -> None:
         """Free the Compressor's communicators; collective. Without this call, they are kept until MPI is finalized."""

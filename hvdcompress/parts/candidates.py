@@ -1,8 +1,8 @@
-"""Candidates: the few elements of a vector that may be selected, noted while it is made.
+"""Candidates: elements that may be selected, collected in the pass that adds gradient and residual.
 
-Methods that select by magnitude remember the threshold of the last step. Elements that are above a somewhat lower one
-are noted in the pass that adds gradient and residual (``ops.accumulate``). Where they turn out to be enough, nothing
-needs to look at the others, and the selection is the same as if it had.
+Methods that select by magnitude remember the threshold of the last step. The pass that adds gradient and residual
+(``ops.accumulate``) records all elements above a somewhat lower threshold. If they suffice, the other elements are not
+read again. The selection is the same as without candidates.
 """
 
 from __future__ import annotations
@@ -16,94 +16,101 @@ from hvdcompress.ops.scan import NOTHING, Scan
 from hvdcompress.ops.spec import Ops
 from hvdcompress.ops.vectors import Scalar
 
-THRESHOLDS = "thresholds"  #: in ``work.scratch``, float32 [4, parts]: the last threshold of each part, the one before,
-# what the expected next one is multiplied by (factor), and by which part candidates should be more than are wanted
-FACTOR, LEAST_FACTOR, MOST_FACTOR = 0.9, 0.5, 0.998
-EXCESS, LEAST_EXCESS, MOST_EXCESS = 1.5, 0.5, 4.0
-CALMER = 0.97  #: by which the excess shrinks where there were enough candidates; it doubles where there were too few
-STEEP = 0.2  #: where nothing is known, 1/STEEP is the power of the magnitude that counts fall with
-ROOM = 16  #: candidates are not noted if they are so many times as many as wanted
+#: Name in ``work.scratch`` of a float32 array [4, parts]. The rows are the last threshold of each part, the threshold
+#: before, the factor between the expected next threshold and the candidates' threshold, and the excess: the relative
+#: number of candidates to aim for beyond the wanted number
+THRESHOLDS = "thresholds"
+FACTOR, LEAST_FACTOR, MOST_FACTOR = 0.9, 0.5, 0.998  #: initial value and limits of the factor
+EXCESS, LEAST_EXCESS, MOST_EXCESS = 1.5, 0.5, 4.0  #: initial value and limits of the excess
+EXCESS_DECAY = 0.97  #: factor of the excess after a step with enough candidates; otherwise the excess doubles
+DEFAULT_SLOPE = 0.2  #: assumed exponent: magnitude ~ count^(−slope), if it cannot be measured
+CAPACITY = 16  #: candidates are dropped if there are this many times the wanted number
 
 
 def scan(wanted: int, index: int, work: Workspace, moments: bool = False) -> Scan:
-    """Return what to look for in gradient + residual: elements that may be selected, by the last steps' thresholds.
+    """Return the scan that collects candidates, based on the thresholds of earlier steps.
 
     Args:
-        wanted: how many elements have to be among the candidates.
-        index: which part of the vector is meant, from 0.
-        work: its ``scratch`` has the thresholds.
-        moments: whether the moments are needed, too.
+        wanted: number of elements that the candidates must contain.
+        index: index of the part of the vector.
+        work: the workspace; its ``scratch`` contains the thresholds.
+        moments: whether the scan must also compute the moments.
     """
     known = work.scratch.get(THRESHOLDS)
     if known is None or index >= known.shape[1] or not known[0, index] > 0:
         return Scan(moments)
     now, before, factor, _ = known[:, index].tolist()
-    return Scan(moments, above=np.float32(factor * _expected(now, before)), capacity=_room(wanted))
+    return Scan(moments, above=np.float32(factor * _expected(now, before)), capacity=_capacity(wanted))
 
 
 def _expected(now: float, before: float) -> float:
-    """Return the next threshold after two: as residuals grow, so does it."""
+    """Extrapolate the next threshold from the last two. Residuals grow, and the threshold grows with them."""
     return now + max(now - before, -now) / 2 if before else now
 
 
-def _room(wanted: int) -> int:
-    return ROOM * wanted + 64
+def _capacity(wanted: int) -> int:
+    return CAPACITY * wanted + 64
 
 
 def scan_whole(wanted: int, ctx: Context, work: Workspace, moments: bool = False) -> Scan:
-    """Return what to look for if elements are selected from the vector as a whole: nothing where it is a bucket."""
+    """Return the scan for a selection from the whole vector. Buckets of several parts have no candidates then."""
     return scan(wanted, 0, work, moments) if len(ctx.spec.parts) == 1 else NOTHING
 
 
-def of(index: int, work: Workspace) -> Sparse | None:
-    """Return the candidates that were noted in a part of the vector, or None if they were not or were too many."""
+def recorded(index: int, work: Workspace) -> Sparse | None:
+    """Return the candidates in a part of the vector; None if there was no scan, or if there were too many."""
     return work.scanned[index].above if work.scanned else None
 
 
 def thresholds(ctx: Context, work: Workspace) -> Array:
-    """Return the array [4, parts] that :func:`remember` writes to, a part's column at a time."""
+    """Return the array of thresholds, float32 [4, parts]. :func:`remember` updates one column."""
     known = work.scratch.get(THRESHOLDS)
     if known is None or known.shape[1] < len(ctx.spec.parts):
         known = np.zeros((4, len(ctx.spec.parts)), np.float32)
-        known[2], known[3] = FACTOR, EXCESS
+        known[2] = FACTOR
+        known[3] = EXCESS
         work.scratch[THRESHOLDS] = known
     return known
 
 
 def remember(known: Array, threshold: float, reached: int, found: int | None, wanted: int) -> None:
-    """Remember the threshold of a selection for the next step.
+    """Update the thresholds of a part after a selection.
 
     Args:
-        known: the column of the part, of :func:`thresholds`.
-        threshold: what all selected elements reach or exceed.
-        reached: how many elements do.
-        found: the number of candidates that there were, or None if they were not noted or too many.
-        wanted: how many there had to be.
+        known: the column of the part in :func:`thresholds`.
+        threshold: the magnitude that all selected elements reach or exceed.
+        reached: number of elements that reach it.
+        found: number of candidates; None if there was no scan, or if there were too many.
+        wanted: number of candidates that were needed.
     """
     now, before, factor, excess = known.tolist()
-    if now > 0 and threshold > 0 and reached:  # candidates were looked for
-        expected, count = _expected(now, before), _room(wanted) if found is None else max(found, 1)
-        excess = min(2 * excess, MOST_EXCESS) if count < wanted else max(CALMER * excess, LEAST_EXCESS)
-        # near the threshold, counts go with a power of the magnitude: where would there have been as many as aimed at?
-        steep = math.log(threshold / (factor * expected)) / math.log(count / reached) if count != reached else 0.0
+    if now > 0 and threshold > 0 and reached:  # there was a scan
+        expected = _expected(now, before)
+        count = _capacity(wanted) if found is None else max(found, 1)
+        excess = min(2 * excess, MOST_EXCESS) if count < wanted else max(EXCESS_DECAY * excess, LEAST_EXCESS)
+        # Near the threshold, count ~ magnitude^(−1/slope): at which magnitude would the number have been as aimed for?
+        slope = math.log(threshold / (factor * expected)) / math.log(count / reached) if count != reached else 0.0
         aim = (1 + excess) * wanted / reached
-        factor = threshold * aim ** -(steep if steep > 0 else STEEP) / expected
+        factor = threshold * aim ** -(slope if slope > 0 else DEFAULT_SLOPE) / expected
         known[2:] = min(max(factor, LEAST_FACTOR), MOST_FACTOR), excess
     known[:2] = threshold, now
 
 
 class Elements:
-    """The elements of a vector, which are asked for those above thresholds.
+    """The elements of a vector, with counts and selections by threshold.
 
     Args:
         x: float32 [n].
-        near: the elements with |x| > low, if they are known.
-        low: what these exceed, if they are known.
+        near: the elements with |x| > low, if known.
+        low: the threshold of ``near``, if known.
         ops: the array backend.
     """
 
     def __init__(self, x: Array, near: Sparse | None, low: Scalar | None, ops: Ops):
-        self.x, self.near, self.low, self.ops = x, near, low or 0.0, ops
+        self.x = x
+        self.near = near
+        self.low = low or 0.0
+        self.ops = ops
 
     def largest(self) -> float:
         """Return the largest |x|, or 0 for no elements."""
@@ -114,21 +121,23 @@ class Elements:
         return float(self.ops.bucket_norms(self.x, len(self.x), "mean")[0]) if len(self.x) else 0.0
 
     def count_above(self, threshold: np.float32, enough: int) -> int:
-        """Return the number of elements with |x| > threshold; if they are more than ``enough``, perhaps less than that.
+        """Return the number of elements with |x| > threshold.
 
-        A number of ``enough`` or less is always right.
+        The result is exact if it is at most ``enough``. Otherwise it may be any number above ``enough``.
         """
         if self.near is None or threshold < self.low and len(self.near.index) <= enough:
             return self.ops.count_above(self.x, threshold)
         return len(self.near.index) if threshold < self.low else self.ops.count_above(self.near.values, threshold)
 
     def narrow(self, threshold: np.float32, count: int) -> None:
-        """Note the ``count`` elements above a threshold if they are few: only they will be asked for from now on."""
+        """Restrict later questions to the ``count`` elements above a threshold, if they are few."""
         if self.near is None:
             if 4 * count < len(self.x):
-                self.near, self.low = self._chosen(self.ops.first_above(self.x, threshold, count)), threshold
+                self.near = self._chosen(self.ops.first_above(self.x, threshold, count))
+                self.low = threshold
         elif threshold > self.low and 4 * count < len(self.near.index):
-            self.near, self.low = self.above(threshold, count), threshold
+            self.near = self.above(threshold, count)
+            self.low = threshold
 
     def above(self, threshold: np.float32, capacity: int) -> Sparse:
         """Return the first ``capacity`` elements with |x| > threshold."""

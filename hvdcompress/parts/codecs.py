@@ -1,15 +1,15 @@
 """Number formats of the values in a payload, and sums of values in them.
 
-A codec writes [count] float32 values in a known number of bytes, and reads them::
+A codec encodes float32 values [count] in a number of bytes that depends only on count::
 
     fp32                    unchanged
     fp16, bf16              rounded to 16 bits
     qsgd2 … qsgd8           stochastic quantization, bits per value (``parts/quantize.py``)
-    rangefloat4 … 16[mM]    range floats, bits per value, M of them mantissa: by default chosen from the data
-                            (``parts/rangefloat.py``)
+        rangefloat4 … 16[mM]    range floats, bits per value, M mantissa bits; without M they are chosen from the data
+                                (``parts/rangefloat.py``)
 
-Every method that sends values accepts these names. :func:`all_reduce` sums values over ranks: fp32 directly, fp16
-divided by the number of ranks so that the sum stays in range, and all others, which no network can add, by
+Every method that sends values accepts these names. :func:`all_reduce` sums values over ranks: fp32 directly; fp16 after
+a division by the number of ranks, which keeps the sum in range; all other formats, which networks cannot add, by
 scatter-reduce (``parts/sums.py``).
 """
 
@@ -28,10 +28,10 @@ from hvdcompress.ops.vectors import Half
 from hvdcompress.parts import sums
 from hvdcompress.parts.quantize import StochasticCodec
 from hvdcompress.parts.rangefloat import RangeFloatCodec
-from hvdcompress.parts.sums import Codec, put
+from hvdcompress.parts.sums import Codec, concatenate_into
 
-ALONE = ("fp32", "fp16")  #: formats in which neither a value nor its share of a sum depends on those sent with it
-SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with room for the sum's own rounding
+ELEMENTWISE = ("fp32", "fp16")  #: formats in which a value, and its share of a sum, depends on no other value
+SUMMED_MAX = 65504.0 * (1 - 2**-9)  #: largest |x| in an fp16 sum, with a margin for the rounding of the sum
 
 
 def _count_saturated(work: Workspace, count: Any) -> None:
@@ -39,7 +39,7 @@ def _count_saturated(work: Workspace, count: Any) -> None:
 
 
 class Float32:
-    """Values unchanged."""
+    """Float32, unchanged."""
 
     code = 0
 
@@ -48,7 +48,7 @@ class Float32:
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
         ops = work.ops
-        return put([ops.to_bytes(x)], out, ops)
+        return concatenate_into([ops.to_bytes(x)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array:
         return self.decode(buffer, count, ops)
@@ -58,7 +58,7 @@ class Float32:
 
 
 class Float16:
-    """IEEE half precision. Values beyond its range saturate and are counted in the ledger."""
+    """IEEE half precision. Values outside of its range are clipped, and counted in the ledger as "saturated"."""
 
     code = 1
 
@@ -69,7 +69,7 @@ class Float16:
         ops = work.ops
         half, saturated = ops.to_fp16(x, 1.0)
         _count_saturated(work, saturated)
-        return put([ops.to_bytes(half)], out, ops)
+        return concatenate_into([ops.to_bytes(half)], out, ops)
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Half:
         return Half(ops.from_bytes(buffer, "float16"), 1.0)
@@ -99,14 +99,14 @@ class BFloat16:
 
 @dataclass(frozen=True)
 class InParts:
-    """Writes the values of a bucket's tensors one tensor after another, each as if it were sent alone.
+    """Codec for the values of a bucket: it encodes each tensor's values separately.
 
-    The formats outside of :data:`ALONE` scale a value by others. Across tensors, what a tensor gets would depend on
-    the tensors that it is joined with.
+    Number formats outside of :data:`ELEMENTWISE` scale several values by a common factor. If values of different
+    tensors shared a factor, the result of a tensor would depend on the other tensors in its bucket.
 
     Attributes:
-        codec: The number format.
-        counts: The number of values of each tensor of the bucket.
+        codec: the number format.
+        counts: for each tensor of the bucket, its number of values.
     """
 
     codec: Codec
@@ -119,7 +119,7 @@ class InParts:
 
     @cached_property
     def spans(self) -> list[tuple[slice, slice]]:
-        """The values and the bytes of each tensor; bytes begin at multiples of 4."""
+        """For each tensor, its (values, bytes); the bytes of each tensor begin at a multiple of 4."""
         found = []
         first = start = 0
         for count in self.counts:
@@ -163,15 +163,15 @@ _MADE: dict[str, Callable[..., Codec]] = {
 
 @lru_cache(4096)
 def codec_of_parts(values: Values, counts: tuple[int, ...]) -> Codec:
-    """Return the codec of a bucket's values, of which each tensor has as many as ``counts`` says."""
-    if values in ALONE or len(counts) < 2:
+    """Return the codec for the values of a bucket whose tensors have ``counts`` values each."""
+    if values in ELEMENTWISE or len(counts) < 2:
         return codec(values)
     return InParts(codec(values), counts)
 
 
 @cache
 def codec(values: Values) -> Codec:
-    """Return the codec of a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
+    """Return the codec for a name such as "fp16", "qsgd4" or "rangefloat10m6"."""
     if values in _MADE:
         return _MADE[values](None, None)
     kind, bits, mantissa = re.fullmatch(r"([a-z]+)(\d+)(?:m(\d+))?", values).groups()  # type: ignore[union-attr]
@@ -179,7 +179,7 @@ def codec(values: Values) -> Codec:
 
 
 def reduced_num_bytes(count: int, values: Values, world: int) -> int:
-    """Return the payload bytes that a rank hands to collectives in :func:`all_reduce` of ``count`` values."""
+    """Return the payload bytes that a rank passes to collectives in :func:`all_reduce` of ``count`` values."""
     if values in ("fp32", "fp16"):
         return codec(values).num_bytes(count)
     return sums.reduced_num_bytes(count, codec(values), "scatter", world)
@@ -192,31 +192,32 @@ def all_reduce(
 
     Args:
         x: float32 [count].
-        values: the number format's name.
+        values: name of the number format.
         ctx: rank, world, step and tensor.
-        work: memory, findings and counters of this exchange, and the array ops.
-        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+        work: buffers, scan results and counters of this exchange, and the array ops.
+        stream: index of the sum within the exchange, so that each sum has its own random numbers.
 
     Yields:
         An all-reduce for fp32 and fp16; otherwise an all-to-all and an all-gather.
 
     Returns:
         The sum [count], and this rank's share of it after rounding [count], or None if ``ctx.needs_own`` is False. The
-        shares of all ranks add up to the sum, so that error feedback loses nothing.
+        shares of all ranks add up to the sum exactly, so error feedback loses nothing.
     """
     if values == "fp32":
         return (yield AllReduce(x)), x
-    in_halves = values == "fp16"
-    summing: Any = (
-        sum_of_halves(x, ctx, work, stream) if in_halves else sums.scatter(x, codec(values), ctx, work, stream)
-    )
-    total, own = yield from summing
+    total: Any
+    own: Any
+    if values == "fp16":
+        total, own = yield from sum_of_halves(x, ctx, work, stream)
+    else:
+        total, own = yield from sums.scatter(x, codec(values), ctx, work, stream)
     ops = work.ops
     return ops.dense(total), None if own is None else ops.dense(own)
 
 
 def halves(n: int, ctx: Context, work: Workspace, like: Array, stream: int = 0) -> Halves:
-    """Return how values [n] are converted that :func:`sum_of_halves` sums: such that no sum leaves float16's range."""
+    """Return the fp16 conversion for :func:`sum_of_halves` of values [n]. No sum over ranks can overflow."""
     payload = work.buffer(f"halves.{stream}", n, "float16", like)
     return Halves(1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
 
@@ -224,11 +225,21 @@ def halves(n: int, ctx: Context, work: Workspace, like: Array, stream: int = 0) 
 def sum_of_halves(
     x: Array, ctx: Context, work: Workspace, stream: int = 0, saturated: Any = None
 ) -> Generator[Any, Any, tuple[Half, Half | None]]:
-    """Do what :func:`all_reduce` does for fp16, and leave sum and share in float16.
+    """Sum ``x`` over ranks in fp16, as :func:`all_reduce` does, but return sum and share in fp16.
 
-    ``saturated``: how many values were clipped, if all of the vector's have been converted by :func:`halves` already.
+    Args:
+        x: float32 [count].
+        ctx: rank, world, step and tensor.
+        work: buffers, scan results and counters of this exchange, and the array ops.
+        stream: index of the sum within the exchange.
+        saturated: number of clipped values, if the scan has already converted all values by :func:`halves`.
     """
-    how = halves(len(x) if saturated is None else ctx.spec.size, ctx, work, x, stream)
-    _count_saturated(work, work.ops.to_fp16(x, *how)[1] if saturated is None else saturated)
-    total = yield AllReduce(how.out, may_overwrite=not ctx.needs_own)
-    return Half(total, ctx.world), Half(how.out, ctx.world) if ctx.needs_own else None
+    if saturated is None:
+        conversion = halves(len(x), ctx, work, x, stream)
+        _, saturated = work.ops.to_fp16(x, *conversion)
+    else:
+        # The scan has written the values into this buffer already
+        conversion = halves(ctx.spec.size, ctx, work, x, stream)
+    _count_saturated(work, saturated)
+    total = yield AllReduce(conversion.out, may_overwrite=not ctx.needs_own)
+    return Half(total, ctx.world), Half(conversion.out, ctx.world) if ctx.needs_own else None

@@ -1,4 +1,4 @@
-"""Gradients as matrices: the layout and slices of convolutions, and sums of projections that cannot overflow."""
+"""Gradients as matrices: layouts and slices of convolutions, and sums of projections that cannot overflow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from hvdcompress.parts import codecs
 Axes = tuple[int, ...]
 Order = Literal["oihw", "hwio"]
 
-WIDEST = 4096  #: elements per slice, at most, where there is a choice
+WIDEST = 4096  #: maximum number of elements per slice, where there is a choice
 USUAL = 768  #: elements per slice in Yu et al. 2018
 
 
 def blocks(spec: TensorSpec, order: Order = "hwio") -> tuple[int, int]:
-    """Return what is adjacent in an order, and how often it comes: (F·D, H·W) or (D·H·W, F) of a convolution.
+    """Return the size and number of blocks of adjacent elements: (F·D, H·W) or (D·H·W, F) for a convolution.
 
     Args:
         spec: the tensor: F filters of depth D on windows of H·W positions. A matrix or a vector has one position.
-        order: "hwio": the weights of all filters at one position. "oihw": one filter's weights.
+        order: "hwio": a block has the weights of all filters at one position. "oihw": a block has the weights of one
+            filter.
 
     Returns:
-        The elements of a block, and the number of blocks.
+        Elements per block, and the number of blocks.
     """
     across = spec.shape[-2:] if spec.layout == "hwio" else spec.shape[:2]
     if order == "oihw":
@@ -38,17 +39,17 @@ def blocks(spec: TensorSpec, order: Order = "hwio") -> tuple[int, int]:
 
 
 @lru_cache
-def slice_for(block: int, places: int) -> int:
-    """Choose the elements per slice, near 768: a multiple of a block of at most 4096, or else a divisor of a block.
+def slice_for(block: int, count: int) -> int:
+    """Choose the slice size near 768: a multiple of the block size of at most 4096, or else a divisor of it.
 
     Args:
-        block: elements of a block (see :func:`blocks`).
-        places: number of blocks.
+        block: elements per block (see :func:`blocks`).
+        count: number of blocks.
 
     Returns:
-        The elements per slice. Such slices fill the tensor without a rest.
+        Elements per slice. Slices of this size fill the tensor exactly.
     """
-    slices = [times * block for times in range(1, places + 1) if places % times == 0 and times * block <= WIDEST]
+    slices = [times * block for times in range(1, count + 1) if count % times == 0 and times * block <= WIDEST]
     if not slices:
         low = [part for part in range(1, math.isqrt(block) + 1) if block % part == 0]
         slices = [*low, *(block // part for part in low)]
@@ -56,11 +57,11 @@ def slice_for(block: int, places: int) -> int:
 
 
 def arranged(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") -> Array:
-    """Reorder ``x`` [n], so that it lies in the same order whichever framework it comes from.
+    """Reorder ``x`` so that its order does not depend on the framework.
 
     In order "hwio" the element of filter f, depth d and window position (h, w) gets the index ((h·W + w)·D + d)·F + f:
     the same weight of all filters is adjacent (Yu et al. 2018, §3.2). In order "oihw" it gets ((f·D + d)·H + h)·W + w:
-    the weights of one filter are adjacent. A tensor that is stored in the order is not touched.
+    the weights of one filter are adjacent. A tensor that is already stored in the order is returned unchanged.
 
     Args:
         x: the elements in stored order [n].
@@ -75,7 +76,7 @@ def arranged(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") -> Arr
 
 
 def stored_order(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") -> Array:
-    """Return to stored order: the inverse of :func:`arranged`, [n] to [n]."""
+    """Reorder [n] elements to stored order: the inverse of :func:`arranged`."""
     if spec.layout == order:
         return x
     shape = tuple(spec.shape[axis] for axis in _axes(len(spec.shape), order))
@@ -83,7 +84,7 @@ def stored_order(x: Array, spec: TensorSpec, ops: Ops, order: Order = "hwio") ->
 
 
 def _axes(ndim: int, order: Order) -> Axes:
-    """Return the axes of the other order in this one."""
+    """Return the permutation of axes from the other order to this one."""
     last = min(ndim, 2)
     if order == "hwio":
         return (*range(2, ndim), *reversed(range(last)))
@@ -91,16 +92,16 @@ def _axes(ndim: int, order: Order) -> Axes:
 
 
 def norm(x: Array, ops: Ops) -> float:
-    """Return ‖x‖, from sums in float64."""
+    """Return ‖x‖, computed from sums in float64."""
     mean, std = ops.moments(x)
     return math.sqrt(len(x) * mean * mean + max(len(x) - 1, 0) * std * std)
 
 
 def shrinkage(length: int, world: int) -> float:
-    """Return the factor that keeps sums of projections finite: a power of two of at most 1/(p·√length).
+    """Return a factor that keeps sums of projections finite: a power of two of at most 1/(p·√length).
 
-    For u of norm 1, |⟨x, u⟩| ≤ ‖x‖ ≤ √length·max|x|. Multiplied by the factor, the sum of p such projections is at most
-    max|x|, and therefore finite.
+    For u of norm 1, |⟨x, u⟩| ≤ ‖x‖ ≤ √length·max|x|. After multiplication by the factor, the sum of p such projections
+    is at most max|x|, and therefore finite.
 
     Args:
         length: elements of x.
@@ -114,15 +115,15 @@ def all_reduce(
 ) -> Generator[Any, Any, tuple[Array, Any]]:
     """Sum numbers over ranks that were multiplied by :func:`shrinkage`.
 
-    fp16 has no range for numbers that small. It receives them at their original size, and too large ones saturate.
+    fp16 cannot represent numbers this small. It gets them in their original size, and too large ones are clipped.
 
     Args:
         x: float32 [count], already multiplied by ``shrunk``.
         shrunk: the factor.
-        name: the number format's name.
+        name: name of the number format.
         ctx: rank, world, step and tensor.
-        work: memory, findings and counters of this exchange, and the array ops.
-        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+        work: buffers, scan results and counters of this exchange, and the array ops.
+        stream: index of the sum within the exchange, so that each sum has its own random numbers.
 
     Yields:
         The collectives of ``codecs.all_reduce``.

@@ -112,7 +112,7 @@ def shares(factor: float, spread: float) -> np.ndarray[Any, Any]:
         spread: factor of w for several ranks, at least 1.
 
     Returns:
-            float32, one share per step up to the limit of w.
+        float32, one share per step up to the limit of w.
     """
     most = min(1.0 / (1.0 - factor), MAX_WAIT)
     # The tolerance corrects rounding: 1/(1 − 0.9) is slightly more than 10 in floating point

@@ -1,7 +1,7 @@
-"""Sparse payloads: a wire header, coded indices, coded values.
+"""Sparse payloads: a wire header, encoded indices, encoded values.
 
-The shortest of three index codings is used. Their lengths depend only on n and k, so payloads have a constant length
-and Horovod's response cache stays valid:
+The shortest of three index codings is chosen. Their lengths depend only on n and k, so payloads have a constant length,
+and entries in Horovod's response cache remain valid:
 
 =========== ====================================== =========================================
 int32       32·k bits                              plain indices (int64 from n = 2^31)
@@ -10,7 +10,7 @@ bitmap      n bits                                 distinct indices only; shorte
 =========== ====================================== =========================================
 
 Elias-Fano (Elias 1974; Fano 1971) stores the l low bits of each index, and the ascending high parts in unary: bit
-high_i + i is set.
+high_i + i is set for the i-th index.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hvdcompress.method import Array, Context, Sparse, Values, Workspace
 from hvdcompress.ops.spec import Ops
 from hvdcompress.parts import wire
 from hvdcompress.parts.codecs import codec_of_parts
-from hvdcompress.parts.sums import Codec, put
+from hvdcompress.parts.sums import Codec, concatenate_into
 
 Coding = Literal["int32", "elias_fano", "bitmap"]
 CODE: dict[str, int] = {"int32": 0, "elias_fano": 1, "bitmap": 2}
 
 
 class Packing(NamedTuple):
-    """How the sparse payloads of a method and a tensor are written. Their length also depends on k.
+    """Format of the sparse payloads of a method for a tensor. The length also depends on k.
 
     Attributes:
-        method: The method's id.
-        values: The number format's name.
-        positions: The number of positions that indices refer to.
-        distinct: Whether the indices are distinct.
-        per: Values per entry.
+        method: id of the method.
+        values: name of the number format.
+        positions: number of positions that indices refer to.
+        distinct: whether the indices are distinct.
+        per: number of values per entry.
         counts: Of a bucket of several tensors, the entries of each; empty if they are not known or there is one tensor.
     """
 
@@ -56,17 +56,17 @@ class Packing(NamedTuple):
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to a multiple of 4, so that every section of a payload can be viewed in place."""
+    """Round up to a multiple of 4, so that every section of a payload can be viewed without a copy."""
     return -(-num_bytes // 4) * 4
 
 
 def low_bits(k: int, n: int) -> int:
-    """Return Elias-Fano's l = ⌊log2(n/k)⌋."""
+    """Return the number of low bits in Elias-Fano coding, l = ⌊log2(n/k)⌋."""
     return max((n // k).bit_length() - 1, 0) if k else 0
 
 
 def index_num_bytes(coding: Coding, k: int, n: int) -> int:
-    """Return the bytes of k indices below n, a multiple of 4."""
+    """Return the bytes of k encoded indices below n, a multiple of 4."""
     if coding == "int32":
         return k * (4 if n < 2**31 else 8)
     if coding == "bitmap":
@@ -77,7 +77,7 @@ def index_num_bytes(coding: Coding, k: int, n: int) -> int:
 
 @lru_cache(4096)
 def best_coding(k: int, n: int, distinct: bool = True) -> Coding:
-    """Return the shortest coding of k ascending indices below n. A bitmap is possible only if they are distinct."""
+    """Return the shortest coding of k ascending indices below n. A bitmap requires distinct indices."""
     codings: tuple[Coding, ...] = ("elias_fano", "int32", "bitmap")
     return min(codings if distinct else codings[:2], key=lambda coding: index_num_bytes(coding, k, n))
 
@@ -90,36 +90,36 @@ def num_bytes(k: int, packing: Packing) -> int:
 
 
 def padded(x: Array, ops: Ops) -> Array:
-    """Append zeros to uint8 bytes, up to a multiple of 4."""
+    """Append zero bytes, up to a multiple of 4."""
     missing = aligned(len(x)) - len(x)
     return ops.concat([x, ops.zeros(missing, "uint8", like=x)]) if missing else x
 
 
 def encode_index(index: Array, coding: Coding, n: int, ops: Ops, out: Array | None = None) -> Array:
-    """Write ascending indices.
+    """Encode ascending indices.
 
     Args:
         index: indices [k] below n, int32 or int64.
         coding: the index coding.
         n: number of positions.
         ops: the array backend.
-        out: receives them, if it is given.
+        out: uint8 array that receives the result; by default a new array.
 
     Returns:
         uint8 [index_num_bytes(coding, k, n)].
     """
     k = len(index)
     if coding == "int32":
-        return put([ops.to_bytes(index)], out, ops)
+        return concatenate_into([ops.to_bytes(index)], out, ops)
     if coding == "bitmap":
-        return put([padded(ops.set_bits(index, n), ops)], out, ops)
+        return concatenate_into([padded(ops.set_bits(index, n), ops)], out, ops)
     low = low_bits(k, n)
     lows, highs = ops.elias_fano(index, low, k + (n >> low) + 1)
-    return put([padded(lows, ops), padded(highs, ops)], out, ops)
+    return concatenate_into([padded(lows, ops), padded(highs, ops)], out, ops)
 
 
 def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Array:
-    """Read indices: the inverse of :func:`encode_index`.
+    """Decode indices: the inverse of :func:`encode_index`.
 
     Args:
         buffer: uint8 [index_num_bytes(coding, k, n)].
@@ -132,7 +132,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
         Indices [k], ascending, int32 or int64.
 
     Raises:
-        WireError: the bytes do not hold k indices below n.
+        WireError: the bytes do not contain k indices below n.
     """
     if coding == "int32":
         index = ops.from_bytes(buffer, ops.index_dtype(n))
@@ -142,6 +142,7 @@ def decode_index(buffer: Array, coding: Coding, k: int, n: int, ops: Ops) -> Arr
         low = low_bits(k, n)
         edge = aligned(-(-k * low // 8))
         index = ops.from_elias_fano(buffer[:edge], buffer[edge:], low, k + (n >> low) + 1)
+    # Damaged bytes can decode to fewer indices, or to indices outside of the tensor; both would corrupt the result
     if len(index) != k:
         raise wire.WireError(f"payload damaged: it has {len(index)} indices, expected {k}")
     if k and not ops.all_below(index, n):
@@ -156,14 +157,14 @@ def _header(k: int, packing: Packing) -> wire.Header:
 
 
 def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep: bool = True) -> Array:
-    """Write a sparse payload.
+    """Encode a sparse payload.
 
     Args:
         chosen: ascending indices [k] below ``packing.positions``, and values, float32 [per·k].
-        packing: how payloads are written.
-        ctx: rank, step, tensor and seed, for random streams.
-        work: memory and counters of this exchange, and the array ops.
-        keep: write it into memory that is kept, where the tensor's next payload will be written.
+        packing: format of the payload.
+        ctx: rank, step, tensor and seed, which select the random stream.
+        work: buffers, scan results and counters of this exchange, and the array ops.
+        keep: whether to write it into a buffer that the tensor's next payload reuses.
 
     Returns:
         The payload, uint8 [num_bytes(k, packing)].
@@ -172,35 +173,39 @@ def encode(chosen: Sparse, packing: Packing, ctx: Context, work: Workspace, keep
     k = len(chosen.index)
     coding = best_coding(k, packing.positions, packing.distinct)
     header = _header(k, packing)
+    # Every section is written directly into the payload, which is a reused buffer: no concatenation
     new = work.buffer if keep else lambda name, n, dtype, like: ops.zeros(n, dtype, like)
     payload = new("payload", header.length, "uint8", chosen.values)
     numbers = packing.codec
     width = numbers.num_bytes(packing.per * k)
-    edge, stop = header.length - aligned(width), header.length
+    stop = header.length
+    edge = stop - aligned(width)
     ops.concat([ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like=payload)], payload[: wire.NUM_BYTES])
     encode_index(chosen.index, coding, packing.positions, ops, payload[wire.NUM_BYTES : edge])
     numbers.encode(chosen.values, ctx, work, out=payload[edge : edge + width])
+    # The padding must be zero, because payloads have to be reproducible byte by byte
     if edge + width < stop:
         ops.fill(payload[edge + width :], 0)
     return payload
 
 
 def decode(payload: Array, k: int, packing: Packing, ops: Ops) -> Sparse:
-    """Read a sparse payload: the inverse of :func:`encode`.
+    """Decode a sparse payload: the inverse of :func:`encode`.
 
     Args:
         payload: the bytes, uint8.
         k: number of entries.
-        packing: how payloads are written.
+        packing: format of the payload.
         ops: the array backend.
 
     Returns:
         Indices [k], ascending, and values, float32 [per·k].
 
     Raises:
-        WireError: the bytes are not such a payload.
+        WireError: the bytes are not a valid payload of this format.
     """
     coding = best_coding(k, packing.positions, packing.distinct)
+    # The header implies the lengths of all sections, so the slices below are valid after this check
     wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), _header(k, packing))
     edge = wire.NUM_BYTES + index_num_bytes(coding, k, packing.positions)
     index = decode_index(payload[wire.NUM_BYTES : edge], coding, k, packing.positions, ops)

@@ -1,12 +1,12 @@
-"""Stochastic quantization: each value is rounded at random to one of a few levels, with the right mean.
+"""Stochastic quantization: each value is rounded randomly to one of a few levels, without bias.
 
-Alistarh et al., "QSGD", NeurIPS 2017 (arXiv 1610.02132). The vector is cut into buckets, each with its own norm::
+Alistarh et al., "QSGD", NeurIPS 2017 (arXiv 1610.02132). The vector is divided into buckets, each with its own norm::
 
     v ≈ ‖v‖ · sgn(v) · level/s,    level = ⌊|v|/‖v‖·s⌋ or one more,    s = 2^(bits − 1) − 1
 
 The upper level is chosen with the probability that makes E[level] = |v|/‖v‖·s. With the l2-norm and d elements per
-bucket, E‖Q(v) − v‖² ≤ min(d/s², √d/s)·‖v‖² (Lemma 3.1). With the maximum, which is smaller, levels lie closer and the
-error is at most d/(4s²)·max²|v|. A |v| above its rounded norm counts as the norm.
+bucket, E‖Q(v) − v‖² ≤ min(d/s², √d/s)·‖v‖² (Lemma 3.1). With the maximum norm, which is smaller, levels are closer and
+the error is at most d/(4s²)·max²|v|. If rounding makes |v| larger than the norm, it counts as the norm.
 
 Each rank has its own random stream, so the errors of different ranks average out.
 
@@ -27,7 +27,7 @@ from hvdcompress.parts.wire import WireError
 
 @dataclass(frozen=True)
 class StochasticCodec:
-    """Codec of float32 values as signs and levels, in buckets with one norm each."""
+    """Codec that stores float32 values as signs and levels, in buckets with one norm each."""
 
     bits: int = 4  #: bits per value, its sign included, 2 to 8
     bucket: int = 512  #: values per bucket
@@ -35,11 +35,11 @@ class StochasticCodec:
     code = 3
 
     def num_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` values."""
+        """Return the bytes of ``count`` encoded values."""
         return self._edge(count) + -(-count * self.bits // 8)
 
     def _edge(self, count: int) -> int:
-        """Return the bytes of the norms of ``count`` values."""
+        """Return the bytes of the norms for ``count`` values, which is the offset of the codes."""
         return 4 * -(-count // self.bucket)
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
@@ -49,15 +49,16 @@ class StochasticCodec:
             x: float32 [count].
             ctx: rank, step, tensor and seed, which select the random stream.
             work: the array ops.
-            stream: a number that differs between the calls of one exchange, so that their random numbers differ.
-            out: uint8 [num_bytes(count)] that receives them; by default a new array.
+            stream: index of the call within the exchange, so that each call has its own random numbers.
+            out: uint8 [num_bytes(count)] that receives the result; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
         ops = work.ops
         out = ops.zeros(self.num_bytes(len(x)), "uint8", like=x) if out is None else out
-        edge, key = self._edge(len(x)), seed.private_key(ctx, stream)
+        edge = self._edge(len(x))
+        key = seed.private_key(ctx, stream)
         if self.norm == "max":
             norms, _ = ops.quantize_max(x, self.bucket, self.bits, key, out[edge:])
         else:
@@ -67,12 +68,12 @@ class StochasticCodec:
         return out
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Codes:
-        """Check quantized values as :meth:`decode` does, and leave them to be decoded where they are written."""
+        """Check quantized values like :meth:`decode`, but leave decoding to the function that writes them."""
         codes, norms = self._parts(buffer, count, ops)
         return Codes(codes, norms, self.bucket, self.bits, 0, count)
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Read quantized values. Damaged bytes of the right length give finite values.
+        """Decode quantized values. Damaged bytes of the right length decode to finite values.
 
         Args:
             buffer: uint8 [num_bytes(count)].

@@ -1,11 +1,11 @@
-"""Random numbers from an integer hash, with the same bits in every backend. Global generators are never used.
+"""Random numbers from an integer hash, bit-identical in every backend. Global generators are never used.
 
-There are two kinds of streams. *Shared* streams are keyed by (seed, step, parameter) and serve what all ranks must
-agree on, such as random-k's indices. *Private* streams are keyed by the rank too, for stochastic rounding: with equal
-numbers, the ranks' errors would be equal and would not average out.
+There are two kinds of streams. *Shared* streams are keyed by (seed, step, parameter name) and serve choices that must
+be equal on all ranks, such as random-k's indices. *Private* streams are keyed by the rank, too, for stochastic
+rounding: with equal random numbers, the errors of the ranks would be equal and would not average out.
 
-Keys, and random numbers in small amounts, are computed on the host. Random numbers per element come from
-``ops.uniform``, the same hash on the tensor's device.
+Keys and a few random numbers are computed on the host. Random numbers per element come from ``ops.uniform``, which
+evaluates the same hash on the tensor's device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _key(*words: int) -> np.ndarray:
-    """Hash integers, in order, to 32 bits."""
+    """Hash a sequence of integers to uint32 [1]."""
     key = 0
     for word in words:
         for half in (word & _MASK, word >> 32 & _MASK):
@@ -32,7 +32,7 @@ def _key(*words: int) -> np.ndarray:
 
 
 def _mix(x: int) -> int:
-    """``mix`` of one number: numpy takes microseconds for each of its operations."""
+    """Apply ``mix`` to one number in plain Python, because NumPy needs microseconds per operation on scalars."""
     x = (x ^ x >> 16) * MIX_FACTORS[0] & _MASK
     x = (x ^ x >> 13) * MIX_FACTORS[1] & _MASK
     return x ^ x >> 16
@@ -49,13 +49,13 @@ def private_key(ctx: Context, stream: int = 0) -> np.ndarray:
 
 
 def uniform(key: np.ndarray, count: int) -> np.ndarray:
-    """Return float32 [count] in [0, 1), multiples of 2^-24, from a stream's key: ``ops.uniform`` on the host."""
+    """Return float32 [count] in [0, 1), multiples of 2^-24, for a key. It is ``ops.uniform`` on the host."""
     return reference.uniform(key, count, like=key)
 
 
 def distinct_indices(key: np.ndarray, k: int, n: int) -> np.ndarray:
-    """Draw k distinct indices below n, ascending [k]: the first k of a random permutation, from a stream's key.
+    """Draw k distinct indices below n, ascending [k]: the first k of a random permutation.
 
-    No index passes through float32, which cannot represent all integers above 2^24.
+    Indices never pass through float32, which cannot represent all integers above 2^24.
     """
     return ops.fast.distinct_indices(key, k, n)

@@ -1,4 +1,4 @@
-"""How many elements to keep, and which: k, thresholds, and selection by a threshold."""
+"""Selection: the number k of elements to keep, thresholds, and the elements above a threshold."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hvdcompress.parts.candidates import Elements
 
 
 class Wanted(NamedTuple):
-    """How many elements a threshold should leave above it.
+    """The number of elements that should be above a threshold.
 
     Attributes:
-        k: The number that is aimed at.
-        least: Fewer are too few.
-        most: More are too many; the entries of the payload.
+        k: the target.
+        least: the minimum.
+        most: the maximum; also the number of entries of the payload.
     """
 
     k: int
@@ -31,17 +31,17 @@ class Wanted(NamedTuple):
     most: int
 
 
-#: Refines a threshold: (elements, start, wanted) -> (threshold, magnitude of elements that may fill up, or None).
+#: Refines a threshold: (elements, start, wanted) -> (threshold, magnitude of elements that may fill up, or None)
 Refine = Callable[[Elements, np.float32, Wanted], tuple[np.float32, np.float32 | None]]
 
 
 class Search(NamedTuple):
-    """How a threshold is searched.
+    """Parameters of the search for a threshold.
 
     Attributes:
-        start: The first threshold.
-        wanted: How many elements should be above it.
-        refine: Refines it, such as :func:`refine_bisect` or :func:`refine_paper`.
+        start: the first threshold to try.
+        wanted: the number of elements that should be above the threshold.
+        refine: function that refines the threshold, such as :func:`refine_bisect` or :func:`refine_paper`.
     """
 
     start: np.float32
@@ -51,30 +51,30 @@ class Search(NamedTuple):
 
 @lru_cache(4096)
 def num_kept(density: float, n: int) -> int:
-    """Return k = min(n, max(1, ⌊n·density⌋)), the rule of every method."""
-    # the tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point
+    """Return k = min(n, max(1, ⌊n·density⌋)), the rule of all methods."""
+    # The tolerance corrects rounding: 0.29·100 is 28.999999999999996 in floating point
     return min(n, max(1, math.floor(n * density * (1 + 1e-12))))
 
 
 def largest(x: Array, counts: Sequence[int], ctx: Context, work: Workspace) -> Sparse:
-    """Select the largest |x| of each part of the vector, exactly.
+    """Select the elements with the largest |x| in each part of the vector, exactly.
 
     Args:
         x: [n].
-        counts: how many of each part in ``ctx.spec.parts``, or [k] for the vector as a whole.
+        counts: number of elements for each part in ``ctx.spec.parts``, or [k] for the whole vector.
         ctx: the tensor, or the bucket.
-        work: ``work.scanned`` may have candidates, by :func:`candidates.scan`.
+        work: the workspace; ``work.scanned`` may contain candidates, see :func:`candidates.scan`.
 
     Returns:
-        The elements [Σ counts], their indices ascending.
+        The elements [Σ counts], in ascending order of their indices.
     """
     ops = work.ops
     sizes = ctx.spec.parts if len(counts) > 1 else (len(x),)
-    if not isinstance(x, np.ndarray):  # on a device, to ask for thresholds would cost more than it saves
+    if not isinstance(x, np.ndarray):  # on a device, reading thresholds costs more than candidates save
         index = ops.top_k_parts(x, counts, sizes) if len(sizes) > 1 else ops.top_k(x, *counts)
         return Sparse(index, ops.take(x, index))
     starts = list(itertools.accumulate(sizes[:-1], initial=0))
-    noted = [candidates.of(index, work) for index in range(len(sizes))]
+    noted = [candidates.recorded(index, work) for index in range(len(sizes))]
     enough: list[Sparse] = []
     for near, k, start, size in zip(noted, counts, starts, sizes, strict=True):
         if near is None or len(near.index) < k:
@@ -91,18 +91,19 @@ def largest(x: Array, counts: Sequence[int], ctx: Context, work: Workspace) -> S
 
 
 def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Sparse], ops: Ops) -> Sparse:
-    """Select in each of the consecutive parts of a vector.
+    """Select elements in each of the consecutive parts of a vector.
 
     Args:
         x: [n].
-        sizes: the parts' numbers of elements.
-        choose: (part, its index, from 0) -> elements of the part.
+        sizes: number of elements of each part.
+        choose: function (part, index of the part) -> elements of the part.
         ops: the array backend.
 
     Returns:
-        The elements of the vector, one part's after another's.
+        The elements of the vector, part by part.
     """
-    found, start = [], 0
+    found = []
+    start = 0
     for number, size in enumerate(sizes):
         index, values = choose(x[start : start + size], number)
         found.append(Sparse(index + start if start else index, values))
@@ -111,33 +112,33 @@ def in_parts(x: Array, sizes: Sequence[int], choose: Callable[[Array, int], Spar
 
 
 def chunk_size(density: float) -> int:
-    """Return C = 1/density, the elements of a chunk of which one is kept."""
+    """Return C = 1/density, the number of elements per chunk, of which one is kept."""
     return max(1, round(1.0 / density))
 
 
 def gaussian_threshold(mean: float, std: float, density: float) -> float:
-    """Return |μ| + z·σ with z = Φ⁻¹(1 − density/2). Of N(0, σ²), the fraction ``density`` lies beyond ±z·σ."""
+    """Return |μ| + z·σ with z = Φ⁻¹(1 − density/2). For N(0, σ²), the fraction ``density`` is outside of ±z·σ."""
     return abs(mean) + NormalDist().inv_cdf(1.0 - min(density, 1.0 - 1e-9) / 2.0) * std
 
 
 def just_below(magnitude: float) -> np.float32:
-    """Return the largest float32 below a magnitude: the highest threshold that it exceeds (0 for 0)."""
+    """Return the largest float32 below a magnitude (0 for 0): the highest threshold that the magnitude exceeds."""
     return np.nextafter(np.float32(magnitude), np.float32(0))
 
 
 def refine_paper(elements: Elements, start: np.float32, wanted: Wanted) -> tuple[np.float32, None]:
-    """Correct a threshold up to twice, as the authors of Gaussian-k do (Shi et al. 2019, Alg. 1, and their code).
+    """Correct a threshold up to two times, as in Gaussian-k (Shi et al. 2019, Alg. 1, and the authors' code).
 
-    Their loop makes a mask and then changes the threshold, three times. It sends the last mask, which was made before
-    the third change: so only two changes have an effect.
+    Their loop computes a mask and then changes the threshold, three times. The last mask is sent, and it was computed
+    before the third change. So only two changes have an effect.
 
     Args:
         elements: the elements of x.
         start: the first threshold.
-        wanted: as of :func:`about`.
+        wanted: the limits; see :func:`gaussiank_limits`.
 
     Returns:
-        The threshold, and None.
+        The threshold, and None: ties are not filled up.
     """
     threshold = start
     for _ in range(2):
@@ -154,20 +155,23 @@ def refine_paper(elements: Elements, start: np.float32, wanted: Wanted) -> tuple
 def refine_bisect(elements: Elements, start: np.float32, wanted: Wanted) -> tuple[np.float32, np.float32 | None]:
     """Find a threshold t with least ≤ #{|x| > t} ≤ most by bisecting its bit pattern, in at most 31 steps.
 
-    The bit patterns of non-negative floats ascend with their values, so each step halves the number of *floats* that
-    are left, and the search ends for any distribution. If many elements have the same magnitude there may be no such
-    t. Then the result is the least t with too few elements above it, and elements of magnitude t may fill up.
+    The bit patterns of non-negative floats ascend with their values. Each step halves the number of remaining *floats*,
+    so the search ends for any distribution. If many elements have the same magnitude, such a t may not exist. The
+    result is then the smallest t with too few elements above it, and elements of magnitude t may fill up the selection.
 
     Args:
         elements: the elements of x.
         start: the first threshold; a good estimate saves steps.
-        wanted: the numbers of elements that are allowed above it.
+        wanted: the limits for the number of elements.
 
     Returns:
-        The threshold t, and the magnitude of the elements that may fill up: None if enough are above t.
+        The threshold t, and the magnitude of the elements that may fill up; None if enough elements are above t.
     """
-    low, high = -1, int(np.float32(elements.largest()).view(np.int32))  # too many above low, too few above high
-    middle, stride = int(np.float32(start).view(np.int32)), 1 << 22  # half an octave, in bit patterns
+    # Invariant: too many elements are above low, and too few above high
+    low = -1
+    high = int(np.float32(elements.largest()).view(np.int32))
+    middle = int(np.float32(start).view(np.int32))
+    stride = 1 << 22  # half an octave, in bit patterns
     while high - low > 1:
         if not low < middle < high:
             middle = (low + high) // 2
@@ -180,19 +184,19 @@ def refine_bisect(elements: Elements, start: np.float32, wanted: Wanted) -> tupl
             high = middle
         else:
             return threshold, None
-        # the start is a good estimate: move away from it in growing strides until the answer is bracketed
+        # The start is a good estimate: move away from it in growing strides until the answer is bracketed
         middle, stride = (high - stride, 2 * stride) if low < 0 else ((low + high) // 2, stride)
     threshold = np.int32(high).view(np.float32)
     return threshold, threshold if high > 0 else None
 
 
 def capacity(density: float, n: int) -> int:
-    """Return ⌊4k/3⌋ (at most n), the number of entries in the payload of a method that selects by a threshold."""
+    """Return ⌊4k/3⌋ (at most n), the number of entries in the payload of a method with a threshold."""
     return min(n, max(1, 4 * num_kept(density, n) // 3))
 
 
-def about(density: float, n: int) -> Wanted:
-    """Return 2k/3 to 4k/3, as Gaussian-k has it."""
+def gaussiank_limits(density: float, n: int) -> Wanted:
+    """Return the limits of Gaussian-k: 2k/3 to 4k/3 elements."""
     k = num_kept(density, n)
     return Wanted(k, -(-2 * k // 3), capacity(density, n))
 
@@ -202,17 +206,18 @@ def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Wo
 
     Args:
         x: float32 [n].
-        search: how the threshold is searched.
-        index: which part of the vector x is, from 0.
+        search: parameters of the search.
+        index: index of the part x of the bucket's vector.
         ctx: the tensor, or the bucket.
-        work: ``work.scanned`` may have candidates, by :func:`candidates.scan`.
+        work: the workspace; ``work.scanned`` may contain candidates, see :func:`candidates.scan`.
 
     Returns:
-        The elements [c], their indices ascending, with c ≤ most, and the threshold. With bisection c ≥ least, unless
-        fewer elements are non-zero.
+        The elements [c] in ascending order of their indices, with c ≤ most, and the threshold. With bisection c ≥
+        least, unless fewer elements are non-zero.
     """
-    ops, wanted = work.ops, search.wanted
-    near = candidates.of(index, work)
+    ops = work.ops
+    wanted = search.wanted
+    near = candidates.recorded(index, work)
     elements = candidates.Elements(x, near, candidates.scan(wanted.most + 1, index, work).above, ops)
     threshold, below = search.refine(elements, search.start, wanted)
     chosen = elements.above(threshold, wanted.most)
@@ -221,7 +226,7 @@ def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Wo
         known = candidates.thresholds(ctx, work)[:, index]
         candidates.remember(known, float(threshold), len(chosen.index), noted, wanted.most + 1)
     if below is not None and len(chosen.index) < wanted.k:
-        # elements of equal magnitude: the first of them fill up
+        # Fill up with the first elements of the threshold's magnitude
         ties = elements.equal(below, wanted.k - len(chosen.index))
         filled = ops.sort(ops.concat([chosen.index, ties.index]))
         chosen = Sparse(filled, ops.take(x, filled))
@@ -229,7 +234,7 @@ def above_threshold(x: Array, search: Search, index: int, ctx: Context, work: Wo
 
 
 def pad(chosen: Sparse, capacity: int, ops: Ops) -> Sparse:
-    """Fill ``chosen`` up to ``capacity`` entries by repeating its last index with the value 0."""
+    """Extend ``chosen`` to ``capacity`` entries by repeating its last index with the value 0."""
     missing = capacity - len(chosen.index)
     if missing == 0:
         return chosen

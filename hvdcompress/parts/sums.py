@@ -1,10 +1,10 @@
-"""Summing tensors whose codes no network can add.
+"""Sums of tensors in number formats that networks cannot add.
 
-*gather*: every rank receives the codes of all p ranks, decodes and adds them. It receives p − 1 payloads.
+*gather*: each rank receives the codes of all p ranks, decodes and adds them. It receives p − 1 payloads.
 
 *scatter*: a scatter-reduce. Rank r receives shard r of every rank, decodes and adds the shards, encodes the sum and
-sends it to all. About two payloads are sent and received, for any number of ranks. The second encoding has an error of
-its own; rank r counts it in its own share, so that the shares still add up to the sum.
+sends it to all ranks. For any number of ranks, a rank sends and receives about two payloads. The second encoding has a
+rounding error, too; rank r includes it in its own share, so that the shares still add up to the sum.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from hvdcompress.parts import wire
 
 
 class Codec(Protocol):
-    """Writes float32 [count] in a number of bytes that depends only on ``count``, and reads them."""
+    """Number format: encodes float32 [count] in a number of bytes that depends only on ``count``."""
 
     @property
     def code(self) -> int:
-        """The value coding in the wire header, 0 to 15."""
+        """The id of the format in the wire header, 0 to 15."""
 
     def num_bytes(self, count: int) -> int:
-        """Return the bytes of ``count`` values."""
+        """Return the bytes of ``count`` encoded values."""
 
     def encode(self, x: Array, ctx: Context, work: Workspace, stream: int = 0, out: Array | None = None) -> Array:
-        """Write values.
+        """Encode values.
 
         Args:
             x: float32 [count].
-            ctx: rank, step, tensor and seed, for random streams.
+            ctx: rank, step, tensor and seed, which select the random stream.
             work: the counters and the array ops.
-            stream: a number that differs between the calls of one exchange, so that their random numbers differ.
-            out: uint8 [num_bytes(count)] that receives them; by default a new array.
+            stream: index of the call within the exchange, so that each call has its own random numbers.
+            out: uint8 [num_bytes(count)] that receives the result; by default a new array.
 
         Returns:
             uint8 [num_bytes(count)].
         """
 
     def coded(self, buffer: Array, count: int, ops: Ops) -> Array | Coded:
-        """Check values as :meth:`decode` does, and leave them to be decoded where they are written.
+        """Check encoded values like :meth:`decode`, but leave decoding to the function that writes them, if possible.
 
         Args:
-            buffer: uint8 [num_bytes(count)]; read when the values are written.
+            buffer: uint8 [num_bytes(count)]. It is read when the values are written.
             count: number of values.
             ops: the array backend.
 
         Returns:
-            The values [count]; decoded, if the array ops do not know the format.
+            The values [count]; already decoded if the array ops cannot decode the format while writing.
 
         Raises:
-            WireError: the bytes are not such values.
+            WireError: the bytes are not valid for this format.
         """
 
     def decode(self, buffer: Array, count: int, ops: Ops) -> Array:
-        """Read values.
+        """Decode values.
 
         Args:
             buffer: uint8 [num_bytes(count)].
@@ -83,12 +83,12 @@ class Codec(Protocol):
             float32 [count].
 
         Raises:
-            WireError: the bytes are not such values.
+            WireError: the bytes are not valid for this format.
         """
 
 
-def put(parts: list[Array], out: Array | None, ops: Ops) -> Array:
-    """Write the parts of a payload one after another to ``out``; without it, to a new array, which is returned."""
+def concatenate_into(parts: list[Array], out: Array | None, ops: Ops) -> Array:
+    """Concatenate the parts of a payload into ``out``, or into a new array if it is None, and return the result."""
     if out is None:
         return ops.concat(parts)
     start = 0
@@ -96,12 +96,12 @@ def put(parts: list[Array], out: Array | None, ops: Ops) -> Array:
         out[start : start + len(part)] = part
         start += len(part)
     if start != len(out):
-        raise ValueError(f"{start} bytes were written to a payload of {len(out)}")
+        raise ValueError(f"{start} bytes were written to a payload of {len(out)} bytes")
     return out
 
 
 def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int:
-    """Return the payload bytes that a rank hands to its collectives to sum ``count`` values."""
+    """Return the payload bytes that a rank passes to its collectives to sum ``count`` values."""
     if route == "gather":
         return wire.NUM_BYTES + codec.num_bytes(count)
     return (world + 1) * codec.num_bytes(-(-count // world))
@@ -116,23 +116,25 @@ def scatter(
         x: float32 [n].
         codec: the number format.
         ctx: rank, world, step and tensor.
-        work: memory, findings and counters of this exchange, and the array ops.
-        stream: a number that differs between the sums of one exchange, so that their random numbers differ.
+        work: buffers, scan results and counters of this exchange, and the array ops.
+        stream: index of the sum within the exchange, so that each sum has its own random numbers.
 
     Yields:
         An all-to-all and an all-gather.
 
     Returns:
-        The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False; neither is decoded yet.
+        The sum [n], and this rank's share of it [n] or None if ``ctx.needs_own`` is False. Neither is decoded yet.
 
     Raises:
-        WireError: a shard that came has not the bytes of one.
+        WireError: a received shard has a wrong number of bytes.
     """
     ops = work.ops
-    n, shard = len(x), -(-len(x) // ctx.world)
+    n = len(x)
+    shard = -(-n // ctx.world)
     bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
     start, stop = bounds[ctx.rank]
-    width, first = codec.num_bytes(shard), stream * (ctx.world + 1)
+    width = codec.num_bytes(shard)
+    first = stream * (ctx.world + 1)  # a sum needs world + 1 random streams: one per shard, and one for the sum
 
     def written(values: Array, number: int, out: Array) -> None:
         edge = codec.num_bytes(len(values))
@@ -141,7 +143,8 @@ def scatter(
             ops.fill(out[edge:], 0)
 
     def read(piece: Array, count: int) -> Any:
-        if len(piece) != width:  # they have no header; networks that gather unequal lengths bring what peers sent
+        # Shards have no header, and on networks that gather unequal lengths a peer may send any number of bytes
+        if len(piece) != width:
             raise wire.WireError(f"received a shard of {len(piece)} bytes, expected {width}")
         return codec.coded(piece[: codec.num_bytes(count)], count, ops)
 
@@ -159,7 +162,8 @@ def scatter(
     if not ctx.needs_own:
         return total, None
     own = [read(codes, b - a) for codes, (a, b) in zip(mine, bounds, strict=True)]
-    error = work.buffer(f"error.{stream}", stop - start, "float32", x)  # of the second encoding
+    # The error of the second encoding belongs to this rank's share
+    error = work.buffer(f"error.{stream}", stop - start, "float32", x)
     ops.write(error, total.parts[ctx.rank], 1.0)
     ops.subtract(error, summed, 1.0)
     own[ctx.rank] = Sum([own[ctx.rank], error])
@@ -168,15 +172,15 @@ def scatter(
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer(Method):
-    """Base of the methods that are a codec: they write every value in fewer bits, and leave none out."""
+    """Base class of methods that consist of a codec: they encode every value in fewer bits."""
 
     route: Route = "gather"
-    """How codes are summed. "gather": all ranks receive all ranks' codes. "scatter": shards are summed and quantized
-    again, so that the bytes received do not grow with the number of ranks, at the price of a second rounding."""
+    """How codes are summed. "gather": all ranks receive the codes of all ranks. "scatter": shards are summed and
+    encoded again, so the bytes received do not grow with the number of ranks, but there is a second rounding."""
 
     @property
     def codec(self) -> Codec:
-        """The codec of the values."""
+        """The number format."""
         raise NotImplementedError
 
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
@@ -188,18 +192,19 @@ class Quantizer(Method):
         return payload
 
     def payload(self, ctx: Context, work: Workspace, like: Array) -> Array:
-        """Return the tensor's payload, the same in every step, with its header; the codes are to be written."""
+        """Return the reused payload buffer of the tensor with its header. The caller must write the codes."""
         header = self._header(ctx.spec.size)
         payload = work.buffer("payload", header.length, "uint8", like)
         payload[: wire.NUM_BYTES] = work.ops.asarray(np.frombuffer(wire.pack(header), np.uint8), like)
         return payload
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array:
-        ops, n = work.ops, ctx.spec.size
+        ops = work.ops
+        n = ctx.spec.size
         return self.codec.decode(self.codes(payload, n, ops), n, ops)
 
     def codes(self, payload: Array, n: int, ops: Ops) -> Array:
-        """Check a payload's header and return what follows it: the codes of n values."""
+        """Check the header of a payload and return the codes of n values, which follow it."""
         wire.check(ops.head_bytes(payload, wire.NUM_BYTES), len(payload), self._header(n))
         return payload[wire.NUM_BYTES :]
 
@@ -214,7 +219,8 @@ class Quantizer(Method):
         return Reduced(total=total, own=own)
 
     def summed(self, pieces: list[Array], x: Array, ctx: Context, work: Workspace) -> Reduced:
-        """Decode all ranks' payloads and add them in the order of ranks; ``x``: what this rank encoded."""
-        ops, n = work.ops, len(x)
+        """Add the payloads of all ranks, in rank order. ``x`` is this rank's input to the encoder."""
+        ops = work.ops
+        n = len(x)
         shares = [self.codec.coded(self.codes(piece, n, ops), n, ops) for piece in pieces]
         return Reduced(total=Sum(shares), own=shares[ctx.rank])

@@ -1,11 +1,11 @@
-"""Plans: which method each tensor gets, with which hyper-parameters, and from which step on.
+"""Plans: assign methods and hyper-parameters to tensors and steps.
 
-- reading: :func:`load` and :func:`plan_of`, from YAML, a dict or a method to a :class:`Plan`. :func:`load` describes
-  the format; :func:`settings_of` reads a command line's.
-- plan: the result. A :class:`Plan` has :class:`Rule` s, each a :class:`Match` and a :class:`Program` (methods by step),
-  and joins tensors into :class:`Bucket` s, by a network's :class:`Grouping` where it does not say how.
-- schedule: ``warmup`` and ``schedule``, the keys that make a program of several methods.
-- document: YAML mappings that know their line numbers, for errors.
+- reading: :func:`load` and :func:`plan_of` create a :class:`Plan` from YAML, a dict or a method. :func:`load` documents
+  the format; :func:`settings_of` parses settings of a command line.
+- plan: a :class:`Plan` has :class:`Rule` objects, each a :class:`Match` and a :class:`Program` (methods by step). It
+  groups tensors into :class:`Bucket` objects, by the :class:`Grouping` of a network unless the plan says how.
+- schedule: the keys ``warmup`` and ``schedule``, which create programs of several methods.
+- document: YAML mappings that know their line numbers, for error messages.
 """
 
 from hvdcompress.plan.document import PlanError

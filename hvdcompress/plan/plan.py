@@ -1,4 +1,4 @@
-"""A plan: which method each tensor gets, from which step on, and which tensors are exchanged together."""
+"""A plan: which method each tensor uses in which steps, and how tensors are grouped into buckets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hvdcompress.registry import get
 
 @dataclass(frozen=True)
 class Match:
-    """Conditions on a tensor. Conditions that are None always hold."""
+    """Conditions on a tensor. A condition that is None always holds."""
 
-    name: str | None = None  #: a glob for the parameter's name; case matters
+    name: str | None = None  #: glob pattern for the name of the parameter, case-sensitive
     ndim: int | None = None  #: number of dimensions
-    min_size: int | None = None  #: least number of elements
-    max_size: int | None = None  #: largest number of elements
+    min_size: int | None = None  #: minimum number of elements
+    max_size: int | None = None  #: maximum number of elements
 
     def holds(self, spec: TensorSpec) -> bool:
         """Return whether all conditions hold for a tensor."""
@@ -43,7 +43,7 @@ class Match:
 class Program:
     """The methods of one tensor over the course of training."""
 
-    stages: tuple[tuple[int, Method], ...]  #: (first step, method), ascending, the first from step 0
+    stages: tuple[tuple[int, Method], ...]  #: (first step, method), ascending; the first stage starts at step 0
 
     def at(self, step: int) -> Method:
         """Return the method in effect at ``step``."""
@@ -54,8 +54,8 @@ class Program:
         return sum(start <= step for start, _ in self.stages) - 1 if len(self.stages) > 1 else 0
 
     def since(self, step: int) -> int:
-        """Return the first step of the run of stages around ``step`` that have the same method id."""
-        if len(self.stages) == 1:  # a shortcut: drivers call this for every tensor in every step
+        """Return the first step of the consecutive stages around ``step`` that use the same method id."""
+        if len(self.stages) == 1:  # fast path: drivers call this for every tensor in every step
             return 0
         first = step
         for start, method in reversed([stage for stage in self.stages if stage[0] <= step]):
@@ -75,7 +75,7 @@ class Program:
 
 
 def describe_method(method: Method) -> str:
-    """A method's id, its density, and what else is not at its default."""
+    """Return a method as text: its id, its density, and the hyper-parameters that differ from their defaults."""
     default = {f.name: f.default for f in fields(method)}
     changed = {k: v for k, v in method.hyperparameters().items() if v != default[k] or k == "density"}
     return " ".join([method.id, *(f"{key}={value}" for key, value in changed.items())])
@@ -83,7 +83,7 @@ def describe_method(method: Method) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A program, and the conditions on the tensors that get it."""
+    """A program, and the conditions on the tensors that use it."""
 
     match: Match
     program: Program
@@ -91,20 +91,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is exchanged together: one tensor, or several tensors joined in name order."""
+    """Tensors that are exchanged in one go: one tensor, or several in the order of their names."""
 
-    spec: TensorSpec  #: the tensor, or the joined tensor of one dimension
-    members: tuple[TensorSpec, ...]  #: the tensors, in name order
+    spec: TensorSpec  #: the spec of the tensor, or of the concatenated one-dimensional vector
+    members: tuple[TensorSpec, ...]  #: the tensors, in the order of their names
     program: Program
-    automatic: bool = False  #: joined for speed alone: each tensor gets what it would get alone
+    automatic: bool = False  #: grouped only for speed: the result of each tensor is the same as without grouping
 
     def runs_per_tensor(self, method: Method) -> bool:
-        """Whether the method runs on each tensor, and only their payloads travel together."""
+        """Return whether the method runs on each tensor, so that only the payloads are combined."""
         return self.automatic and method.granularity != "part"
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """(start, stop) of each member in the joined vector."""
+        """(start, stop) of each member in the concatenated vector."""
         stops = itertools.accumulate(member.size for member in self.members)
         return [(stop - member.size, stop) for stop, member in zip(stops, self.members, strict=True)]
 
@@ -114,12 +114,12 @@ DENSE = Program(((0, get("none")),))
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which tensors travel together where the plan does not say ``bucket_elements``.
+    """Rules for automatic buckets, used if the plan does not set ``bucket_elements``.
 
     Attributes:
-        joined: elements below which tensors are joined, and of a group that is full.
-        apart: the same where the method runs on each tensor, and a group saves its collectives alone.
-        dense: whether tensors that are sent uncompressed are joined, too.
+        bucket_elements: tensors with fewer elements are grouped, until a bucket has this size.
+        per_tensor_elements: the same limit for methods that run on each tensor, where a bucket saves only collectives.
+        dense: whether uncompressed tensors are grouped, too.
     """
 
     bucket_elements: int
@@ -127,52 +127,52 @@ class Grouping:
     dense: bool
 
 
-FULL = 6_500_000  #: elements of a group: the 25 MB after which DistributedDataParallel closes a bucket, too
-#: Collectives go by name, and the network joins small ones.
+FULL = 6_500_000  #: elements of a bucket: 25 MB in float32, the size of DistributedDataParallel's buckets
+#: For networks that match collectives by name and fuse small ones
 BY_NAME = Grouping(bucket_elements=FULL, per_tensor_elements=150_000, dense=False)
-#: One collective after another: each costs a round through all ranks, whatever its size.
+#: For networks that run collectives in order: each of them costs a round through all ranks, whatever its size
 IN_ORDER = Grouping(bucket_elements=FULL, per_tensor_elements=FULL, dense=True)
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """A sort key of a name in which numbers count as such: "layer.9" comes before "layer.10", as in the model."""
+    """Return a sort key that compares numbers in names by value: "layer.9" precedes "layer.10", as in the model."""
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", name)] + [(-2, name)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which method each tensor gets, from which step on. Made by :func:`hvdcompress.load`."""
+    """Which method each tensor uses, from which step on. :func:`hvdcompress.load` creates plans."""
 
-    program: Program  #: of tensors that no rule matches
-    rules: tuple[Rule, ...] = ()  #: the first that matches applies
+    program: Program  #: for tensors that no rule matches
+    rules: tuple[Rule, ...] = ()  #: the first rule that matches a tensor applies
     min_elements: int = 1024  #: smaller tensors are sent uncompressed
-    bucket_elements: int | None = None  #: smaller tensors are joined into buckets (0 means none)
-    seed: int = 0  #: of the methods' random numbers
-    watchdog: bool = True  #: whether a step that waits too long is reported and ended
-    warn_after: int = 120  #: seconds after which a step that waits is reported, with the missing ranks; 0: never
+    bucket_elements: int | None = None  #: smaller tensors are grouped into buckets; 0: none; None: the driver decides
+    seed: int = 0  #: seed of the methods' random numbers
+    watchdog: bool = True  #: whether to report and end steps that wait too long
+    warn_after: int = 120  #: seconds after which a waiting step is reported, with the missing ranks; 0: never
     end_after: int | None = None  #: seconds after which it ends; 0: never; None: 1800, or the process group's timeout
-    verify_every: int = 0  #: steps from one comparison of the ranks' parameters and shared state to the next; 0: never
-    clip_norm: float | None = None  #: norm that the reduced gradient of all tensors is clipped to; inf: measured only
-    fallback: bool = False  #: whether compression is given up if the first steps show that it does not save time
-    cosine_every: int = 0  #: steps from one comparison with the uncompressed average to the next; 0: never
-    source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
+    verify_every: int = 0  #: interval in steps between comparisons of the ranks' parameters and shared state; 0: never
+    clip_norm: float | None = None  #: clip the reduced gradient of all tensors to this norm; inf: only measure the norm
+    fallback: bool = False  #: whether to give up compression if the first steps show that it saves no time
+    cosine_every: int = 0  #: interval in steps between comparisons with the uncompressed average; 0: never
+    source: str = "{}"  #: the plan as JSON, with defaults filled in
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict that :func:`hvdcompress.load` reads: ``load(plan.to_dict()) == plan``."""
+        """Return the plan as a dict, such that ``load(plan.to_dict()) == plan``."""
         return json.loads(self.source, object_hook=_number_keys)
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 32-bit hash, for ranks to check that they run the same plan."""
+        """A 32-bit hash, with which ranks check that they use the same plan."""
         return zlib.crc32(self.source.encode())
 
     def program_of(self, spec: TensorSpec) -> Program:
-        """Return the program of the first rule that matches, or the default. ``min_elements`` is not considered."""
+        """Return the program of the first matching rule, or the default program. ``min_elements`` is not applied."""
         rule = self._rule_of(spec)
         return rule.program if rule else self.program
 
     def unused_rules(self, specs: Iterable[TensorSpec]) -> list[Rule]:
-        """Return the rules that apply to none of these tensors: none matches, or an earlier rule has all that do."""
+        """Return the rules that apply to none of these tensors: none matches, or an earlier rule does."""
         applied = [self._rule_of(spec) for spec in specs]
         return [rule for rule in self.rules if not any(rule is one for one in applied)]
 
@@ -181,12 +181,12 @@ class Plan:
 
     @cached_property
     def stateless(self) -> bool:
-        """Whether no tensor has anything that is kept from step to step."""
+        """Whether no tensor has state from step to step."""
         programs = [self.program, *(rule.program for rule in self.rules)]
         stages = [stage for program in programs for stage in program.stages]
         spec = TensorSpec("any", (8, 8, 3, 3))
-        alone = len(stages) == len(programs)
-        return alone and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
+        single_stage = len(stages) == len(programs)
+        return single_stage and all(method.feedback == "none" and not method.state(spec) for _, method in stages)
 
     def buckets(
         self,
@@ -194,32 +194,32 @@ class Plan:
         grouping: Grouping | None = None,
         ages: Mapping[str, object] | None = None,
     ) -> list[Bucket]:
-        """Group tensors into buckets that are exchanged together.
+        """Group tensors into buckets that are exchanged in one go.
 
-        Joined are tensors of fewer than ``bucket_elements`` elements with the same program and dtype, until the bucket
-        has that size. If the method does not suit a bucket (a vector), only those of its tensors that are sent
-        uncompressed are joined. A method whose ``scope`` is "global" gets all its tensors of one dtype in one
-        bucket. Buckets of fewer than ``min_elements`` elements, and those whose shape the method does not suit, are
-        sent uncompressed.
+        With ``bucket_elements``, tensors with fewer elements are grouped if they have the same program and dtype, until
+        the bucket has that size. If the method does not support a bucket (a vector), only tensors that are sent
+        uncompressed are grouped. A method whose ``scope`` is "global" gets all its tensors of one dtype in one bucket.
+        Buckets that have fewer than ``min_elements`` elements, or a shape that the method does not support, are sent
+        uncompressed.
 
-        Where the plan does not say ``bucket_elements``, tensors travel together by ``grouping``, and each gets what it
-        would get alone.
+        Without ``bucket_elements``, tensors are grouped by ``grouping``, and the result of each tensor is the same as
+        without grouping.
 
         Args:
             specs: the tensors, in any order.
-            grouping: the network's, if these tensors come together in every step. None: they stay alone.
-            ages: where tensors are in their programs, if not all have come as often; only equal ones are joined.
+            grouping: the rules of the network, if these tensors are exchanged in every step; None: no grouping.
+            ages: {tensor name: progress}, if it differs between tensors. Only tensors of equal age are grouped.
 
         Returns:
             The buckets, sorted by name.
 
         Raises:
-            ValueError: a tensor has the name of a bucket: it ends in "+" and a number.
+            ValueError: the name of a tensor looks like that of a bucket: it ends in "+" and a number.
         """
         specs = list(specs)
         for spec in specs:
             if re.search(r"\+\d+$", spec.name):
-                raise ValueError(f"{spec.name!r} cannot be a tensor's name: a group's name ends in + and a number")
+                raise ValueError(f"tensor {spec.name!r}: a name that ends in + and a number is reserved for buckets")
         buckets: list[Bucket] = []
         open_buckets: dict[tuple[Program, str, object], list[TensorSpec]] = {}
         ages = ages or {}
@@ -227,36 +227,51 @@ class Plan:
         def close(key: tuple[Program, str, object]) -> None:
             buckets.append(self._bucket(open_buckets.pop(key), key[0]))
 
-        by = (grouping or Grouping(0, 0, False)) if self.bucket_elements is None else None
-        most = by.bucket_elements if by else self.bucket_elements or 0
+        rules = (grouping or Grouping(0, 0, False)) if self.bucket_elements is None else None
+        limit = rules.bucket_elements if rules else self.bucket_elements or 0
         for spec in sorted(specs, key=lambda s: natural_key(s.name)):
-            key = (self.program_of(spec), spec.dtype, ages.get(spec.name))
-            main = key[0].main
-            everything = getattr(main, "scope", "tensor") == "global"
-            joins = main.id != "none"
-            if by and (not joins or self._goes_dense(spec, main)) and not everything:
-                joins = by.dense
-                key = (DENSE if joins and self._goes_dense(spec, main) else key[0], *key[1:])
-            elif by:
-                joins = spec.size < by.per_tensor_elements or all(
-                    method.granularity == "part" for _, method in key[0].stages
-                )
-            elif joins and not everything and not main.suits(TensorSpec("bucket", (most,))):
-                joins = self._goes_dense(spec, main)
-                key = (DENSE if joins else key[0], *key[1:])
-            if everything or (spec.size < most and joins):
+            program, may_share = self._program_in_bucket(spec, rules, limit)
+            key = (program, spec.dtype, ages.get(spec.name))
+            unlimited = _is_global(program.main)
+            if unlimited or (may_share and spec.size < limit):
                 open_buckets.setdefault(key, []).append(spec)
-                if not everything and sum(s.size for s in open_buckets[key]) >= most:
+                if not unlimited and sum(s.size for s in open_buckets[key]) >= limit:
                     close(key)
             else:
-                buckets.append(self._bucket([spec], key[0]))
+                buckets.append(self._bucket([spec], program))
         for key in list(open_buckets):
             close(key)
         return sorted(buckets, key=lambda bucket: natural_key(bucket.spec.name))
 
+    def _program_in_bucket(self, spec: TensorSpec, rules: Grouping | None, limit: int) -> tuple[Program, bool]:
+        """Return the program of a tensor, and whether it may share a bucket with other tensors.
+
+        Args:
+            spec: the tensor.
+            rules: the rules for automatic buckets; None if the plan sets ``bucket_elements``.
+            limit: elements of a full bucket.
+        """
+        program = self.program_of(spec)
+        if _is_global(program.main):
+            return program, True
+        is_dense = self._goes_dense(spec, program.main)
+        if rules is None:
+            if program.main.id == "none":
+                return program, False
+            if program.main.suits(TensorSpec("bucket", (limit,))):
+                return program, True
+            # The method does not support vectors, so only tensors that are uncompressed anyway can be grouped
+            may_share = is_dense
+        elif is_dense or program.main.id == "none":
+            may_share = rules.dense
+        else:
+            runs_on_parts = all(method.granularity == "part" for _, method in program.stages)
+            return program, runs_on_parts or spec.size < rules.per_tensor_elements
+        return DENSE if is_dense and may_share else program, may_share
+
     def _bucket(self, members: list[TensorSpec], program: Program) -> Bucket:
         spec = members[0]
-        automatic = len(members) > 1 and self.bucket_elements is None and getattr(program.main, "scope", "") != "global"
+        automatic = len(members) > 1 and self.bucket_elements is None and not _is_global(program.main)
         if len(members) > 1:
             sizes = tuple(member.size for member in members)
             names = tuple(member.name for member in members)
@@ -269,8 +284,13 @@ class Plan:
         return spec.size < self.min_elements or not method.suits(spec)
 
 
+def _is_global(method: Method) -> bool:
+    """Return whether a method needs all its tensors in one bucket."""
+    return getattr(method, "scope", "tensor") == "global"
+
+
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:
-    """Turn keys back into numbers: JSON writes them as text, and a schedule has steps as keys."""
+    """Convert keys back to numbers. JSON writes them as text, and a schedule has steps as keys."""
 
     def number(key: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Reading plans: from YAML, a dict, a method or its id, to a Plan."""
+"""Creation of plans from YAML, a dict, a method, or a method's id."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
     "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every",
 )  # fmt: skip
-# integer keys and their defaults
-WHOLE = {
+#: Keys with integer values, and their defaults
+INTEGERS = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
-#: What the method "auto" stands for
+#: The plan of the method "auto"
 AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
 RULE_KEYS = ("method", "warmup", "schedule")
 FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
@@ -32,61 +32,61 @@ MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Plan:
-    """Read a plan from a YAML file, or from a dict with the same keys.
+    """Load a plan from a YAML file, or from a dict with the same keys.
 
     The format::
 
         method: scalecom            # the default method
-        density: 0.01               # its hyper-parameters, at the same level
+        density: 0.01               # its hyper-parameters, on the same level
         beta: 0.1
-        warmup: {epochs: 5}         # send dense until then; or {steps: 500}
-        schedule:                   # hyper-parameters by steps or epochs, see schedule.py
+        warmup: {epochs: 5}         # uncompressed until then; or {steps: 500}
+        schedule:                   # hyper-parameters by steps or epochs; see schedule.py
           density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
-        steps_per_epoch: 391        # required if anything is given in epochs
+        steps_per_epoch: 391        # required if any duration is given in epochs
         min_elements: 1024          # smaller tensors are sent uncompressed
-        bucket_elements: 1000000    # smaller tensors are joined into buckets, 0: none; without this key, a driver
-                                    # that knows all tensors joins them where results stay the same
+        bucket_elements: 1000000    # smaller tensors are grouped into buckets; 0: none. Without this key, drivers
+                                    # that know all tensors group them in ways that do not change results
         seed: 0
-        watchdog: true              # a step that waits too long says for whom, and ends; false: no socket, no thread
-        warn_after: 120             # seconds after which it logs a warning that names the missing ranks; 0: never
-        end_after: 1800             # seconds after which it ends the process; 0: never; without this key, under PyTorch
-                                    # DDP and FSDP2, the timeout of the process group
-        verify_every: 0             # ranks compare their parameters and shared state every so many steps; 0: never
-        clip_norm: 1.0              # norm that the averaged gradient of all tensors together is clipped to; null: none;
-                                    # .inf only measures it, for Compressor.gradient_norm()
-        fallback: true              # compare some of the first steps with uncompressed ones, and give compression up if
-                                    # it does not save time: under PyTorch DDP and Horovod
-        cosine_every: 100           # every so many steps uncompressed gradients are averaged, too: summary() has the
-                                    # cosine of the angle between both; 0, the default: never
+        watchdog: true              # report and end steps that wait too long; false: no socket and no thread
+        warn_after: 120             # seconds after which a warning names the missing ranks; 0: never
+        end_after: 1800             # seconds after which the process ends; 0: never. Without this key: under
+                                    # PyTorch DDP and FSDP2 the timeout of the process group, otherwise 1800
+        verify_every: 0             # interval in steps at which ranks compare parameters and shared state; 0: never
+        clip_norm: 1.0              # clip the averaged gradient of all tensors to this norm; null: no clipping;
+                                    # .inf: only measure the norm, for Compressor.gradient_norm()
+        fallback: true              # compare some of the first steps with uncompressed steps, and give up
+                                    # compression if it saves no time; under PyTorch DDP and Horovod
+        cosine_every: 100           # interval in steps at which uncompressed gradients are averaged, too, and
+                                    # summary() shows the cosine between both results; 0, the default: never
         rules:                      # the first rule that matches a tensor applies
-          - match: {name: "conv1.*"}            # a glob
+          - match: {name: "conv1.*"}            # a glob pattern
             method: none
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
-            density: 0.004                      # no method: the default method, with this changed
+            density: 0.004                      # no method: the default method, with this change
 
-    The method "auto" is topk of 1 % in 4 bits, with ``fallback``. Drivers that are given the optimizer set beta1 of
-    Adam to 0.
+    The method "auto" is topk with a density of 1 % and 4-bit values, with ``fallback``. Drivers that know the optimizer
+    set beta1 of Adam to 0.
 
     Args:
-        source: the file's path, or the dict.
+        source: path of the file, or the dict.
 
     Returns:
         The plan.
 
     Raises:
-        PlanError: the plan is invalid. This is a ``ValueError``; its message names the key, the fault and, for a file,
-            the line.
-        FileNotFoundError: there is no such file.
+        PlanError: the plan is invalid. PlanError is a ``ValueError``. Its message names the key, the problem and, for a
+                file, the line.
+        FileNotFoundError: the file does not exist.
     """
     return _read(Document.open(source))
 
 
 def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) -> Plan:
-    """Make a plan of anything that drivers accept.
+    """Create a plan from any value that drivers accept.
 
     Args:
         method: a method's id, a method, a plan, or a plan's dict.
-        **settings: plan keys and hyper-parameters, which override those of ``method``.
+        **settings: plan keys and hyper-parameters. They override those of ``method``.
 
     Returns:
         The plan.
@@ -95,8 +95,8 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
         PlanError: as in :func:`load`.
     """
     if isinstance(method, type):
-        what = getattr(method, "id", "") or "topk"
-        raise PlanError(f"method: {method.__name__} is a class: give its id, {what!r}, or an instance of it")
+        id = getattr(method, "id", "") or "topk"
+        raise PlanError(f"method: {method.__name__} is a class; pass its id, {id!r}, or an instance")
     if not isinstance(method, str | Method | Plan | Mapping):
         raise PlanError(
             f"method: must be a method's id, a method, a plan or a plan's dict, not a {type(method).__name__}"
@@ -111,21 +111,21 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
 
 
 def is_auto(method: str | Method | Plan | Mapping[str, Any]) -> bool:
-    """Return whether the user leaves the method to us, as :func:`plan_of` accepts it."""
+    """Return whether the method is "auto", for any value that :func:`plan_of` accepts."""
     return (method.get("method") if isinstance(method, Mapping) else method) == "auto"
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read settings as a user writes them on a command line, such as "density=0.01" or "values=fp16".
+    """Parse settings of a command line, such as "density=0.01" or "values=fp16".
 
     Args:
-        pairs: KEY=VALUE each; the value is YAML.
+        pairs: texts of the form KEY=VALUE, where the value is YAML.
 
     Returns:
-        What :func:`plan_of` takes besides a method's id.
+        {key: value}, for the ``settings`` of :func:`plan_of`.
 
     Raises:
-        PlanError: one is not KEY=VALUE, or its value is not YAML.
+        PlanError: a text is not of the form KEY=VALUE, or its value is not YAML.
     """
     found = {}
     for pair in pairs:
@@ -140,17 +140,17 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _unregistered(method: Method, settings: dict[str, Any]) -> Plan:
-    """Make a plan of one method that is not registered, such as one under development."""
+    """Create a plan from a method that is not registered, such as one under development."""
     doc = Document({**settings})
-    doc.known_keys((*WHOLE, *FLAGS, "clip_norm", "cosine_every"))
-    whole = _whole(doc)
-    source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **whole}
-    return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **whole)
+    doc.known_keys((*INTEGERS, *FLAGS, "clip_norm", "cosine_every"))
+    shared = _plan_settings(doc)
+    source = {"method": method.id or type(method).__qualname__, **method.hyperparameters(), **shared}
+    return Plan(Program(((0, method),)), source=json.dumps(source, sort_keys=True, default=str), **shared)
 
 
-def _whole(doc: Document) -> dict[str, Any]:
-    """Return the keys of the whole plan, with their defaults; ``clip_norm`` and what is off only where it is given."""
-    found: dict[str, Any] = {key: doc.whole(key, default, least=0) for key, default in WHOLE.items()}
+def _plan_settings(doc: Document) -> dict[str, Any]:
+    """Return the keys that concern the whole plan, with defaults. Optional features appear only if they are on."""
+    found: dict[str, Any] = {key: doc.integer(key, default, least=0) for key, default in INTEGERS.items()}
     for key, default in FLAGS.items():
         if not isinstance(flag := doc.value.get(key, default), bool):
             raise doc.error(key, f"{flag!r} must be true or false")
@@ -161,7 +161,7 @@ def _whole(doc: Document) -> dict[str, Any]:
         if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
             raise doc.error("clip_norm", f"{limit!r} must be a positive number")
         found["clip_norm"] = float(limit)
-    if every := doc.whole("cosine_every", 0, least=0):
+    if every := doc.integer("cosine_every", 0, least=0):
         found["cosine_every"] = every
     return found
 
@@ -170,26 +170,28 @@ def _read(doc: Document) -> Plan:
     if doc.value.get("method") == "auto":
         doc = doc.with_defaults(AUTO, instead_of="method")
     if "method" not in doc.value:
-        raise doc.error("method", "is missing; a plan needs a default method, such as method: topk")
-    steps_per_epoch = doc.whole("steps_per_epoch", None, least=1)
+        raise doc.error("method", "is missing: a plan needs a default method, such as method: topk")
+    steps_per_epoch = doc.integer("steps_per_epoch", None, least=1)
     default_body = doc.without(*PLAN_KEYS)
     program, default = _program(default_body, {}, steps_per_epoch)
     filled = {**default, **get(default["method"], **_settings(default)).hyperparameters()}
     rules = []
     for body in doc.items("rules"):
         if "match" not in body.value:
-            raise body.error("match", "is missing; a rule needs conditions, such as match: {ndim: 4}")
+            raise body.error("match", "is missing: a rule needs conditions, such as match: {ndim: 4}")
         match = body.child("match")
         match.known_keys(MATCH_KEYS)
-        sizes = {key: match.whole(key, None, least=0) for key in MATCH_KEYS[1:]}
-        own, inherited = body.without("match"), {} if "method" in body.value else default
+        sizes = {key: match.integer(key, None, least=0) for key in MATCH_KEYS[1:]}
+        own = body.without("match")
+        # A rule with a method of its own does not inherit hyper-parameters of the default method
+        inherited = {} if "method" in body.value else default
         rules.append(Rule(Match(match.text("name"), **sizes), _program(own, inherited, steps_per_epoch)[0]))
-    whole = _whole(doc)
+    shared = _plan_settings(doc)
     try:
-        source = json.dumps({**doc.value, **filled, **whole}, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:  # of a dict that was not read from a file
-        raise doc.error(None, f"must be of numbers, texts, lists and mappings that end: {error}") from None
-    return Plan(program=program, rules=tuple(rules), source=source, **whole)
+        source = json.dumps({**doc.value, **filled, **shared}, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:  # possible for a dict that did not come from a file
+        raise doc.error(None, f"must consist of numbers, texts, lists and mappings, without cycles: {error}") from None
+    return Plan(program=program, rules=tuple(rules), source=source, **shared)
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | None) -> tuple[Program, dict[str, Any]]:
-    """Return the program that the keys of a plan or a rule describe, and the keys, for rules to inherit."""
+    """Return the program that the keys of a plan or rule describe, and these keys, which rules inherit."""
     given = {**inherited, **body.value}
     method = _method(body, given["method"], _settings(given))
     stages = {0: method}
@@ -217,7 +219,7 @@ def _program(body: Document, inherited: dict[str, Any], steps_per_epoch: int | N
 def _method(body: Document, id: Any, settings: dict[str, Any]) -> Method:
     for key in settings:
         if not isinstance(key, str):
-            raise body.error(key, "unknown key; hyper-parameters are named by text")
+            raise body.error(key, "unknown key: names of hyper-parameters are texts")
     try:
         return get(id, **settings)
     except FieldError as error:

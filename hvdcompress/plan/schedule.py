@@ -1,13 +1,13 @@
-"""Changes during training, in a plan: the keys ``warmup`` and ``schedule``.
+"""Changes during training: the plan keys ``warmup`` and ``schedule``.
 
-``schedule`` gives hyper-parameters new values from certain steps or epochs on::
+``schedule`` sets hyper-parameters to new values at certain steps or epochs::
 
     schedule:
       density: {epochs: {0: 0.015625, 6: 0.004, 8: 0.001}}
 
-The density may also follow the learning rate η, given by steps or epochs, as in FFT sparsification (Wang et al. 2020,
-arXiv 1811.08596: training converges if the dropped share diminishes as θ_t = sqrt(L·η_t)). Then the density is 1 − θ_t,
-but at least the method's own::
+The density can also follow the learning rate η, given by steps or epochs, as in FFT sparsification (Wang et al. 2020,
+arXiv 1811.08596: training converges if the omitted share diminishes as θ_t = sqrt(L·η_t)). The density is then 1 − θ_t,
+but at least the density of the method::
 
     schedule:
       density:
@@ -24,7 +24,7 @@ from hvdcompress.plan.document import Document
 from hvdcompress.registry import FieldError, get
 
 UNITS = ("steps", "epochs")
-#: Hyper-parameters that no schedule may change, because existing state depends on them; a method's ``fixed`` adds more.
+#: Hyper-parameters that no schedule can change, because the state depends on them; ``Method.unschedulable`` adds more
 FIXED = {"feedback", "values"}
 
 
@@ -33,32 +33,32 @@ def duration(given: Document, steps_per_epoch: int | None) -> int:
 
     Args:
         given: {steps: N} or {epochs: E}.
-        steps_per_epoch: the plan's, or None if it gives none.
+        steps_per_epoch: number of steps per epoch; None if the plan does not give it.
 
     Raises:
-        PlanError: ``given`` is neither, or ``steps_per_epoch`` is missing.
+        PlanError: ``given`` has neither form, or ``steps_per_epoch`` is missing.
     """
     given.known_keys(UNITS)
     if len(given.value) != 1:
-        raise given.error(None, "needs either steps or epochs, such as {epochs: 5}")
+        raise given.error(None, "needs exactly one of steps and epochs, such as {epochs: 5}")
     unit, amount = next(iter(given.value.items()))
     return _to_steps(given, unit, amount, steps_per_epoch)
 
 
 def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | None) -> dict[int, dict[str, Any]]:
-    """Read a plan's ``schedule``.
+    """Parse the ``schedule`` of a plan or a rule.
 
     Args:
-        body: the plan's or the rule's keys.
-        given: the value under ``schedule``; None if there is none.
-        method: the method that it changes.
-        steps_per_epoch: the plan's, or None if it gives none.
+        body: the keys of the plan or rule.
+        given: the value of ``schedule``; None if absent.
+        method: the method whose hyper-parameters change.
+        steps_per_epoch: number of steps per epoch; None if the plan does not give it.
 
     Returns:
         {first step: {hyper-parameter: value}}, ascending.
 
     Raises:
-        PlanError: a key is unknown, a value does not fit its hyper-parameter, or the hyper-parameter must not change.
+        PlanError: a key is unknown, a value does not fit its hyper-parameter, or the hyper-parameter cannot change.
     """
     found: dict[int, dict[str, Any]] = {}
     if given is None:
@@ -80,16 +80,16 @@ def changes(body: Document, given: Any, method: Method, steps_per_epoch: int | N
     fixed = (FIXED | set(method.unschedulable)) & set(schedule.value)
     if fixed:
         raise schedule.error(
-            fixed.pop(), "cannot change during training, as existing state depends on it; remove it from the schedule"
+            fixed.pop(), "cannot change during training, because the state depends on it; remove it from the schedule"
         )
     return dict(sorted(found.items()))
 
 
-Point = tuple[int, Any, Document, Any]  # step, value; and the mapping and key where it was written, for errors
+Point = tuple[int, Any, Document, Any]  # step, value, and the mapping and key that gave them, for error messages
 
 
 def _points(entry: Document, steps_per_epoch: int | None) -> list[Point]:
-    """Read {steps|epochs: {start: value}}."""
+    """Parse {steps|epochs: {start: value}}."""
     found: list[Point] = []
     for unit in UNITS:
         if unit in entry.value:
@@ -100,12 +100,13 @@ def _points(entry: Document, steps_per_epoch: int | None) -> list[Point]:
 
 
 def _diminishing(given: Document, method: Method, steps_per_epoch: int | None) -> list[Point]:
-    """Read ``diminishing``: densities 1 − sqrt(L·η_t), but at least the method's own density."""
+    """Parse ``diminishing``: densities 1 − sqrt(L·η_t), but at least the density of the method."""
     given.known_keys(("lipschitz", "learning_rate"))
     for key in ("lipschitz", "learning_rate"):
         if key not in given.value:
             raise given.error(
-                key, "is missing; diminishing needs lipschitz and learning_rate: θ_t = sqrt(lipschitz · learning_rate)"
+                key,
+                "is missing: diminishing needs lipschitz and learning_rate, for θ_t = sqrt(lipschitz · learning_rate)",
             )
     lipschitz = _positive(given, "lipschitz", given.value["lipschitz"])
     rates = given.child("learning_rate")
@@ -129,5 +130,5 @@ def _to_steps(where: Document, unit: str, amount: Any, steps_per_epoch: int | No
     if isinstance(amount, bool) or not isinstance(amount, int if whole else (int, float)) or amount < 0:
         raise where.error(unit, f"{amount!r} must be a {'whole ' if whole else ''}number, 0 or more")
     if unit == "epochs" and steps_per_epoch is None:
-        raise where.error(unit, "is given in epochs; add steps_per_epoch to the plan")
+        raise where.error(unit, "is given in epochs, which needs steps_per_epoch in the plan")
     return int(amount) if whole else round(amount * (steps_per_epoch or 1))

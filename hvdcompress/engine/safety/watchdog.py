@@ -7,8 +7,9 @@ rank asks all others and logs a warning that names the collective and the missin
 ends the process and asks the other ranks to end, too.
 
 A rank whose process has ended never arrives. A waiting rank therefore asks the others every few seconds, and ends when
-a rank refuses the connection twice in a row, provided that it has answered before or is on the same host. A rank that
-is stopped or disconnected does not refuse, because nothing listens or routes; it may come back.
+a rank refuses the connection twice in a row, provided that it has answered before or is on the same host. A stopped
+rank accepts the connection without answering, and a disconnected one cannot be reached. Neither counts as ended,
+because both may come back.
 
 The ranks must exchange their endpoints once, in a rendezvous, before they can ask each other. Waiting is counted in
 ticks of the watchdog's thread, so the time during which the process itself was stopped does not count.

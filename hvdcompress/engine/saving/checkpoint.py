@@ -90,7 +90,8 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
     Raises:
         OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
     """
-    rank, world = saved["rank"], saved["world"]
+    rank = saved["rank"]
+    world = saved["world"]
     path = path_of(folder, rank, world, max(saved["steps"].values(), default=0))
     head, arrays = _flattened(saved)
     # safetensors chooses its own temporary file names, so write into a temporary folder. Its name does not change, so
@@ -221,7 +222,7 @@ class _Set:
         order: sort key; newer sets have greater keys.
     """
 
-    def __init__(self, files: Iterable[_File], alone: bool):
+    def __init__(self, files: Iterable[_File], local_only: bool):
         self.files = {file.rank: file.path for file in files}
         first = next(iter(files))
         self.world = first.world
@@ -238,7 +239,7 @@ class _Set:
         self.step = max((step for head in heads for step in head.steps.values()), default=first.step or 0)
         self.order = max(times), self.step
         lacking = list(itertools.islice((rank for rank in range(self.world) if rank not in self.files), 8))
-        if lacking and not alone:
+        if lacking and not local_only:
             self.missing = not wrong
             prefix = "" if first.step is None else f"step-{first.step}-"
             names = ", ".join(f"{prefix}rank-{rank}-of-{self.world}.safetensors" for rank in lacking)
@@ -266,11 +267,11 @@ def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:
         ValueError: all sets are damaged, of an unknown format, or mix different steps.
     """
     files = _files(folder)
-    alone = all((file.rank, file.world) == (rank, world) for file in files)
+    local_only = all((file.rank, file.world) == (rank, world) for file in files)
     groups: dict[tuple[int | None, int], list[_File]] = {}
     for file in files:
         groups.setdefault((file.step, file.world), []).append(file)
-    sets = sorted((_Set(group, alone) for group in groups.values()), key=lambda one: one.order, reverse=True)
+    sets = sorted((_Set(group, local_only) for group in groups.values()), key=lambda one: one.order, reverse=True)
     if not sets:
         raise FileNotFoundError(f"no saved state in {folder}: expected step-*-rank-{rank}-of-{world}.safetensors")
     good = next((one for one in sets if one.wrong is None), None)

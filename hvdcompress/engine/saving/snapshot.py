@@ -42,7 +42,7 @@ def check_head(head: Any) -> None:
         raise ValueError(f"the saved state has format {found!r}; this version reads format {FORMAT}")
     for key, holds in _HOLDS.items():
         if not holds(head.get(key)):
-            raise ValueError(f"the saved state's {key!r} is {head.get(key, 'missing')!r:.80}")
+            raise ValueError(f"the saved state's {key!r} is missing or invalid: {head.get(key)!r:.80}")
 
 
 def check(saved: Saved) -> None:
@@ -126,6 +126,7 @@ def tables(states: Iterable[BucketState]) -> dict[str, dict[str, Any]]:
 
     for state in states:
         bucket = state.bucket
+        # Tables are by tensor and not by bucket, because a later run may group tensors differently
         declared = declared_slots(state.bucket)
         for member in bucket.members:
             steps[member.name] = state.step
@@ -151,15 +152,14 @@ def _parts(bucket: Bucket, slot: str, array: Array) -> Iterable[tuple[str, Array
     """Split a slot by tensor if it has the shape of the gradient. Other slots belong to the bucket as a whole."""
     if slot not in feedback.BUFFERED:
         return [(bucket.spec.name, array)]
-    places = zip(bucket.members, bucket.spans, strict=True)
-    return [(member.name, array[start:stop]) for member, (start, stop) in places]
+    spans = zip(bucket.members, bucket.spans, strict=True)
+    return [(member.name, array[start:stop]) for member, (start, stop) in spans]
 
 
 def restored(saved: Saved, bucket: Bucket, copy: Copy, whole: bool = True) -> BucketState | None:
     """Build the state of a bucket from a saved state. Return None if the saved state has none of its tensors.
 
     Saved residuals are kept even if the present methods of the bucket do not use them, because a later method may.
-
 
     Args:
         saved: the saved state.
@@ -234,6 +234,7 @@ def _momentum(saved: Saved, bucket: Bucket, copy: Copy, whole: bool) -> Pieces:
     kept = [{slot: slots[slot] for slot in sorted(names & slots.keys())} for slots in found]
     if not any(kept):
         return ()
+    # Tensors that come from different buckets may have v in different forms: convert all of them to dense
     if any(slots.keys() != kept[0].keys() for slots in kept):
         if whole:
             raise ValueError(f"the saved momentum of bucket {bucket.spec.name!r} has several forms")
@@ -254,6 +255,7 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
         raise ValueError(f"the saved {whose} lacks a part: it has {', '.join(slots)}")
     first, second = slots.values()
     if "momentum.left" in slots:
+        # The rank is not saved: (rows·rank)·(rank·columns) = size·rank²
         terms = math.isqrt(len(first) * len(second) // max(member.size, 1))
         if not terms or terms * terms * member.size != len(first) * len(second):
             raise ValueError(f"the saved {whose} has factors of {len(first)} and {len(second)} elements")
@@ -262,7 +264,7 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
         return Outer(copy([first]), copy([second]), terms)
     _check_part(whose, second, len(first), "float32")
     if dtype_name(first) not in ("int32", "int64"):
-        raise ValueError(f"the saved {whose} has indices of {dtype_name(first)}")
+        raise ValueError(f"the saved {whose} has indices of dtype {dtype_name(first)}, expected int32 or int64")
     if len(first) and not (int(first.min()) >= 0 and int(first.max()) < member.size):
         raise ValueError(f"the saved {whose} has indices outside of its {member.size} elements")
     return Sparse(copy([first]), copy([second]))
@@ -271,14 +273,14 @@ def _piece(member: TensorSpec, slots: Mapping[str, Any], copy: Copy) -> Piece:
 def _check_part(what: str, part: Any, size: int, dtype: str) -> None:
     """Check size, dtype and finiteness of a saved array. A NaN in a residual would spoil every later gradient."""
     if len(part) != size:
-        raise ValueError(f"{what} has {len(part)} elements, not {size}")
+        raise ValueError(f"the saved {what} has {len(part)} elements, expected {size}")
     if (found := dtype_name(part)) != dtype:
-        raise ValueError(f"{what} is {found}, not {dtype}")
+        raise ValueError(f"the saved {what} has dtype {found}, expected {dtype}")
     if not bool((part.isfinite() if hasattr(part, "isfinite") else np.isfinite(part)).all()):
-        raise ValueError(f"{what} contains an Inf or a NaN")
+        raise ValueError(f"the saved {what} contains an Inf or a NaN")
 
 
-def without(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
+def without_buckets(saved: Saved, buckets: Iterable[Bucket]) -> dict[str, Any] | None:
     """Return a saved state without the tensors of these buckets; None if no tensor remains."""
     gone = {name for bucket in buckets for name in (bucket.spec.name, *(member.name for member in bucket.members))}
     left = {table: {name: entry for name, entry in saved[table].items() if name not in gone} for table in TABLES}
@@ -310,13 +312,14 @@ def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
         ValueError: the state of a rank is missing, or steps or tensors differ between ranks.
     """
     first = saved[0]
+    # A missing rank would silently lose its residuals
     ranks = sorted(one["rank"] for one in saved)
     if ranks != list(range(first["world"])):
         raise ValueError(f"states of all {first['world']} ranks are needed; these are of ranks {ranks}")
     for one in saved:
         for what in ("steps", "merge"):
             if one[what] != first[what]:
-                raise ValueError(f"the states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
+                raise ValueError(f"the saved states of ranks {first['rank']} and {one['rank']} differ in {what!r}")
 
     def merged(name: str, slot: str) -> Array:
         arrays = [one["state"][name][slot] for one in saved]

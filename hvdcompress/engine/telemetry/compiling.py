@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from threading import Lock
 
-__all__ = ["taken"]
+__all__ = ["take_seconds"]
 
 _lock = Lock()
 _reported = 0.0
 
 
-def taken() -> float:
+def take_seconds() -> float:
     """Return the seconds that this process has compiled since the last call of this function."""
     global _reported
     # Not imported here, because the module imports Numba, which takes a second

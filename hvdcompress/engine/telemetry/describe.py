@@ -37,7 +37,7 @@ def first_step(buckets: Sequence[Bucket], dense: int, sent: int) -> str:
         sent: bytes that a rank has sent in the step.
 
     Returns:
-            The line; empty if no tensor is compressed.
+        The line; empty if no tensor is compressed.
     """
     counts: Counter[str] = Counter()
     for bucket in buckets:

@@ -94,7 +94,7 @@ class Ledger(Observer):
 
     def encoded(self, rank: int, name: str, seconds: float) -> None:
         """Add codec time, without the time in which Numba compiled."""
-        seconds = max(0.0, seconds - compiling.taken())
+        seconds = max(0.0, seconds - compiling.take_seconds())
         self._seconds[rank, "codec"] += seconds
         self._tensors[rank, name].seconds += seconds
 

@@ -24,13 +24,13 @@ class RoundLog(Observer):
         )  # fmt: skip
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return the first three names in quotation marks, for a message."""
     return ", ".join([*map(repr, names[:3]), *["…"] * (len(names) > 3)])
 
 
 @functools.cache
-def say_once(text: str) -> None:
+def info_once(text: str) -> None:
     """Log a message once per process, to stderr if the program has not configured logging."""
     _handle("hvdcompress: %(message)s", logging.INFO)
     LOGGER.info("%s", text)

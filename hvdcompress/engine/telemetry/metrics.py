@@ -65,6 +65,7 @@ def openmetrics(groups: Sequence[Figures], ledger: Ledger, rank: int, labels: Ma
     for name in labels:
         if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", name) or name in ("rank", "program", "counter"):
             raise ValueError(f"label {name!r}: use letters, digits and _; rank, program and counter are reserved")
+    # Label order is fixed: "rank" last, then what distinguishes the samples of a family
     base = {**labels, "rank": str(rank)}
     by_program = [({**base, "program": each.program}, each) for each in groups]
     entries = [(own, each.account) for own, each in by_program]

@@ -101,7 +101,8 @@ class StepTimes:
         return StepTime(*(sum(values) / len(middle) for values in zip(*middle, strict=True)))
 
     def _totals(self) -> tuple[float, ...]:
-        ledger, rank = self._ledger, self._rank
+        ledger = self._ledger
+        rank = self._rank
         seconds = ledger.seconds(rank)
         dense = 2 * (ledger.world - 1) / ledger.world * ledger.dense_bytes(rank)
         return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(rank), dense

@@ -46,7 +46,7 @@ from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.horovod.tensorflow.naming import Names
 from hvdcompress.horovod.tensorflow.segments import PROBE, Segments, Traced, with_denormals
 from hvdcompress.method import Array, Method, TensorSpec
-from hvdcompress.optimizers import UNKNOWN, described, may_adapt
+from hvdcompress.optimizers import UNKNOWN_OPTIMIZER, may_adapt, momentum_reader
 from hvdcompress.plan import Bucket, Plan, plan_of
 
 GRAPH_PER_TENSOR = "in TensorFlow each gradient has a graph of its own, in which the other gradients are not available"
@@ -453,7 +453,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         self.watchdog.set_peers([address for *_, address in everyone])
         self._plans_compared = True
         if self._optimizer is None and may_adapt(self.plan) and self.local.rank == 0:
-            log.warn_once(UNKNOWN)
+            log.warn_once(UNKNOWN_OPTIMIZER)
 
     def use_optimizer(self, optimizer: Any) -> None:
         """Adapt the momentum of an optimizer from now on.
@@ -464,7 +464,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         Raises:
             TypeError: ``optimizer`` is neither.
         """
-        self.local.optimizer = described(optimizer, self._rates)
+        self.local.optimizer = momentum_reader(optimizer, self._rates)
         self._optimizer = optimizer
 
     @contextmanager

@@ -154,7 +154,7 @@ def left(magnitudes: Vector, k: int) -> float:
 
 def counts(x: Vector, density: float) -> dict[str, float]:
     """What is chosen, in units of k: by each of :data:`RULES`, and by the selectors in :data:`OTHERS`."""
-    wanted = select.about(density, len(x))
+    wanted = select.gaussiank_limits(density, len(x))
     k, start = wanted.k, np.float32(select.gaussian_threshold(*fast.moments(x), density))
     found = {"first threshold": fast.count_above(x, start) / k}
     for rule, refine in (("paper", select.refine_paper), ("bisect", select.refine_bisect)):
@@ -197,7 +197,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
 
     def sampled(x: Vector) -> Any:
         ctx, work = fresh()
-        search = select.Search(dgc.threshold(x, ctx, work), select.about(density, n), select.refine_bisect)
+        search = select.Search(dgc.threshold(x, ctx, work), select.gaussiank_limits(density, n), select.refine_bisect)
         return select.above_threshold(x, search, 0, ctx, work)[0]
 
     return {

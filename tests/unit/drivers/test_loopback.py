@@ -38,8 +38,8 @@ def test_world_is_one_or_more(world: int) -> None:
 @pytest.mark.parametrize(
     "arrays,words",
     [
-        ([np.ones(3, np.float32)], "2 ranks need 2 arrays, 1 came"),
-        ([np.ones(3, np.float32)] * 3, "2 ranks need 2 arrays, 3 came"),
+        ([np.ones(3, np.float32)], "that is 2, got 1"),
+        ([np.ones(3, np.float32)] * 3, "that is 2, got 3"),
         ([np.ones(3, np.float32), np.ones(4, np.float32)], "rank 1"),
         ([np.ones(3, np.float32), np.ones(3, np.float64)], "rank 1.*float64"),
         ([np.ones(3, np.float32), np.ones((3, 1), np.float32)], "rank 1"),

@@ -31,10 +31,10 @@ def test_what_the_first_step_did(settings: dict[str, object], expected: str) -> 
 
 
 def test_a_fact_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    log.say_once.cache_clear()
+    log.info_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="hvdcompress"):
-        log.say_once("this")
-        log.say_once("this")
+        log.info_once("this")
+        log.info_once("this")
     assert caplog.text.count("this") == 1
     assert caplog.records[0].levelno == logging.INFO
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from hvdcompress.engine.pieces import by_tensor, combined, in_form_of, is_compact, scaled, slots_of, to_dense
+from hvdcompress.engine.pieces import by_tensor, combined, in_same_form, is_compact, scaled, slots_of, to_dense
 from hvdcompress.method import Sparse, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.ops.shared import outer_sum
@@ -49,13 +49,13 @@ def test_a_matrix_of_low_rank_is_dense_where_it_has_to_be() -> None:
 
 def test_the_past_takes_the_form_of_what_comes() -> None:
     """One sparse vector or one for each tensor; nothing where the forms are of another kind."""
-    (joined,) = in_form_of([FIRST], EACH, BUCKET, fast)
+    (joined,) = in_same_form([FIRST], EACH, BUCKET, fast)
     np.testing.assert_array_equal(joined.index, FIRST.index)
     np.testing.assert_array_equal(joined.values, FIRST.values)
-    for one, other in zip(in_form_of(list(EACH), (FIRST,), BUCKET, fast), EACH, strict=True):
+    for one, other in zip(in_same_form(list(EACH), (FIRST,), BUCKET, fast), EACH, strict=True):
         np.testing.assert_array_equal(one.index, other.index)
         np.testing.assert_array_equal(one.values, other.values)
-    assert in_form_of([FIRST], (DENSE,), BUCKET, fast) == () == in_form_of([FIRST], (), BUCKET, fast)
+    assert in_same_form([FIRST], (DENSE,), BUCKET, fast) == () == in_same_form([FIRST], (), BUCKET, fast)
 
 
 def test_what_stays_compact() -> None:

@@ -90,5 +90,5 @@ def test_a_nan_in_the_first_step_of_another_set(bucket_elements: int | None) -> 
 def test_the_name_of_a_group_is_refused() -> None:
     net = Loopback("topk", world=2, density=0.1)
     arrays = {"a+1": np.ones(10, np.float32)}
-    with pytest.raises(ValueError, match=r"'a\+1' cannot be a tensor's name"):
+    with pytest.raises(ValueError, match=r"'a\+1'"):
         net.allreduce_many([arrays, arrays])

@@ -44,7 +44,7 @@ def count_of(u: np.ndarray, density: float) -> int:
     """Return how many elements exceed the threshold of ``refine: paper``."""
     elements = candidates.Elements(u, None, None, reference)
     start = np.float32(select.gaussian_threshold(*reference.moments(u), density))
-    t, _ = select.refine_paper(elements, start, select.about(density, len(u)))
+    t, _ = select.refine_paper(elements, start, select.gaussiank_limits(density, len(u)))
     return int(np.count_nonzero(np.abs(u) > t))
 
 

@@ -110,7 +110,7 @@ def test_any_bytes_are_a_header_or_an_error(data: bytes) -> None:
     [
         (b"", "at least 24 bytes"),
         (b"HC" + bytes(10), "at least 24 bytes"),
-        (b"XY" + bytes(22), "begins with"),
+        (b"XY" + bytes(22), "starts with"),
         (b"HC\x07" + bytes(21), "version 1"),
         (b"HC\x01" + bytes(21), "checksum"),
     ],
