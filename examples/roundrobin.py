@@ -1,4 +1,4 @@
-"""A method of one's own: every rank sends the same piece of the gradient, and the next step sends the next piece.
+"""A user-defined method: all ranks send the same piece of the gradient, and the next step sends the next piece.
 
 python examples/roundrobin.py    # runs the conformance suite on it
 """
@@ -11,15 +11,15 @@ from hvdcompress.testing import check_method
 
 @method("roundrobin")
 class RoundRobin(Method):
-    """Sends one of ``pieces`` equal pieces in each step, in turn."""
+    """Send one of ``pieces`` equal pieces of the gradient in each step, in turn."""
 
     paper = "an example"
     sends = "n/pieces values, summed; no index"
-    sparse = True  # some elements are sent, exactly; the others are left out
+    sparse = True  # some elements are sent exactly, the others not at all
     needs_feedback = True  # without a residual most of each gradient would be lost
 
     pieces: Count = 4
-    """Number of pieces that a gradient is cut into."""
+    """Number of pieces into which a gradient is divided."""
     feedback: FeedbackName = "plain"
 
     def length(self, n: int) -> int:
@@ -35,10 +35,10 @@ class RoundRobin(Method):
         start = min(ctx.step % self.pieces * k, ctx.spec.size - k)  # the last piece ends where the gradient ends
         index = ops.asarray(np.arange(start, start + k, dtype=np.int32), like=x)
         kept = ops.take(x, index)
-        total = yield AllReduce(kept)  # the network's turn: the sum over ranks comes back
+        total = yield AllReduce(kept)  # the driver sends it, and resumes the generator with the sum over ranks
         return Reduced(total=Sparse(index, total), own=Sparse(index, kept) if ctx.needs_own else None)
 
 
 if __name__ == "__main__":
     check_method(RoundRobin(pieces=3))
-    print("every check passed")
+    print("all checks passed")

@@ -80,7 +80,7 @@ def walls(text: str) -> Iterator[str]:
 #: what readers stumbled over: pattern -> what is written instead
 UNUSUAL = {
     r"foret(ell|old)": "predict",
-    r"(?<!integrations import )\bbeside\b(?!\.)": "compared with, next to, besides",
+    r"\bbeside\b": "compared with, next to, besides",
     r"\bwhat (\w+ ){1,3}makes? of\b": "how X performs on",
     r"\bgo(es)? dense\b": "is sent uncompressed",
     r"\bcan(not)? be had\b": "is (un)available",
