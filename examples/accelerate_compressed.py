@@ -1,4 +1,4 @@
-"""Digits with accelerate, compressed: one line after ``prepare``.
+"""Train on the digits with Hugging Face accelerate and compressed gradients: one line after ``prepare``.
 
 torchrun --nproc-per-node 2 examples/accelerate_compressed.py [FOLDER [CHECKPOINT]]
 """
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdcompress.integrations.accelerate import attach
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/accelerate"  # checkpoints go there
-checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # one of them, to go on from
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/accelerate"  # folder for checkpoints
+checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # a checkpoint to resume from
 accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
 set_seed(0)
 torch.set_num_threads(1)

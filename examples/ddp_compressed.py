@@ -1,4 +1,4 @@
-"""The same script with compressed gradients: compare it with ddp_plain.py.
+"""The script ddp_plain.py with compressed gradients: two lines are added.
 
 torchrun --nproc-per-node 2 examples/ddp_compressed.py
 """

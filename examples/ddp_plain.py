@@ -1,4 +1,4 @@
-"""Digits with DistributedDataParallel, as everybody writes it.
+"""A plain DistributedDataParallel training script: a small network on scikit-learn's digits.
 
 torchrun --nproc-per-node 2 examples/ddp_plain.py
 """

@@ -1,4 +1,4 @@
-"""The same script for several ranks, with compressed gradients: compare it with keras_plain.py.
+"""The script keras_plain.py for several ranks, with compressed gradients.
 
 horovodrun -np 2 python examples/keras_compressed.py
 """
@@ -15,7 +15,7 @@ keras.utils.set_random_seed(0)
 digits = load_digits()
 images, labels = digits.data.astype("float32") / 16, digits.target
 x, y = images[300:], labels[300:]
-share = len(x) // hvd.size()  # equal shares: every rank takes as many steps
+share = len(x) // hvd.size()  # equal shares, so that all ranks take the same number of steps
 x, y = x[hvd.rank() :: hvd.size()][:share], y[hvd.rank() :: hvd.size()][:share]
 
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])

@@ -1,4 +1,4 @@
-"""A Keras 3 script for one process: the digits and a small net.
+"""A plain Keras 3 training script for one process: a small network on scikit-learn's digits.
 
 python examples/keras_plain.py
 """

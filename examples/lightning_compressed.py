@@ -1,4 +1,4 @@
-"""Digits with Lightning, compressed: the strategy is all that differs from a plain Trainer.
+"""Train on the digits with Lightning and compressed gradients: only the strategy differs from a plain Trainer.
 
 python examples/lightning_compressed.py [FOLDER [CHECKPOINT]]
 """
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvdcompress.integrations.lightning import CompressedDDP
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/lightning"  # checkpoints go there
-checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # one of them, to go on from
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/lightning"  # folder for checkpoints
+checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # a checkpoint to resume from
 seed_everything(0)
 torch.set_num_threads(1)
 

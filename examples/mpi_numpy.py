@@ -1,4 +1,4 @@
-"""Linear regression by gradient descent on numpy arrays, its gradients averaged by MPI, compressed:
+"""Linear regression by gradient descent on numpy arrays, with gradients that MPI averages, compressed.
 
 mpirun -np 4 python -m mpi4py examples/mpi_numpy.py
 """
@@ -10,12 +10,12 @@ from hvdcompress.mpi import Compressor
 from hvdcompress.optimizers import SGD
 
 comm = MPI.COMM_WORLD
-rng = np.random.default_rng(comm.rank)  # every rank has data of its own
+rng = np.random.default_rng(comm.rank)  # every rank has its own data
 truth = np.random.default_rng(99).normal(size=1024).astype(np.float32)
 x = rng.normal(size=(2048, 1024)).astype(np.float32)
 y = x @ truth
 
-compressor = Compressor("scalecom", comm, density=0.05, optimizer=SGD(momentum=0.0))  # plain gradient descent, below
+compressor = Compressor("scalecom", comm, density=0.05, optimizer=SGD(momentum=0.0))  # plain gradient descent
 weights = np.zeros_like(truth)
 for _step in range(300):
     gradient = x.T @ (x @ weights - y) / len(y)
@@ -24,7 +24,7 @@ for _step in range(300):
 if comm.rank == 0:
     error = np.linalg.norm(weights - truth) / np.linalg.norm(truth)
     if comm.size == 1:
-        print(f"one rank, error {error:.1%}: alone it sends nothing; start several with mpirun -np 4")
+        print(f"one rank, error {error:.1%}: one rank sends nothing; start several with mpirun -np 4")
     else:
         ratio = compressor.ledger.compression_ratio()
         print(f"{comm.size} ranks, error {error:.1%}, {ratio:.1f} times fewer bytes than dense")

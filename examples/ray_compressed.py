@@ -1,4 +1,4 @@
-"""The DDP script as a Ray Train job, with compressed gradients: workers on any node of a Ray cluster.
+"""The DDP script as a Ray Train job with compressed gradients, on any nodes of a Ray cluster.
 
 python examples/ray_compressed.py
 """
@@ -12,7 +12,7 @@ from hvdcompress import ddp
 
 
 def train() -> None:
-    """One worker's training; Ray has made the process group."""
+    """Train on one rank. Ray has initialized the process group."""
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
@@ -20,7 +20,7 @@ def train() -> None:
     held_out = torch.arange(len(labels)) % 5 == 0
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
-    model = prepare_model(model)  # a DistributedDataParallel, if there are several workers
+    model = prepare_model(model)  # wraps the model in DistributedDataParallel if there are several ranks
     ddp.attach(model, "scalecom", density=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -1,4 +1,4 @@
-"""The same script with compressed gradients: compare it with tensorflow_plain.py.
+"""The script tensorflow_plain.py with compressed gradients.
 
 horovodrun -np 2 python examples/tensorflow_compressed.py
 """
@@ -22,7 +22,7 @@ train = tf.range(len(labels)) % 5 != 0
 model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)])
 weights = [variable.value for variable in model.trainable_variables]
 speeds = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
-# outside of the step, as it holds the residuals; SGD describes the update in it
+# outside of the step, because it holds the residuals; SGD describes the update below
 compressor = Compressor("scalecom", density=0.01, optimizer=SGD(momentum=0.9))
 
 

@@ -1,4 +1,4 @@
-"""A Horovod script for TensorFlow, as everybody writes it: the digits, a small net, the stock tape.
+"""A plain Horovod training script for TensorFlow: a small network on scikit-learn's digits.
 
 horovodrun -np 2 python examples/tensorflow_plain.py
 """

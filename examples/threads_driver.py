@@ -1,6 +1,6 @@
-"""A driver of one's own: ranks are threads, and their network is a queue for each of them.
+"""A user-defined driver: ranks are threads, and the network is one queue per rank.
 
-python examples/threads_driver.py    # four ranks fit a linear model, with top-k
+python examples/threads_driver.py    # four ranks fit a linear model with top-k
 """
 
 import threading
@@ -18,43 +18,43 @@ from hvdcompress.plan import IN_ORDER, plan_of
 
 
 class QueueTransport:
-    """Every rank sends its request to all ranks, and computes the result of the collective from the requests of all."""
+    """Send each request to all ranks; each rank computes the result of a collective from the requests of all ranks."""
 
-    ordered = True  # collectives are matched by their number: every rank starts them in the same order
-    native_broadcast = True  # a broadcast is sent as it is, not as a sum
-    variable_lengths = True  # payloads of an all-gather may differ in length
+    ordered = True  # collectives are matched by number, so all ranks must start them in the same order
+    native_broadcast = True  # a broadcast is as fast as a sum, so the engine may send broadcasts
+    variable_lengths = True  # the payloads of an all-gather may have different lengths
 
     def __init__(self, rank, mailboxes):
         self.rank = rank
         self.world = len(mailboxes)
         self.mailboxes = mailboxes
         self.started = 0
-        self.requests = {}  # number of a collective -> the requests that have come, by rank
+        self.requests = {}  # number of a collective -> the requests received so far, by rank
 
     def start(self, name, request):
-        """Start a collective; returns its number."""
+        """Start a collective; return its number as the handle."""
         self.started += 1
-        if request.payload is not None:  # its memory is used again as soon as this rank has its result
+        if request.payload is not None:  # the engine reuses its memory as soon as this rank has the result
             request = replace(request, payload=request.payload.copy())
         for mailbox in self.mailboxes:
             mailbox.put((self.started, self.rank, request))
         return self.started
 
     def ready(self, handle):
-        """Return whether the result is available."""
+        """Return whether the result is available (``wait`` would not block)."""
         while not self.mailboxes[self.rank].empty():
             self._receive()
         return len(self.requests.get(handle, ())) == self.world
 
     def wait(self, handle):
-        """Return the result."""
+        """Wait for a collective and return its result."""
         while not self.ready(handle):
             self._receive()
         requests = self.requests.pop(handle)
         return lockstep.carry_out([requests[rank] for rank in range(self.world)])[self.rank]
 
     def idle(self, handle):
-        """Wait until something has come."""
+        """Wait until a request arrives."""
         self._receive()
 
     def _receive(self):
@@ -63,7 +63,7 @@ class QueueTransport:
 
 
 class Compressor(compressor.Compressor):
-    """Averages named arrays over threads."""
+    """Average named arrays over threads."""
 
     def __init__(self, method, transport, **settings):
         super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world)
@@ -71,7 +71,7 @@ class Compressor(compressor.Compressor):
         self.step = None
 
     def average(self, gradients):
-        """Replace float32 arrays, by name, with their compressed average over all ranks."""
+        """Replace named float32 arrays with their compressed averages over all ranks."""
         specs = [TensorSpec(name, array.shape) for name, array in gradients.items()]
         config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.local.begin_round()
@@ -104,7 +104,7 @@ class Compressor(compressor.Compressor):
 
 
 def train(rank, mailboxes, weights):
-    """Fit y = x·w, each rank on examples of its own."""
+    """Fit y = x·w; each rank has its own data."""
     random = np.random.default_rng(rank)
     comp = Compressor("topk", QueueTransport(rank, mailboxes), density=0.1, min_elements=1)
     w = np.zeros_like(weights)

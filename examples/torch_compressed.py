@@ -1,4 +1,4 @@
-"""The same script with compressed gradients: compare it with torch_plain.py.
+"""The script torch_plain.py with compressed gradients.
 
 horovodrun -np 2 python examples/torch_compressed.py
 """

@@ -1,4 +1,4 @@
-"""Digits with the Trainer of Transformers, compressed: one callback.
+"""Train on the digits with the Transformers Trainer and compressed gradients: one callback.
 
 torchrun --nproc-per-node 2 examples/transformers_compressed.py [FOLDER [CHECKPOINT]]
 """
@@ -11,8 +11,8 @@ from transformers import Trainer, TrainingArguments
 
 from hvdcompress.integrations.transformers import CompressionCallback
 
-folder = sys.argv[1] if len(sys.argv) > 1 else "runs/transformers"  # checkpoints go there
-checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # one of them, to go on from
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/transformers"  # folder for checkpoints
+checkpoint = sys.argv[2] if len(sys.argv) > 2 else None  # a checkpoint to resume from
 torch.manual_seed(0)
 torch.set_num_threads(1)
 

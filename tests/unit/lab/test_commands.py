@@ -66,7 +66,7 @@ def test_errors_are_a_line_and_a_status(monkeypatch, error, status, words):
     assert quiet.exit_code == loud.exit_code == status
     assert quiet.output.startswith("error: ") and words in quiet.output
     assert "Traceback" not in quiet.output and "Traceback" in loud.output
-    assert ("--debug shows where" in quiet.output) == (status == 1)
+    assert ("with --debug" in quiet.output) == (status == 1)
 
 
 # -- colours and forms -----------------------------------------------------------------------------
