@@ -101,7 +101,6 @@ class TensorCompressor(compressor.Compressor):
         ValueError: ``ops`` is neither; two parameters have one name; another driver compresses one of them.
     """
 
-    driver: str  #: what a user calls the driver
     grouping: Grouping  #: which tensors travel together
 
     def __init__(

@@ -44,6 +44,7 @@ class Compressor(ABC):
         ledger: bytes and seconds so far, on this rank.
     """
 
+    driver = "unnamed"  #: the name that is saved with the state
     never_falls_back = ""  #: why the driver does not compare steps with uncompressed ones; empty if it does
 
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
@@ -51,6 +52,7 @@ class Compressor(ABC):
         self.loss_scale = loss_scale
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
+        self.local.driver = self.driver
         if world == 1:
             log.warn_once("there is one rank, so nothing is exchanged or compressed: start several")
         if self.local.fallback.on and self.never_falls_back:
@@ -72,12 +74,17 @@ class Compressor(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file per rank."""
+        """This rank's state: plan, steps, residuals. Every rank has its own, so save one file per rank.
+
+        Its key ``made_by`` has the driver, the versions of the packages in use, and the optimizer's momentum.
+        """
         return self.local.state_dict()
 
     @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` saved on this rank; before the first step, too.
+
+        Rank 0 logs a warning if the plan, the optimizer's momentum or the library's version was another one.
 
         Raises:
             ValueError: it is of another rank or world, or of other tensors; nothing is changed then.

@@ -67,6 +67,8 @@ class Compressor(compressor.Compressor):
         PeerError: another rank's plan is wrong, or differs from this one's.
     """
 
+    driver = "MPI"
+
     def __init__(
         self,
         method: str | Method | Plan | Mapping[str, Any],

@@ -159,7 +159,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dict that :func:`hvdcompress.load` reads: ``load(plan.to_dict()) == plan``."""
-        return json.loads(self.source, object_hook=_number_keys)
+        return read_source(self.source)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -263,6 +263,11 @@ class Plan:
 
     def _goes_dense(self, spec: TensorSpec, method: Method) -> bool:
         return spec.size < self.min_elements or not method.suits(spec)
+
+
+def read_source(source: str) -> dict[str, Any]:
+    """Return the dict that a plan's ``source`` has as JSON."""
+    return json.loads(source, object_hook=_number_keys)
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:

@@ -1,7 +1,8 @@
 """A rank's state as plain data, and back: by tensor, so that it survives another bucketing.
 
-A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and four
-tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, of which acted upon, step of the last]},
+A saved state is a dict: ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (what was
+decided), ``metrics`` {metric: [least, greatest]}, and four tables by tensor: ``steps`` {name: n}, ``restarts`` {name:
+[triggers, of which acted upon, step of the last]},
 ``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. ``BucketState.momentum`` is
 among the slots, in the form in which it is kept (``pieces.slots_of``).
 """

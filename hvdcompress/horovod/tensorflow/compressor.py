@@ -114,6 +114,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ``cosine_every`` or ``clip_norm``, which graphs cannot.
     """
 
+    driver = "TensorFlow"
     never_falls_back = "in TensorFlow the ranks agree for each tensor, and not for a step"
 
     def __init__(
