@@ -64,7 +64,7 @@ class Compressor(TensorCompressor):
         replicas: the process group of the ranks that hold the same shard.
         loss_scale: a number, or a function such as ``scaler.get_scale``, by which the loss was multiplied.
         optimizer: the optimizer, or several, whose momentum is adapted where error feedback delays gradients. Without
-            it, an optimizer is found when it takes its first step.
+            it, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and its relatives to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.framework import TorchFramework, to_host
-from hvdcompress._torch.optimizers import Optimizers, TorchReader
+from hvdcompress._torch.optimizers import Optimizers, TorchReader, listed
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import Terms
 from hvdcompress.engine.collectives import Collectives
@@ -260,10 +260,14 @@ class TensorCompressor(compressor.Compressor):
         An optimizer is also found by itself when it takes its first step. Call this on every rank, before the first
         backward pass, to have its momentum adapted from the first exchange on.
 
+        With ``without_beta1`` in the plan, as under "auto", beta1 of Adam and its relatives becomes 0.
+
         Raises:
             TypeError: it is no optimizer of PyTorch.
         """
-        self._reader = self.local.optimizer = TorchReader(optimizer, self._tensors())
+        optimizers = listed(optimizer)
+        self._without_beta1(optimizers)
+        self._reader = self.local.optimizer = TorchReader(optimizers, self._tensors())
         self._terms = Terms({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._say_what_is_adapted(self._reader)
 

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hvdcompress.engine.telemetry import log
-from hvdcompress.optimizers import without_momentum
 from hvdcompress.parts.momentum import Momentum
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
@@ -46,24 +44,6 @@ def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
         return []
     given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
     return [unwrapped(one) for one in (given if isinstance(given, Iterable) else [given])]
-
-
-def without_beta1(optimizers: Optimizers | None, rank: int) -> None:
-    """Set beta1 of Adam and its relatives to 0, as gradients that wait act as momentum; rank 0 logs it.
-
-    Raises:
-        TypeError: there is no optimizer of PyTorch.
-    """
-    for one in listed(optimizers):
-        if "betas" not in one.param_groups[0] or not _first_factor(one):
-            continue
-        before = in_words(one)
-        without_momentum(one)
-        if rank == 0:
-            log.warn_once(
-                f"{before}: beta1 is 0 from now on, because gradients that wait in residuals act as momentum, and only "
-                "that of SGD can be adapted; give a method instead of auto to keep it"
-            )
 
 
 class TorchReader:

@@ -7,7 +7,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.optimizers import without_beta1
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -154,6 +155,12 @@ class Compressor(ABC):
     def _decision(self) -> str:
         fallback = self.local.fallback
         return f"\n{fallback}" if fallback.on and not fallback.compares else ""
+
+    def _without_beta1(self, optimizers: Iterable[Any]) -> None:
+        """If the plan says so, set beta1 of these optimizers to 0, as gradients that wait act as momentum."""
+        for optimizer in optimizers if self.plan.without_beta1 else ():
+            if (done := without_beta1(optimizer)) and self.local.rank == 0:
+                log.warn_once(done)
 
     # -- what users say and ask -----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from hvdcompress.engine.telemetry import log
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import Method
 from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
-from hvdcompress.plan import Plan, is_auto
+from hvdcompress.plan import Plan
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
@@ -75,9 +75,6 @@ def DistributedOptimizer(
         compressor = compression
     else:
         compressor = Compressor(compression, process_set=process_set, **settings)
-        inner = optimizer.inner_optimizer if scaled else optimizer
-        if is_auto(compression) and hasattr(inner, "beta_1"):
-            inner.beta_1 = 0.0  # gradients that wait in residuals act as momentum
     if backward_passes_per_step > 1:
         if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
             raise ValueError("backward_passes_per_step: this optimizer scales its loss, or accumulates, itself")

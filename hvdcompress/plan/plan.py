@@ -155,6 +155,7 @@ class Plan:
     clip_norm: float | None = None  #: norm that the reduced gradient of all tensors is clipped to; inf: measured only
     fallback: bool = False  #: whether compression is given up if the first steps show that it does not save time
     cosine_every: int = 0  #: steps from one comparison with the uncompressed average to the next; 0: never
+    without_beta1: bool = False  #: whether beta1 of Adam and its relatives is set to 0 in optimizers that are given
     source: str = "{}"  #: what the plan was read from, with defaults filled in, as JSON
 
     def to_dict(self) -> dict[str, Any]:

@@ -105,7 +105,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         process_set: the Horovod process set that the tape or optimizer uses (default: all ranks).
         loss_scale: a number, or a function, by which the loss was multiplied; residuals are kept unscaled.
         optimizer: the optimizer of Keras that gets the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
-            describes it. Its momentum is adapted where error feedback delays gradients.
+            describes it. Its momentum is adapted where error feedback delays gradients. "auto" sets beta_1 of Adam and
+            its relatives to 0.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
@@ -411,10 +412,13 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def use_optimizer(self, optimizer: Any) -> None:
         """Adapt the momentum of an optimizer of Keras, or of what an ``SGD`` describes, from now on.
 
+        With ``without_beta1`` in the plan, as under "auto", beta_1 of Adam and its relatives becomes 0.
+
         Raises:
             TypeError: it is neither.
         """
         self.local.optimizer = described(optimizer, self._rates)
+        self._without_beta1([optimizer])
         self._optimizer = optimizer
 
     @contextmanager
