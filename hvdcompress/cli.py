@@ -162,6 +162,7 @@ app.command(
 app.command(
     rich_help_panel=LOOK, epilog=examples("hvdcompress configs", "hvdcompress configs quickstart --copy my.yaml")
 )(looking.configs)
+app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress describe checkpoints/step-1000"))(looking.describe)
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress doctor", "hvdcompress doctor --format json"))(
     looking.doctor
 )

@@ -67,7 +67,8 @@ class Compressor(TensorCompressor):
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it, such as
             ``scaler.get_scale``.
         optimizer: the optimizer, or several. Its momentum is adapted where error feedback delays gradients. Without
-            this argument, an optimizer is found when it takes its first step.
+            this argument, an optimizer is found when it takes its first step. "auto" sets beta1 of Adam and its
+            relatives to 0.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
         settings: hyper-parameters and plan keys.
 

@@ -120,6 +120,28 @@ def without_momentum(optimizer: Any) -> Any:
     return optimizer
 
 
+def without_beta1(optimizer: Any) -> str:
+    """Set beta1 of Adam and its relatives to 0, in PyTorch or Keras; other optimizers are left as they are.
+
+    Returns:
+        What was done, in words; nothing if nothing was.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of Keras' LossScaleOptimizer
+    groups = getattr(optimizer, "param_groups", None)
+    before = groups[0].get("betas", (0.0,))[0] if groups else getattr(optimizer, "beta_1", 0.0)
+    if not before:
+        return ""
+    if groups:
+        without_momentum(optimizer)
+    else:
+        optimizer.beta_1 = 0.0
+    return (
+        f"{type(optimizer).__name__} with beta1 = {float(before):g}: beta1 is 0 from now on, because gradients that "
+        "wait in residuals act as momentum, and only that of SGD can be adapted; without_beta1: false in the plan "
+        "keeps it"
+    )
+
+
 def may_adapt(plan: Plan) -> bool:
     """Return whether a plan adapts the optimizer's momentum for any tensor."""
     programs = [plan.program, *(rule.program for rule in plan.rules)]

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvdcompress._torch.framework import TorchFramework, to_host
-from hvdcompress._torch.optimizers import Optimizers, TorchReader
+from hvdcompress._torch.optimizers import Optimizers, TorchReader, listed
 from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
@@ -112,7 +112,6 @@ class TensorCompressor(compressor.Compressor):
             one of the parameters.
     """
 
-    driver: str  #: the driver's name in messages
     grouping: Grouping  #: how the driver groups small tensors into buckets
 
     def __init__(
@@ -283,10 +282,14 @@ class TensorCompressor(compressor.Compressor):
         Args:
             optimizer: a PyTorch optimizer, or an iterable of them.
 
+        With ``without_beta1`` in the plan, as under "auto", beta1 of Adam and its relatives becomes 0.
+
         Raises:
             TypeError: an argument is not a PyTorch optimizer.
         """
-        self._reader = TorchReader(optimizer, self._tensors())
+        optimizers = listed(optimizer)
+        self._without_beta1(optimizers)
+        self._reader = TorchReader(optimizers, self._tensors())
         self.local.optimizer = self._reader
         self._terms = SharedConfig({**self._terms.plan, "optimizer": self._reader.kinds()}, self._terms.tensors)
         self._log_adaptation(self._reader)

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hvdcompress.engine.telemetry import log
-from hvdcompress.optimizers import without_momentum
 from hvdcompress.parts.momentum import Momentum
 
 Optimizers: TypeAlias = "torch.optim.Optimizer | Iterable[torch.optim.Optimizer]"
@@ -46,24 +44,6 @@ def listed(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
         return []
     given: Any = [optimizers] if hasattr(optimizers, "param_groups") else optimizers
     return [unwrapped(each) for each in (given if isinstance(given, Iterable) else [given])]
-
-
-def without_beta1(optimizers: Optimizers | None, rank: int) -> None:
-    """Set beta1 of Adam and related optimizers to 0, because delayed gradients act as momentum. Rank 0 logs it.
-
-    Raises:
-        TypeError: an argument is not a PyTorch optimizer.
-    """
-    for optimizer in listed(optimizers):
-        if "betas" not in optimizer.param_groups[0] or not _momentum_factor(optimizer):
-            continue
-        before = describe_method(optimizer)
-        without_momentum(optimizer)
-        if rank == 0:
-            log.warn_once(
-                f"{before}: beta1 is set to 0, because gradients that wait in residuals act as momentum, and only the "
-                "momentum of SGD can be adapted; to keep beta1, give a method instead of auto"
-            )
 
 
 class TorchReader:

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from hvdcompress._torch.compressor import TensorCompressor
-from hvdcompress._torch.optimizers import Optimizers, without_beta1
+from hvdcompress._torch.optimizers import Optimizers
 from hvdcompress.ddp.transport import ProcessGroupTransport, connect
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.method import Method
-from hvdcompress.plan import IN_ORDER, Plan, is_auto, plan_of
+from hvdcompress.plan import IN_ORDER, Plan, plan_of
 
 
 @dataclass(eq=False)
@@ -108,8 +108,6 @@ class Compressor(TensorCompressor):
         rank = dist.get_rank(self._parent)
         world = dist.get_world_size(self._parent)
         super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
-        if is_auto(method):
-            without_beta1(optimizer, rank)
         if optimizer is not None:
             self.use_optimizer(optimizer)
         self.used: set[str] | None = None

@@ -7,7 +7,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.metrics import Writer, openmetrics, scalars
 from hvdcompress.engine.telemetry.observer import Observer
 from hvdcompress.engine.telemetry.summary import summary
+from hvdcompress.optimizers import without_beta1
 from hvdcompress.plan import Bucket, Plan
 
 
@@ -44,6 +45,7 @@ class Compressor(ABC):
         ledger: bytes and seconds of this rank so far.
     """
 
+    driver = "unnamed"  #: the name of the driver, which is saved with the state
     no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
     def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
@@ -51,6 +53,7 @@ class Compressor(ABC):
         self.loss_scale = loss_scale
         self.ledger = Ledger(world, rank)
         self.local = RankState(plan, rank, world, self.ledger)
+        self.local.driver = self.driver
         if world == 1:
             log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
         if self.local.fallback.on and self.no_fallback_reason:
@@ -73,12 +76,17 @@ class Compressor(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: plan, steps and residuals. Ranks differ, so save the state of every rank."""
+        """Return this rank's state: plan, steps and residuals. Ranks differ, so save the state of every rank.
+
+        Its key ``made_by`` has the driver, the versions of the packages in use, and the optimizer's momentum.
+        """
         return self.local.state_dict()
 
     @abstractmethod
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load a value of :meth:`state_dict` that was saved on the same rank; also before the first step.
+
+        Rank 0 logs a warning if the plan, the optimizer's momentum or the library's version was another one.
 
         Raises:
             ValueError: rank, number of ranks or tensors do not match. Then nothing is changed.
@@ -149,6 +157,12 @@ class Compressor(ABC):
     def _decision(self) -> str:
         fallback = self.local.fallback
         return f"\n{fallback}" if fallback.on and not fallback.compares else ""
+
+    def _without_beta1(self, optimizers: Iterable[Any]) -> None:
+        """If the plan says so, set beta1 of these optimizers to 0, as gradients that wait act as momentum."""
+        for optimizer in optimizers if self.plan.without_beta1 else ():
+            if (done := without_beta1(optimizer)) and self.local.rank == 0:
+                log.warn_once(done)
 
     # -- user interface -------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import numpy as np
 from hvdcompress.engine.bucket_state import BucketState, Memory, itemsize
 from hvdcompress.engine.fallback import Fallback, Verdict
 from hvdcompress.engine.safety import verify
-from hvdcompress.engine.saving import snapshot
+from hvdcompress.engine.saving import origin, snapshot
 from hvdcompress.engine.telemetry import log
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Observer
@@ -86,6 +86,7 @@ class RankState:
             :class:`~hvdcompress.engine.step.Step` objects per round.
         gradient_norm: the norm of all reduced gradients of the last step, before clipping; NaN if not measured.
         optimizer: function from a tensor's name to the momentum that the optimizer applies to it; None if unknown.
+        driver: the driver's name, which is saved with the state.
     """
 
     def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
@@ -107,6 +108,7 @@ class RankState:
         self.metrics: dict[str, tuple[float, float]] = {}  # {metric: (least, greatest)} since the last trigger
         self.gradient_norm = float("nan")
         self.optimizer: Callable[[str], Momentum | None] = lambda name: None
+        self.driver = "loopback"
         self._previous: Mapping[str, BucketState] = {}  # states at the beginning of the round, for discard()
         self._committed: set[str] = set()  # buckets whose state was replaced in this round
         self._can_discard = False
@@ -455,6 +457,7 @@ class RankState:
         """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format."""
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
         head |= {"world": self.world, "rank": self.rank}
+        head[origin.MADE_BY] = origin.made_by(self.driver, self.optimizer, self.steps())
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
         return head | self._tables(self.states.values())
@@ -492,6 +495,10 @@ class RankState:
         self._claimed_by = self.round + SEEN
         self.metrics = {metric: (low, high) for metric, (low, high) in saved["metrics"].items()}
         self.fallback.load(saved.get("fallback"))
+        if self.rank == 0:
+            here = origin.made_by(self.driver, self.optimizer, saved["steps"])
+            if different := origin.differences(saved, self.plan, here):
+                log.warn_once(f"the saved state is of another training: {different}")
 
     def _claim(self, bucket: Bucket) -> BucketState | None:
         """Return the loaded state of a bucket that appears for the first time; None if there is none."""

@@ -26,7 +26,7 @@ from hvdcompress.engine.telemetry import log
 from hvdcompress.horovod.tensorflow import Compressor
 from hvdcompress.method import Method
 from hvdcompress.optimizers import SGD, keras_momentum, may_adapt
-from hvdcompress.plan import Plan, is_auto
+from hvdcompress.plan import Plan
 
 __all__ = ["BroadcastCallback", "DistributedOptimizer", "MetricAverageCallback", "ObserveCallback", "load_model"]
 
@@ -78,9 +78,7 @@ def DistributedOptimizer(
         compressor = compression
     else:
         compressor = Compressor(compression, process_set=process_set, **settings)
-        inner = optimizer.inner_optimizer if scaled else optimizer
-        if is_auto(compression) and hasattr(inner, "beta_1"):
-            inner.beta_1 = 0.0  # the delay of gradients in residuals acts as momentum
+
     if backward_passes_per_step > 1:
         if scaled or getattr(optimizer, "gradient_accumulation_steps", None):
             raise ValueError(

@@ -72,6 +72,8 @@ class Compressor(compressor.Compressor):
         PeerError: the plan of another rank is wrong, or differs from this rank's plan.
     """
 
+    driver = "MPI"
+
     def __init__(
         self,
         method: str | Method | Plan | Mapping[str, Any],

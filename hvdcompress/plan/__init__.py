@@ -10,7 +10,7 @@
 
 from hvdcompress.plan.document import PlanError
 from hvdcompress.plan.plan import BY_NAME, IN_ORDER, Bucket, Grouping, Match, Plan, Program, Rule
-from hvdcompress.plan.reading import is_auto, load, plan_of, settings_of
+from hvdcompress.plan.reading import load, plan_of, settings_of
 
 __all__ = [
     "BY_NAME",
@@ -22,7 +22,6 @@ __all__ = [
     "PlanError",
     "Program",
     "Rule",
-    "is_auto",
     "load",
     "plan_of",
     "settings_of",

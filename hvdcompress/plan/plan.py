@@ -155,11 +155,12 @@ class Plan:
     clip_norm: float | None = None  #: clip the reduced gradient of all tensors to this norm; inf: only measure the norm
     fallback: bool = False  #: whether to give up compression if the first steps show that it saves no time
     cosine_every: int = 0  #: interval in steps between comparisons with the uncompressed average; 0: never
+    without_beta1: bool = False  #: whether beta1 of Adam and its relatives is set to 0 in optimizers that are given
     source: str = "{}"  #: the plan as JSON, with defaults filled in
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as a dict, such that ``load(plan.to_dict()) == plan``."""
-        return json.loads(self.source, object_hook=_number_keys)
+        return read_source(self.source)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -287,6 +288,11 @@ class Plan:
 def _is_global(method: Method) -> bool:
     """Return whether a method needs all its tensors in one bucket."""
     return getattr(method, "scope", "tensor") == "global"
+
+
+def read_source(source: str) -> dict[str, Any]:
+    """Return the dict that a plan's ``source`` contains as JSON."""
+    return json.loads(source, object_hook=_number_keys)
 
 
 def _number_keys(mapping: dict[str, Any]) -> dict[Any, Any]:

@@ -18,16 +18,17 @@ from hvdcompress.registry import FieldError, classes, get, suggest
 
 PLAN_KEYS = (
     "rules", "min_elements", "bucket_elements", "steps_per_epoch", "seed",
-    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every",
+    "watchdog", "warn_after", "end_after", "verify_every", "clip_norm", "fallback", "cosine_every", "without_beta1",
 )  # fmt: skip
 #: Keys with integer values, and their defaults
 INTEGERS = {
     "min_elements": 1024, "bucket_elements": None, "seed": 0, "warn_after": 120, "end_after": None, "verify_every": 0
 }  # fmt: skip
 #: The plan of the method "auto"
-AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True}
+AUTO = {"method": "topk", "density": 0.01, "values": "qsgd4", "fallback": True, "without_beta1": True}
 RULE_KEYS = ("method", "warmup", "schedule")
-FLAGS = {"watchdog": True, "fallback": False}  #: keys that are true or false, and their defaults
+#: Keys that are true or false, and their defaults
+FLAGS = {"watchdog": True, "fallback": False, "without_beta1": False}
 MATCH_KEYS = ("name", "ndim", "min_size", "max_size")
 
 
@@ -58,14 +59,14 @@ def load(source: str | Path | Mapping[str, Any]) -> Plan:
                                     # compression if it saves no time; under PyTorch DDP and Horovod
         cosine_every: 100           # interval in steps at which uncompressed gradients are averaged, too, and
                                     # summary() shows the cosine between both results; 0, the default: never
+        without_beta1: true         # set beta1 of Adam and its relatives to 0, if the driver is given the optimizer
         rules:                      # the first rule that matches a tensor applies
           - match: {name: "conv1.*"}            # a glob pattern
             method: none
           - match: {ndim: 4, min_size: 100000}  # all conditions must hold
             density: 0.004                      # no method: the default method, with this change
 
-    The method "auto" is topk with a density of 1 % and 4-bit values, with ``fallback``. Drivers that know the optimizer
-    set beta1 of Adam to 0.
+    The method "auto" is topk with a density of 1 % and 4-bit values, with ``fallback`` and ``without_beta1``.
 
     Args:
         source: path of the file, or the dict.
@@ -108,11 +109,6 @@ def plan_of(method: str | Method | Plan | Mapping[str, Any], **settings: Any) ->
             return _unregistered(method, settings)
         method = {"method": method.id, **method.hyperparameters()}
     return load({**(method if isinstance(method, Mapping) else {"method": method}), **settings})
-
-
-def is_auto(method: str | Method | Plan | Mapping[str, Any]) -> bool:
-    """Return whether the method is "auto", for any value that :func:`plan_of` accepts."""
-    return (method.get("method") if isinstance(method, Mapping) else method) == "auto"
 
 
 def settings_of(pairs: Sequence[str]) -> dict[str, Any]:

@@ -101,6 +101,16 @@ def a_sharded_net_trains_as_with_an_optimizer_without_momentum() -> None:
 
 
 @case
+def auto_takes_beta1_out_of_the_adam_of_a_sharded_net() -> None:
+    both = mesh()
+    for method, beta1 in (("auto", 0.0), ("topk", 0.9)):
+        model = sharded(both["shard"])
+        optimizer = torch.optim.AdamW(model.parameters())
+        fsdp.attach(model, method, replicas=both["replicate"], optimizer=optimizer).close()
+        assert optimizer.param_groups[0]["betas"] == (beta1, 0.999)
+
+
+@case
 def accumulation_without_an_exchange() -> None:
     """After set_requires_all_reduce(False) vectors wait, and are exchanged with the next ones, once."""
     both, grads, sent = mesh(), [], []

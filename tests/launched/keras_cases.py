@@ -216,6 +216,8 @@ def broadcast_makes_ranks_alike() -> None:
 @case
 def auto_takes_beta1_out_of_adam() -> None:
     assert DistributedOptimizer(keras.optimizers.Adam(1e-3), "auto").beta_1 == 0.0
+    assert DistributedOptimizer(keras.optimizers.Adam(1e-3), Compressor("auto")).beta_1 == 0.0
+    assert DistributedOptimizer(keras.optimizers.Adam(1e-3), "auto", without_beta1=False).beta_1 == 0.9
     assert DistributedOptimizer(keras.optimizers.Adam(1e-3), "topk").beta_1 == 0.9
 
 

@@ -47,6 +47,9 @@ def one_call_attaches_to_an_optimizer() -> None:
         assert_close(got, net.allreduce_many(everyone, op="sum")[0], REORDERED, f"step {step}")
     assert opt.compressor.ledger.steps == 3
     assert attach(sgd, params.items()).compressor.plan.fallback, "auto is the default"
+    for method, beta1 in (("auto", 0.0), ("topk", 0.9)):
+        adam = attach(torch.optim.Adam(params.values()), params.items(), method)
+        assert adam.param_groups[0]["betas"][0] == beta1
     adam = torch.optim.Adam(params.values())
     attach(adam, params.items())
     assert adam.param_groups[0]["betas"][0] == 0.0

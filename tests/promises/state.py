@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+import hvdcompress
 from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.saving.snapshot import reshard
-from tests.harness import assert_close
+from hvdcompress.optimizers import SGD
+from tests.harness import assert_close, logged
 from tests.promises.numbers import assert_same_state
 from tests.promises.registry import promise
 from tests.promises.variants import METHODS
@@ -48,6 +50,43 @@ def state_is_restored_to_the_bit(driver: Any) -> None:
                 assert_close(got, want, tolerance, f"{method}, {how}, step {step}")
         for how, other in others.items() if tolerance == (0.0, 0.0) else ():
             assert_same_state(other.state(), handle.state(), f"{method}, {how}")
+
+
+@promise()
+def a_saved_state_says_what_made_it(driver: Any) -> None:
+    """A saved state names the driver, the versions of the packages in use, and the optimizer's momentum. Where it is
+    loaded under another plan, momentum or version of the library, rank 0 logs once what differs. A state without these
+    names, of an earlier version, is loaded, too."""
+    plan = {"density": 0.1, "min_elements": 1}
+    handle, same, changed = (
+        driver.make("topk", {**plan, **more}, driver.shapes) for more in ({}, {}, {"density": 0.2})
+    )
+    for one, momentum in ((handle, 0.5), (same, 0.5), (changed, 0.9)):
+        one.use(SGD(momentum=momentum))
+    handle.reduce(driver.gradients(0, driver.shapes))
+    saved = handle.state()
+    made_by = saved["made_by"]
+    assert made_by["driver"] and made_by["momentum"] == "0.5", made_by
+    assert {"python", "numpy"} <= made_by["versions"].keys()
+    assert made_by["versions"]["hvdcompress"] == hvdcompress.__version__
+    assert saved["plan"]["density"] == 0.1 and saved["fallback"]["verdict"] == "open"
+    earlier = {**saved, "made_by": {**made_by, "versions": {"hvdcompress": "0.0.9"}}}
+    want = (
+        "the saved state is of another training: "
+        f"hvdcompress was 0.0.9, is {hvdcompress.__version__}; the optimizer's momentum was 0.5, is 0.9; "
+        "density was 0.1, is 0.2"
+    )
+    with logged() as lines:
+        driver.meet()
+        for one in (saved, {key: value for key, value in saved.items() if key != "made_by"}):
+            same.load_state(one)
+        for _ in range(2):
+            changed.load_state(earlier)
+        said = [line for line in lines if "saved state" in line]
+        if driver.rank == 0 or not driver.shared:
+            assert said == ([want] if driver.rank == 0 else []), said
+        driver.meet()
+    assert_same_state(changed.state(), saved, "loaded all the same")
 
 
 @promise()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as deserialize
 from safetensors.numpy import save as serialize
@@ -156,6 +157,33 @@ def read(path: Path) -> dict[str, Any]:
             return _nested(json.loads(file.metadata()[METADATA]), arrays)
     except _UNREADABLE as error:
         raise ValueError(f"{path} is not a state saved by hvdcompress: {error}") from None
+
+
+def describe(path: Path) -> str:
+    """Return what made a saved state, as YAML: step, rank, driver, versions, momentum, what was decided, and the plan.
+
+    Args:
+        path: the file, or a folder, of which the newest file is taken.
+
+    Raises:
+        FileNotFoundError: the folder holds no saved state.
+        ValueError: the file is no saved state.
+    """
+    if path.is_dir():
+        files = [file.path for file in _files(path)]
+        if not files:
+            raise FileNotFoundError(f"no saved state in {path}")
+        path = max(files, key=_modified)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            head = json.loads(file.metadata()[METADATA])
+        snapshot.check_head(head)
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is no state saved by hvdcompress: {error}") from None
+    keys = ("rank", "world", "made_by", "fallback", "plan")
+    about = {"file": str(path), "step": max(head["steps"].values(), default=0)}
+    about |= {key: head[key] for key in keys if key in head}
+    return yaml.safe_dump(about, sort_keys=False)
 
 
 # -- a folder ----------------------------------------------------------------------------------------------

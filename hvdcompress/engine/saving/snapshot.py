@@ -1,9 +1,10 @@
 """Conversion of a rank's state to plain data and back, by tensor, so that it survives a different bucketing.
 
-A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``metrics`` {metric: [least, greatest]}, and
-four tables by tensor: ``steps`` {name: n}, ``restarts`` {name: [triggers, triggers that took effect, step of the
-last]}, ``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name: {slot: flat array}}. The slots include the
-contents of ``BucketState.momentum``, in the form in which they are kept in memory (``pieces.slots_of``).
+A saved state is a dict with ``format``, ``plan``, ``world``, ``rank``, ``made_by`` (``origin.py``), ``fallback`` (the
+decision), ``metrics`` {metric: [least, greatest]}, and four tables by tensor: ``steps`` {name: n}, ``restarts`` {name:
+[triggers, triggers that took effect, step of the last]}, ``merge`` {name: {slot: "sum" | "keep"}} and ``state`` {name:
+{slot: flat array}}. The slots include the contents of ``BucketState.momentum``, in the form in which they are kept in
+memory (``pieces.slots_of``).
 """
 
 from __future__ import annotations

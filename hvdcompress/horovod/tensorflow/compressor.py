@@ -110,7 +110,8 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it. Residuals are
             kept unscaled.
         optimizer: the Keras optimizer that applies the gradients, or an :class:`~hvdcompress.optimizers.SGD` that
-            describes it. Its momentum is adapted where error feedback delays gradients.
+            describes it. Its momentum is adapted where error feedback delays gradients. "auto" sets beta_1 of Adam and
+            its relatives to 0.
         settings: hyper-parameters and plan keys (``min_elements``, ``seed``, ``warmup``, …).
 
     Raises:
@@ -119,6 +120,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
             ``verify_every``, ``cosine_every`` or ``clip_norm``, which TensorFlow graphs do not support.
     """
 
+    driver = "TensorFlow"
     no_fallback_reason = "in TensorFlow, ranks agree on each tensor, not on a step"
 
     def __init__(
@@ -461,10 +463,13 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         Args:
             optimizer: a Keras optimizer, an :class:`~hvdcompress.optimizers.SGD` that describes one, or None.
 
+        With ``without_beta1`` in the plan, as under "auto", beta_1 of Adam and its relatives becomes 0.
+
         Raises:
             TypeError: ``optimizer`` is neither.
         """
         self.local.optimizer = momentum_reader(optimizer, self._rates)
+        self._without_beta1([optimizer])
         self._optimizer = optimizer
 
     @contextmanager

@@ -8,10 +8,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvdcompress._torch.optimizers import without_beta1
 from hvdcompress.horovod.torch.compressor import Compressor
 from hvdcompress.method import Method
-from hvdcompress.plan import Plan, is_auto
+from hvdcompress.plan import Plan
 
 
 def attach(
@@ -45,8 +44,6 @@ def attach(
     """
     named = list(named_parameters)
     compressor = Compressor(method, named, process_set=process_set, **settings)
-    if is_auto(method):
-        without_beta1(optimizer, process_set.rank())
     wrapped = hvd.DistributedOptimizer(
         optimizer,
         named,

@@ -1,4 +1,4 @@
-"""``hvdcompress methods``, ``configs`` and ``doctor``."""
+"""``hvdcompress methods``, ``configs``, ``describe`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ def configs(
     else:
         written = packaged.copy(name, copy)
         console.print(f"written: {escape(shown(written))}", highlight=False, soft_wrap=True)
+
+
+def describe(path: Annotated[Path, typer.Argument(help="A file that Compressor.save wrote, or its folder.")]) -> None:
+    """Show what made a saved state: step, ranks, driver, versions, momentum, plan."""
+    from hvdcompress.engine.saving import checkpoint
+
+    typer.echo(checkpoint.describe(path), nl=False)
 
 
 def doctor(

@@ -125,7 +125,8 @@ def test_auto_is_a_plan():
     method = plan.program.main
     assert (method.id, method.density, method.values, plan.fallback) == ("topk", 0.01, "qsgd4", True)
     assert plan_of("auto", density=0.002).program.main.density == 0.002
-    assert load(plan.to_dict()) == plan
+    assert load(plan.to_dict()) == plan and plan.without_beta1
+    assert not plan_of("auto", without_beta1=False).without_beta1
     assert not plan_of("acpsgd").fallback and "fallback" not in plan_of("acpsgd").to_dict()
     with pytest.raises(PlanError, match="fallback"):
         load({"method": "topk", "fallback": 1})

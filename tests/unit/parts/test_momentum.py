@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Sparse
-from hvdcompress.optimizers import SGD
+from hvdcompress.optimizers import SGD, without_beta1
 from hvdcompress.parts.momentum import MAX_WAIT, Filter, Momentum, adapts, cancelling_filter, shares
 from tests.installed import needs
 
@@ -226,6 +228,22 @@ def test_clip_norm_is_that_of_the_gradients_themselves() -> None:
         plain.gradient_norm()
     with pytest.raises(ValueError, match="clip_norm"):
         Loopback("topk", world=2, clip_norm=0)
+
+
+def test_without_beta1() -> None:
+    """Of Adam and its relatives in PyTorch and Keras, once; SGD and what describes it are left as they are."""
+    needs("torch")
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(3))
+    adam = torch.optim.AdamW([weight], betas=(0.9, 0.95))
+    assert without_beta1(adam).startswith("AdamW with beta1 = 0.9: beta1 is 0 from now on")
+    assert adam.param_groups[0]["betas"] == (0.0, 0.95) and without_beta1(adam) == ""
+    inner = SimpleNamespace(beta_1=0.8)  # as Keras' LossScaleOptimizer has one
+    assert without_beta1(SimpleNamespace(inner_optimizer=inner)) and inner.beta_1 == 0.0
+    for other in (None, SGD(0.9), torch.optim.SGD([weight], lr=0.1, momentum=0.9)):
+        assert without_beta1(other) == ""
+    assert other.param_groups[0]["momentum"] == 0.9
 
 
 def test_without_momentum() -> None:
