@@ -21,7 +21,7 @@ from hvdcompress.engine.agreement import SharedConfig, Status
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.step import Step
-from hvdcompress.loopback import _Medium, _Transport
+from hvdcompress.loopback import _Network, _Transport
 from hvdcompress.method import TensorSpec
 from hvdcompress.plan import Bucket, plan_of
 
@@ -56,7 +56,7 @@ class Ranks(RuleBasedStateMachine):
     # -- a step -------------------------------------------------------------------------------------------
 
     def steps(self) -> Steps:
-        self.medium = _Medium(self.world, lambda name, requests: lockstep.carry_out(requests))
+        self.medium = _Network(self.world, lambda name, requests: lockstep.carry_out(requests))
         found = []
         for local in self.ranks:
             local.begin_round()
@@ -249,7 +249,7 @@ def test_collectives_start_before_the_last_gradient_comes(method: str) -> None:
     """They overlap with the backward pass, second rounds too."""
     plan = plan_of(method, min_elements=1, bucket_elements=0)
     buckets = plan.buckets(SPECS)
-    medium = _Medium(1, lambda name, requests: lockstep.carry_out(requests))
+    medium = _Network(1, lambda name, requests: lockstep.carry_out(requests))
     local = RankState(plan, 0, 1)
     step = Step(local, Collectives(_Transport(0, medium), local.observers), SharedConfig({}, {}))
     step.factor, rounds = 1.0, []
