@@ -396,8 +396,8 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             step.fill_missing()
             self._pass_on(arrivals)
         step.send_status()
-        # In the first step, wait for the status here: if plans differ, this rank may have started collectives that no
-        # other rank starts, and Horovod would wait for them forever
+        # In the first step, wait for the status already here. synchronize() goes on to wait for the stock all-reduces
+        # one after the other, and if models differ, only this rank may have started one of them
         if not self._plans_compared:
             step.receive_status()
             if self.watchdog.on:

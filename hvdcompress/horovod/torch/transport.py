@@ -12,7 +12,7 @@ import torch
 from hvdcompress.engine.transport import Request
 from hvdcompress.method import Array
 
-POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective; Horovod's own synchronize() uses the same interval
+POLL_INTERVAL = 1e-4  #: seconds between two polls of a collective
 
 
 class Handle(NamedTuple):
