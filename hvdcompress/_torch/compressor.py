@@ -237,6 +237,11 @@ class TensorCompressor(compressor.Compressor):
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
+        if self._adapts and self._reader is None and saved.get("made_by", {}).get("momentum") and self.local.rank == 0:
+            log.warn_once(
+                "the optimizer is not known before its first step, so that step does not adapt the optimizer's "
+                "momentum as the saved training would: give optimizer= when you create or attach the Compressor"
+            )
 
     def _to_host(self, array: Any) -> Any:
         return to_host(array)

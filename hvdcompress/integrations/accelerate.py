@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hvdcompress import ddp
+from hvdcompress._torch.optimizers import trains, unwrapped
 from hvdcompress.integrations import rank_files
 from hvdcompress.method import Method
 from hvdcompress.plan import Plan
@@ -44,8 +45,8 @@ def attach(
         accelerator: the Accelerator that prepared the model.
         model: the prepared model.
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        settings: as for :func:`hvdcompress.ddp.attach`. With ``mixed_precision="fp16"``, ``loss_scale`` is taken from
-            accelerate's scaler.
+        settings: as for :func:`hvdcompress.ddp.attach`. By default ``optimizer`` is what accelerate has prepared for
+            this model and, with ``mixed_precision="fp16"``, ``loss_scale`` is taken from accelerate's scaler.
 
     Returns:
         The Compressor.
@@ -64,8 +65,11 @@ def attach(
             f"accelerate uses {accelerator.distributed_type.value}, not DistributedDataParallel; configure it for "
             "multi-GPU or multi-CPU training"
         )
-    scale = {"loss_scale": accelerator.scaler.get_scale} if accelerator.scaler else {}
-    compressor = ddp.attach(model, method, **{**scale, **settings})
+    known: dict[str, Any] = {"loss_scale": accelerator.scaler.get_scale} if accelerator.scaler else {}
+    # Without its optimizer, a resumed training would not adapt the loaded momentum in its first step
+    parameters = {id(parameter) for parameter in model.parameters()}
+    known["optimizer"] = [each for each in accelerator._optimizers if trains(unwrapped(each), parameters)] or None
+    compressor = ddp.attach(model, method, **{**known, **settings})
 
     def save(models: list[torch.nn.Module], weights: Any, folder: str) -> None:
         rank_files.save(compressor, _folder(folder, models, model))
