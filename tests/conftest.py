@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,12 +12,6 @@ from hypothesis import HealthCheck, settings
 # TensorFlow, where a test imports it: silent, and not on all cores at once
 for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"), ("NUM_INTEROP_THREADS", "1")):
     os.environ.setdefault(f"TF_{setting}", value)
-
-# Triton's kernels run in its interpreter, on CPU tensors; it looks for this when it is imported, later than this file.
-# With a GPU:  TRITON_INTERPRET=0 pytest tests/unit/ops/test_ops.py -k "triton and ops_on"
-os.environ.setdefault("TRITON_INTERPRET", "1")
-with suppress(ImportError):  # before TensorFlow, after which it cannot be imported
-    import triton  # noqa: F401
 
 from hvdcompress.method import REGISTERED  # noqa: E402
 from tests.spoiled import spoil  # noqa: E402

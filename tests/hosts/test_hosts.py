@@ -16,7 +16,7 @@ import pytest
 from hvdcompress.lab.cluster import hosts, rates
 from hvdcompress.lab.cluster.hosts import Hosts, Traffic
 from tests import ROOT
-from tests.installed import needs, without_tensorflow
+from tests.installed import needs, python_path, without_tensorflow
 from tests.launched.test_cli import CONFIG, start, wait_for_step
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ def test_hosts_keep_to_their_share_of_the_processors_unless_told_otherwise(nothi
 def test_ranks_of_all_hosts_are_in_one_session(nothing_left):
     """Linux before 6.18.45 lets one session starve another: two sessions on a processor stood still for minutes."""
     pytest.importorskip("mpi4py")  # with it there is an mpirun
-    code = "import os; print(os.uname().nodename, os.getsid(0))"
+    code = "import os; os.write(1, f'{os.uname().nodename} {os.getsid(0)}\\n'.encode())"  # in one piece
     with Hosts(3, "1gbit") as network:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         line = network.command(
@@ -259,7 +259,7 @@ def test_a_slow_link_is_waited_for_and_a_cut_one_ends_every_rank(nothing_left, t
         )
         with subprocess.Popen(
             line,
-            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "DRIVER": "mpi"},
+            env={**os.environ, "PATH": path, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
         ) as mpirun:  # fmt: skip
             try:

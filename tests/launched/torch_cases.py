@@ -26,7 +26,7 @@ from tests.launched.torch_model import (
 )
 from tests.promises.drivers.torch import PAIR, TorchDriver, TorchHandle, backward
 from tests.promises.interactions import all_features_at_once
-from tests.promises.variants import VARIANTS
+from tests.promises.variants import METHODS, ROUTES
 
 
 @case
@@ -333,7 +333,7 @@ def training_with_clipping_keeps_ranks_identical() -> None:
 
 @case
 def torch_ops_give_the_same_as_numpy_ones() -> None:
-    for number, (method, settings) in enumerate(VARIANTS):
+    for number, (method, settings) in enumerate([*METHODS.items(), *ROUTES]):
         host, device = (
             parameters(f"collectives{number}"),
             parameters(f"collectives{number}"),

@@ -28,6 +28,12 @@ def test_scripts_parse(script: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
+def test_every_test_is_in_a_folder_that_is_run() -> None:
+    """By launch/test.sh."""
+    folders = {file.relative_to(ROOT / "tests").parts[0] for file in (ROOT / "tests").rglob("test_*.py")}
+    assert folders == {"unit", "launched", "hosts", "chaos"}
+
+
 @pytest.mark.parametrize("words", [["srun"], ["nothing", "x.py"], []])
 def test_the_slurm_script_says_what_it_lacks(words: list[str]) -> None:
     env = {

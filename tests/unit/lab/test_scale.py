@@ -166,31 +166,6 @@ def test_constants_are_never_negative_and_points_must_suffice():
         cost.errors(TRUTH, [])
 
 
-# -- where points come from -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A benchmark's folder with two rounds of three contenders, of which stock gloo is not for us."""
-    here = tmp_path / "bench-small"
-    here.mkdir()
-    (here / "config.yaml").write_text(
-        "name: small\nhosts: 4\nrates: [100mbit]\nrounds: 2\n"
-        "sets: [{net: resnet32, label: some, only: ['layer1.0.*']}]\n"
-        "methods: [{method: topk, label: my topk, density: 0.05}]\nbaselines: [none ring, none gloo]\n"
-    )
-    lines = []
-    for round in (0, 1):
-        for label, seconds in (("none ring", 0.5), ("none gloo", 0.4), ("my topk", 0.125)):
-            turn = {"rate": "100mbit", "set": "some", "contender": label, "round": round}
-            lines.append({**turn, "exchanges": [{"seconds": seconds + round}, {"seconds": seconds + 0.5 + round}]})
-    lines.append({"rate": "loopback", "set": "some", "contender": "my topk", "round": 0, "exchanges": []})
-    lines.append({"rate": "1gbit", "set": "some", "contender": "my topk", "round": 0, "failed": "it did"})
-    (here / "results.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    (here / "launch.json").write_text(json.dumps({"command": "hvdcompress bench small", "machine": {"cores": 2}}))
-    return here
-
-
 def test_the_fit_that_comes_along():
     """Its constants are those of its points, and so are its errors on what was held out."""
     model = fitted_model.Model.open(ROOT / "configs" / "bench" / "fit.json")

@@ -160,13 +160,6 @@ def test_mnists_files_are_read(tmp_path, zipped):
     assert batch.dtype == np.float32 and batch.min() >= -2 and batch.max() <= 2
 
 
-@pytest.fixture(scope="module")
-def fashion():
-    if problem := tasks.TASKS["fashion_mnist"].missing(None):
-        pytest.skip(f"the data {problem}")
-    return tasks.fashion_mnist()
-
-
 # -- the nets ------------------------------------------------------------------------------------
 
 
