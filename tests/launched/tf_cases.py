@@ -123,7 +123,7 @@ def memory_is_used_again_but_not_a_result_that_is_kept() -> None:
     def counting(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         def call(*given) -> np.ndarray:
             found = function(*given)
-            counts[function.__name__] += found.nbytes >= pool.LEAST
+            counts[function.__name__] += found.nbytes >= pool.MIN_BYTES
             return found
 
         return call

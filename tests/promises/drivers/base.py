@@ -137,7 +137,7 @@ class Driver(ABC):
     shared = False  #: ranks live in one object
     on_host = True  #: gradients lie in host memory
     same_products = True  #: matrix products round as the loopback's
-    grouping: Grouping | None = None  #: which tensors travel together unasked
+    grouping: Grouping | None = None  #: which tensors the driver puts into one bucket by itself
     sums_in_order = False  #: float16 sums do not depend on what else is sent
     probe = 0  #: bytes that travel with each tensor
     passes_on: tuple[str, ...] = ()  #: methods under which a NaN stays where it is, as with the stock optimizer
