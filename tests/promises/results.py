@@ -217,7 +217,7 @@ def buckets_join_small_tensors(driver: Any) -> None:
 
 @promise()
 def automatic_buckets_change_nothing(driver: Any) -> None:
-    """Where a driver puts tensors into one bucket by itself, each tensor's result and residual are as they are alone."""
+    """If a driver puts tensors into one bucket by itself, each tensor's result and residual are those it has alone."""
     for method, given in METHODS.items() if not driver.expensive else (("topk", {}), ("qsgd", {}), ("powersgd", {})):
         settings = {**given, "min_elements": 1}
         tolerance = driver.tolerance(method, settings)
