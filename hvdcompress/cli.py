@@ -168,7 +168,9 @@ app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress doctor", "hvdcomp
 )
 app.command(
     rich_help_panel=LOOK,
-    epilog=examples("hvdcompress torture --door mpi,ddp --faults 22", "hvdcompress torture --door ddp --only killed"),
+    epilog=examples(
+        "hvdcompress torture --driver mpi,ddp --faults 22", "hvdcompress torture --driver ddp --only killed"
+    ),
 )(chaos.torture)
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress new-method my_topk --folder my_topk"))(files.new_method)
 app.command(

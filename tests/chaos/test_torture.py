@@ -14,14 +14,14 @@ from tests.installed import needs
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("door,module", [("mpi", "mpi4py"), ("ddp", "torch")])
-def test_faults_are_survived(door: str, module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver,module", [("mpi", "mpi4py"), ("ddp", "torch")])
+def test_faults_are_survived(driver: str, module: str, tmp_path: Path) -> None:
     needs(module)
-    if door == "mpi" and not shutil.which("mpirun"):
+    if driver == "mpi" and not shutil.which("mpirun"):
         pytest.skip("mpirun is not installed")
     folder = tmp_path / "torture"
     run.prepare(folder, {}, resume=False)
-    cases = [Case.drawn(seed, [door], [fault]) for seed, fault in enumerate(("killed", "decode", "nan", "plan"))]
+    cases = [Case.drawn(seed, [driver], [fault]) for seed, fault in enumerate(("killed", "decode", "nan", "plan"))]
     run.run(folder, cases, print)
     found = run.records(folder)
     assert len(found) == len(cases) and not report.bugs(found), report.bugs(found)

@@ -15,8 +15,8 @@ from hvdcompress.lab.output.table import Format
 
 
 def torture(
-    door: Annotated[
-        str, typer.Option(help="Through which doors, with commas: mpi, ddp, torch, tensorflow.")
+    driver: Annotated[
+        str, typer.Option(help="Drivers to try, with commas: mpi, ddp, torch, tensorflow.")
     ] = "mpi,ddp,torch,tensorflow",
     faults: Annotated[int, typer.Option(min=1, help="How many launches, each with one fault.")] = 44,
     seed: Annotated[int, typer.Option(min=0, help="The first launch's; those that follow have seed + 1, ….")] = 0,
@@ -35,15 +35,15 @@ def torture(
     from hvdcompress.lab.output import folder as folders
     from hvdcompress.lab.torture import report
     from hvdcompress.lab.torture import run as chaos
-    from hvdcompress.lab.torture.faults import DOORS, FAULTS, Case, chosen
+    from hvdcompress.lab.torture.faults import DRIVERS, FAULTS, Case, chosen
 
     console = console_of()
-    doors, kinds = chosen(split(door), DOORS, "door"), chosen(split(only), tuple(FAULTS), "fault")
+    drivers, kinds = chosen(split(driver), DRIVERS, "driver"), chosen(split(only), tuple(FAULTS), "fault")
     folder = folders.choose(RUNS, "torture", out, resume, None)
-    cases = [Case.drawn(number, doors, kinds) for number in range(seed, seed + faults)]
+    cases = [Case.drawn(number, drivers, kinds) for number in range(seed, seed + faults)]
     try:
         with folders.users_own(folder):
-            chaos.prepare(folder, {"doors": doors, "only": kinds, "seed": seed}, resume)
+            chaos.prepare(folder, {"drivers": drivers, "only": kinds, "seed": seed}, resume)
             chaos.run(folder, cases, lambda words: console_of(stderr=True).print(escape(words), highlight=False))
             chaos.write(folder, shlex.join(["hvdcompress", *sys.argv[1:]]))
     except Stopped as stopped:

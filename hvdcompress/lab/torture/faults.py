@@ -1,7 +1,7 @@
 """Which faults there are, and one launch with one of them: drawn whole from one number.
 
-The door and the fault of case ``s`` go round with s, so that N cases in a row cover all pairs evenly; all else is
-drawn from s alone. A door and a fault by name therefore reproduce a case whatever else was asked for.
+The driver and the fault of case ``s`` go round with s, so that N cases in a row cover all pairs evenly; all else is
+drawn from s alone. A driver and a fault by name therefore reproduce a case whatever else was asked for.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DOORS", "FAULTS", "INJECTED", "STEPS", "Case", "Fault", "chosen"]
+__all__ = ["DRIVERS", "FAULTS", "INJECTED", "STEPS", "Case", "Fault", "chosen"]
 
-DOORS = ("mpi", "ddp", "torch", "tensorflow")
-CATCHING = ("mpi", "ddp")  #: doors whose Compressors can be used again after an error
+DRIVERS = ("mpi", "ddp", "torch", "tensorflow")
+CATCHING = ("mpi", "ddp")  #: drivers whose Compressors can be used again after an error
 STEPS = 12  #: of a training
 SAVE_EVERY = 3  #: steps
 INJECTED = "torture: raised on purpose"
@@ -55,7 +55,7 @@ FAULTS: dict[str, Fault] = {
     "plan": Fault("a rank with another plan", False, r"density|plan"),
     "order": Fault("parameters in another order", True, r"order|shape|same model|parameter"),
 }
-#: faults that never let a training go on, by door: DDP compares parameters by their order
+#: faults that never let a training go on, by driver: DDP compares parameters by their order
 ENDS_AT = {("order", "ddp")}
 
 
@@ -65,7 +65,7 @@ class Case:
 
     Attributes:
         seed: what it is drawn from.
-        door: of :data:`DOORS`.
+        driver: of :data:`DRIVERS`.
         fault: of :data:`FAULTS`.
         ranks: their number, 2 to 4.
         victim: the rank that has the fault.
@@ -78,7 +78,7 @@ class Case:
     """
 
     seed: int
-    door: str
+    driver: str
     fault: str
     ranks: int
     victim: int
@@ -90,15 +90,17 @@ class Case:
     seconds: float
 
     @classmethod
-    def drawn(cls, seed: int, doors: Sequence[str] = DOORS, faults: Sequence[str] = tuple(FAULTS)) -> Case:
-        """The case of ``seed`` among these doors and faults."""
-        door, fault = doors[seed % len(doors)], faults[seed // len(doors) % len(faults)]
+    def drawn(cls, seed: int, drivers: Sequence[str] = DRIVERS, faults: Sequence[str] = tuple(FAULTS)) -> Case:
+        """The case of ``seed`` among these drivers and faults."""
+        driver, fault = drivers[seed % len(drivers)], faults[seed // len(drivers) % len(faults)]
         rng = np.random.default_rng(seed)
         ranks = int(rng.choice([2, 2, 3, 4]))
         victim, step = int(rng.integers(ranks)), int(rng.integers(2, STEPS - 3))
         method, apart, catches = str(rng.choice(METHODS)), bool(rng.integers(2)), bool(rng.integers(2))
         moment, seconds = round(float(rng.random()), 3), round(float(rng.uniform(0.5, 2.5)), 2)
-        return cls(seed, door, fault, ranks, victim, step, method, apart, catches and door in CATCHING, moment, seconds)
+        return cls(
+            seed, driver, fault, ranks, victim, step, method, apart, catches and driver in CATCHING, moment, seconds
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Case:
     @property
     def can_recover(self) -> bool:
         """Whether the training may go on to its end."""
-        return FAULTS[self.fault].recovers and (self.fault, self.door) not in ENDS_AT
+        return FAULTS[self.fault].recovers and (self.fault, self.driver) not in ENDS_AT
 
     @property
     def can_end(self) -> bool:
@@ -125,7 +127,7 @@ class Case:
     @property
     def command(self) -> str:
         """The command line that runs this case again."""
-        return f"hvdcompress torture --door {self.door} --only {self.fault} --seed {self.seed} --faults 1"
+        return f"hvdcompress torture --driver {self.driver} --only {self.fault} --seed {self.seed} --faults 1"
 
     def write(self, folder: Path) -> None:
         """Write it for the ranks."""

@@ -47,15 +47,15 @@ def line(case: Case, folder: Path) -> list[str]:
         LaunchError: the launcher is not installed.
     """
     program = ("-m", MODULE, str(folder))
-    if case.door == "ddp":
+    if case.driver == "ddp":
         return launcher.command(case.ranks, "ddp", *program)
     mpirun = launcher.mpirun()
     if mpirun is None:
-        raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --door")
+        raise launcher.LaunchError("there is no mpirun: install Open MPI, or choose another --driver")
     # what horovodrun starts, too, once it has imported every framework to ask what Horovod was built for
     start = [mpirun, "--oversubscribe", "-bind-to", "none", "-np", str(case.ranks), sys.executable]
     # mpi4py's runner ends all ranks when one ends by an exception
-    return [*start, *(("-m", "mpi4py") if case.door == "mpi" else ()), *program]
+    return [*start, *(("-m", "mpi4py") if case.driver == "mpi" else ()), *program]
 
 
 def launch(case: Case, folder: Path) -> Launched:

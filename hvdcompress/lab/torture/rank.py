@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that cannot grow is an error, as on a full disk
     faulthandler.register(signal.SIGUSR1)  # asked for where a launch hangs
     case = Case.read(folder)
-    training = trainings.of(case.door)
+    training = trainings.of(case.driver)
     _write(folder, training.rank)
     injector = Injector(case, training.rank, folder)
     try:

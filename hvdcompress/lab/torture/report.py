@@ -18,10 +18,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Row:
-    """The records of one fault at one door."""
+    """The records of one fault at one driver."""
 
     fault: str
-    door: str
+    driver: str
     records: Sequence[Record]
 
     def count(self, outcome: str) -> int:
@@ -34,13 +34,14 @@ class _Row:
 
 
 def table(records: Sequence[Record]) -> Table[_Row]:
-    """Faults × doors × outcomes."""
+    """Faults × drivers × outcomes."""
     pairs = sorted(
-        {(record["fault"], record["door"]) for record in records}, key=lambda pair: (list(FAULTS).index(pair[0]), pair)
+        {(record["fault"], record["driver"]) for record in records},
+        key=lambda pair: (list(FAULTS).index(pair[0]), pair),
     )
     rows = [
-        _Row(fault, door, [one for one in records if (one["fault"], one["door"]) == (fault, door)])
-        for fault, door in pairs
+        _Row(fault, driver, [one for one in records if (one["fault"], one["driver"]) == (fault, driver)])
+        for fault, driver in pairs
     ]
 
     def counted(outcome: str) -> Column[_Row]:
@@ -54,7 +55,7 @@ def table(records: Sequence[Record]) -> Table[_Row]:
 
     columns: list[Column[_Row]] = [
         Column("fault", "fault", lambda row: FAULTS[row.fault].about, align="left"),
-        Column("door", "door", lambda row: row.door, align="left"),
+        Column("driver", "driver", lambda row: row.driver, align="left"),
         Column("launches", "launches", lambda row: str(len(row.records)), value=lambda row: len(row.records)),
         *map(counted, OUTCOMES),
         Column(

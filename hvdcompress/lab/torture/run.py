@@ -29,7 +29,7 @@ def prepare(folder: Path, asked: dict[str, Any], resume: bool) -> None:
     """
     file = folder / CONFIG
     if resume and json.loads(file.read_text(encoding="utf-8")) != asked:
-        raise ValueError(f"{folder} was made with other --seed, --door or --only: {file.read_text().strip()}")
+        raise ValueError(f"{folder} was made with other --seed, --driver or --only: {file.read_text().strip()}")
     if not resume and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,18 +48,18 @@ def run(folder: Path, cases: Sequence[Case], say: Callable[[str], None]) -> None
         LaunchError: a launcher is not installed.
     """
     jsonl.end_line(folder / "results.jsonl")
-    known = {(record["seed"], record["door"], record["fault"]) for record in records(folder)}
+    known = {(record["seed"], record["driver"], record["fault"]) for record in records(folder)}
     with stoppable():
         for case in cases:
-            if (case.seed, case.door, case.fault) in known:
+            if (case.seed, case.driver, case.fault) in known:
                 continue
-            at = folder / "launches" / f"{case.seed}-{case.door}-{case.fault}"
+            at = folder / "launches" / f"{case.seed}-{case.driver}-{case.fault}"
             shutil.rmtree(at, ignore_errors=True)
             at.mkdir(parents=True)
             verdict = judge(case, launch(case, at), at)
             jsonl.append(folder / "results.jsonl", {**asdict(case), "command": case.command, **asdict(verdict)})
             about = f"{case.ranks} ranks, {case.method}, step {case.step}, rank {case.victim}"
-            say(f"{case.seed}: {case.fault}, {case.door}, {about}: {verdict.outcome} after {verdict.seconds} s")
+            say(f"{case.seed}: {case.fault}, {case.driver}, {about}: {verdict.outcome} after {verdict.seconds} s")
             if verdict.outcome not in BUGS:
                 shutil.rmtree(at)
 

@@ -1,4 +1,4 @@
-"""One small training under each door: parameters whose gradients we choose, a Compressor, and the door's own optimizer.
+"""One small training under each driver: parameters whose gradients we choose, a Compressor, and the driver's own optimizer.
 
 A framework is imported where its training is made.
 """
@@ -99,7 +99,7 @@ class Mpi(Training):
 
 
 class _Torch(Training):
-    """What the two doors of PyTorch have in common."""
+    """What the two drivers of PyTorch have in common."""
 
     def _module(self, shapes: Shapes) -> Any:
         import torch
@@ -256,7 +256,7 @@ class TensorFlow(Training):
         return TensorFlow
 
 
-def of(door: str) -> Training:
-    """The training of a door, on this rank."""
+def of(driver: str) -> Training:
+    """The training of a driver, on this rank."""
     classes: dict[str, type[Training]] = {"mpi": Mpi, "ddp": Ddp, "torch": Torch, "tensorflow": TensorFlow}
-    return classes[door]()
+    return classes[driver]()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdcompress.lab.torture import launch as launching
-from hvdcompress.lab.torture.faults import DOORS, FAULTS, INJECTED, STEPS, Case
+from hvdcompress.lab.torture.faults import DRIVERS, FAULTS, INJECTED, STEPS, Case
 from hvdcompress.lab.torture.judge import BUGS, judge
 from hvdcompress.lab.torture.launch import Launched
 from hvdcompress.lab.torture.trainings import SHAPES
@@ -26,11 +26,11 @@ ENDED = Launched(1, True, 1.0, ())
 
 
 def test_a_case_is_drawn_from_its_seed() -> None:
-    number = len(DOORS) * len(FAULTS)
+    number = len(DRIVERS) * len(FAULTS)
     cases = [Case.drawn(seed) for seed in range(number)]
-    assert {(case.door, case.fault) for case in cases} == {(door, fault) for door in DOORS for fault in FAULTS}
+    assert {(case.driver, case.fault) for case in cases} == {(driver, fault) for driver in DRIVERS for fault in FAULTS}
     for case in cases:
-        assert Case.drawn(case.seed, [case.door], [case.fault]) == case, "the command shows another case"
+        assert Case.drawn(case.seed, [case.driver], [case.fault]) == case, "the command shows another case"
         assert 0 <= case.victim < case.ranks and 0 < case.step < STEPS - 1
         assert case.can_recover or case.can_end, case
     assert len({(case.method, case.ranks, case.step) for case in cases}) > number / 2
