@@ -1,4 +1,4 @@
-"""One small training under each driver: parameters whose gradients we choose, a Compressor, and the driver's own optimizer.
+"""One small training under each driver: parameters with chosen gradients, a Compressor, and the driver's own optimizer.
 
 A framework is imported where its training is made.
 """
