@@ -429,7 +429,7 @@ class Method:
             spec: the tensor.
             world: number of ranks.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define num_bytes()")
 
     def num_positions(self, spec: TensorSpec) -> int:
         """Return the number of positions that the indices of a sparse payload refer to: elements, or frequencies."""
@@ -480,7 +480,7 @@ class Method:
         Returns:
             The payload, uint8.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define exchange(), or encode() and decode()")
 
     def decode(self, payload: Array, ctx: Context, work: Workspace) -> Array | Sparse:
         """Decompress the payload of any rank.
@@ -496,7 +496,7 @@ class Method:
         Raises:
             WireError: the bytes are not a valid payload of this method and tensor.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define exchange(), or encode() and decode()")
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         """Sum ``x`` over ranks with compression. The default encodes, all-gathers, decodes and adds.

@@ -66,6 +66,9 @@ def lower(
             send_lengths=collective.splits or equal,
             recv_lengths=collective.receives or equal,
         )
+    if not isinstance(collective, Broadcast):
+        kind = type(collective).__name__
+        raise TypeError(f"exchange() yielded {kind}; it must yield AllReduce, AllGather, Broadcast or AllToAll")
     # Only the root computes the payload. An int32 sum adds bit patterns without rounding, unlike a float sum.
     root = int(collective.root)
     made = collective.make() if rank == root else None

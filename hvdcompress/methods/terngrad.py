@@ -126,6 +126,8 @@ class TernGrad(Quantizer):
     def num_bytes(self, spec: TensorSpec, world: int) -> int:
         if self.route != "reduce":
             return super().num_bytes(spec, world)
+        if not spec.size:
+            return 0  # an empty tensor has no scaler
         return 4 + 4 * -(-spec.size // (32 // field_width(world)))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:

@@ -27,12 +27,12 @@ gradient, and on a device it synchronises with the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hvdcompress.method import Array, Communication, Context, Method, Slot, TensorSpec, Workspace
+from hvdcompress.method import Array, Communication, Context, Method, Reduced, Slot, TensorSpec, Workspace
 from hvdcompress.ops.scan import NOTHING, Found, Span, Velocity
 
 RESIDUAL = "residual"
@@ -46,8 +46,17 @@ def slot_names(method: Method) -> tuple[str, ...]:
 
 
 def slots(method: Method, spec: TensorSpec) -> dict[str, Slot]:
-    """Return {name: slot} of one tensor under ``method``: the slots of its feedback and its own."""
-    return {**{name: Slot((spec.size,)) for name in slot_names(method)}, **method.state(spec)}
+    """Return {name: slot} of one tensor under ``method``: the slots of its feedback and its own.
+
+    Raises:
+        ValueError: a slot of the method has the name of a slot of its feedback.
+    """
+    names = slot_names(method)
+    own = method.state(spec)
+    for name in names:
+        if name in own:
+            raise ValueError(f"the slot {name!r} of method {method.id!r} has the name of its error feedback's slot")
+    return {**{name: Slot((spec.size,)) for name in names}, **own}
 
 
 def beta(method: Method) -> float:
@@ -159,11 +168,17 @@ class Feedback:
             The method's result, with the new values of all slots in ``state``.
 
         Raises:
-            TypeError: the method returned ``own=None``, but its feedback needs this rank's share.
+            TypeError: the method yields nothing, or does not return a Reduced; or it returned ``own=None``, but its
+                feedback needs this rank's share.
         """
         ops = work.ops
         method = self.method
-        reduced = yield from method.exchange(x, self.state, ctx, work)
+        communication: object = method.exchange(x, self.state, ctx, work)
+        if not isinstance(communication, Generator):
+            raise TypeError(f"exchange() of method {method.id!r} is not a generator: it never yields a collective")
+        reduced = yield from communication
+        if not isinstance(reduced, Reduced):
+            raise TypeError(f"exchange() of method {method.id!r} returned {type(reduced).__name__}, expected Reduced")
         if method.feedback == "none":
             return reduced
         if reduced.own is None:

@@ -105,7 +105,11 @@ def check_method(
 
     Raises:
         AssertionError: a check failed; the message has the method, the check, the number of ranks and the failure.
+        TypeError: ``method`` is not an instance of a method.
     """
+    if not isinstance(method, Method):
+        made = f"{method.__name__}()" if isinstance(method, type) else "an object such as RoundRobin()"
+        raise TypeError(f"check_method() got {method!r}; pass {made}")
     settings.setdefault("rounding", rounding_of(method))
     settings.setdefault("unbiased", bool(getattr(method, "unbiased", False)))
     for world in worlds:

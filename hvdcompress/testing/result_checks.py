@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,11 @@ def check_value(case: Case) -> None:
         raise AssertionError(f"field {name!r} can be assigned; methods must be frozen")
     for text in ("id", "paper", "sends"):
         require(getattr(method, text), f"the method's {text!r} is empty")
+    default = next(f.default for f in fields(method) if f.name == "feedback")
+    require(
+        not method.needs_feedback or default != "none",
+        'needs_feedback is True, but feedback is off by default: define `feedback: FeedbackName = "plain"`',
+    )
     require(json.loads(json.dumps(settings)) == settings, f"the hyper-parameters do not survive JSON: {settings}")
     if registry.classes().get(method.id) is type(method):
         require(
@@ -162,7 +167,9 @@ def check_conservation(case: Case) -> None:
             given = given + np.sum(gradients, axis=0, dtype=np.float64) + factor * velocity
             residuals = np.sum([net.residual("w", rank) for rank in ranks], axis=0, dtype=np.float64)
             slots = [rank.states["w"].slots.get(feedback.VELOCITY) for rank in net.ranks]
-            velocity = 0.0 if slots[0] is None else sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
+            # With other feedback, the slot is the method's own. A tensor that the method does not suit has none
+            if case.method.feedback == "momentum" and slots[0] is not None:
+                velocity = sum(to_numpy(x).astype(np.float64).reshape(shape) for x in slots)
             per_rank = [np.abs(x).max(initial=0) for x in gradients]
             largest = max(largest, float(np.sum(per_rank)), float(np.abs(total).max(initial=0)))
             gap = np.abs(sent - (given - residuals / beta)).max(initial=0.0)
@@ -170,7 +177,7 @@ def check_conservation(case: Case) -> None:
             require(
                 gap <= allowed,
                 f"n = {n}, step {step}: sent + residual is not the sum of the gradients: the difference is {gap:.3g}, "
-                f"and rounding explains only {allowed:.3g}",
+                f"and rounding explains only {allowed:.3g}; `own` of all ranks must add up to `total`",
             )
 
 

@@ -355,7 +355,7 @@ class Case:
         side = math.isqrt(n)
         wide = max(1, n // 24)
         for shape in ((n,), (side, n // max(side, 1)), (4, wide, 2, 3), (2, max(1, n // 12), 3, 2)):
-            if math.prod(shape) and self.method.suits(TensorSpec("w", shape)):
+            if 0 < math.prod(shape) <= n and self.method.suits(TensorSpec("w", shape)):
                 return shape
         return (n,)
 

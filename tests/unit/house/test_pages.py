@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hvdcompress.method import REGISTERED
 from tests.unit.house.pages import (
     ROOT,
     blocks,
@@ -87,12 +88,18 @@ def test_python_examples_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None
 def run_examples(page: str, text: str) -> None:
     """Run a page's blocks one after another, as a reader would paste them."""
     names: dict[str, object] = {"__name__": "example"}
-    for code, fragment in blocks(text, "python"):
-        assert not list(wrong_names(code))
-        if fragment or Path(page).name in LAUNCHED or "@method" in code:  # a method must be in a file: examples/
-            compile(code, page, "exec")
-        else:
-            exec(compile(code, page, "exec"), names)
+    known = dict(REGISTERED)
+    try:
+        for code, fragment in blocks(text, "python"):
+            assert not list(wrong_names(code))
+            if fragment or Path(page).name in LAUNCHED:
+                compile(code, page, "exec")
+            else:
+                exec(compile(code, page, "exec", dont_inherit=True), names)  # without this file's __future__
+    finally:  # forget the methods that the page defines, but not those of modules that it imports
+        imported = {id: cls for id, cls in REGISTERED.items() if cls.__module__ != "example"}
+        REGISTERED.clear()
+        REGISTERED.update(imported | known)
 
 
 @pytest.mark.parametrize("page", PAGES)

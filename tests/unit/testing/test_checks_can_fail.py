@@ -21,7 +21,7 @@ from hvdcompress.engine.state import RankState
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.loopback import Loopback
-from hvdcompress.method import AllReduce, Broadcast, Method
+from hvdcompress.method import AllReduce, Broadcast, Method, Reduced, Slot
 from hvdcompress.ops import numpy as reference
 from hvdcompress.ops.numpy.arithmetic import FINDERS
 from hvdcompress.ops.scan import NOTHING, Found, Scan, Velocity
@@ -261,6 +261,18 @@ def formula_forgets_the_header(patch: Patch) -> None:
     patch.setattr(cls, "num_bytes", lambda self, spec, world: num_bytes(6, self.packing(spec)) - 24)
 
 
+def lengths_depend_on_the_step(patch: Patch) -> None:
+    cls = type(hvdcompress.get("none"))
+    exchange = cls.exchange
+
+    def longer(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        if ctx.step % 2:
+            yield AllReduce(np.zeros(1, np.float32))
+        return (yield from exchange(self, x, state, ctx, work))
+
+    patch.setattr(cls, "exchange", longer)
+
+
 def verbs_depend_on_the_data(patch: Patch) -> None:
     cls = type(hvdcompress.get("topk"))
     exchange = cls.exchange
@@ -290,6 +302,7 @@ CASES: list[tuple[Callable[[Patch], None], Check, str, dict[str, Any]]] = [
     (nothing_is_scaled_up_without_feedback, testing.check_unbiased, "randomk", {"feedback": "none", "unbiased": True}),
     (broadcasts_are_not_counted, testing.check_bytes, "scalecom", {}),
     (formula_forgets_the_header, testing.check_bytes, "topk", {}),
+    (lengths_depend_on_the_step, testing.check_bytes, "none", {"feedback": "plain"}),
     (verbs_depend_on_the_data, testing.check_collectives, "topk", {}),
     (global_generator_is_reseeded, testing.check_deterministic, "randomk", {}),
     (bad_step_is_not_rolled_back, testing.check_nonfinite, "topk", {}),
@@ -383,3 +396,72 @@ def test_state_must_be_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cls, "exchange", more)
     with pytest.raises(AssertionError, match="undeclared"):
         guard()
+
+
+# -- mistakes in a first method, and what is said about them -------------------------------------------------
+
+
+def _silent(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+    return Reduced(total=x, own=x)
+
+
+def _bare(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+    total = yield x
+    return Reduced(total=total, own=x)
+
+
+def _pair(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+    total = yield AllReduce(x)
+    return total, x
+
+
+def _keeps_x(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+    total = yield AllReduce(x)
+    return Reduced(total=total, own=x, state={"last": x})
+
+
+def _slot(name: str) -> Callable[..., Any]:
+    return lambda self, spec: {name: Slot((spec.size,))}
+
+
+@pytest.mark.parametrize(
+    "edit,message",
+    [
+        ({"exchange": _silent}, "never yields a collective"),
+        ({"exchange": _bare}, "yielded ndarray; it must yield AllReduce"),
+        ({"exchange": _pair}, "returned tuple, expected Reduced"),
+        ({"exchange": _keeps_x, "state": _slot("last")}, "'residual' and 'last' share memory"),
+        ({"state": _slot("residual")}, "has the name of its error feedback's slot"),
+        ({"num_bytes": Method.num_bytes}, "must define num_bytes"),
+        ({"exchange": Method.exchange}, "must define exchange"),
+    ],
+)
+def test_a_mistake_is_named(edit: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = hvdcompress.get("none", feedback="plain")
+    for name, value in edit.items():
+        monkeypatch.setattr(type(method), name, value)
+    with pytest.raises(AssertionError, match=message):
+        check_method(method, worlds=(1,))
+
+
+def test_a_class_is_no_method() -> None:
+    cls: Any = type(hvdcompress.get("none"))
+    with pytest.raises(TypeError, match=r"pass Dense\(\)"):
+        check_method(cls)
+
+
+def test_feedback_must_be_on_if_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = hvdcompress.get("none")
+    monkeypatch.setattr(type(method), "needs_feedback", True)
+    with pytest.raises(AssertionError, match="feedback is off by default"):
+        check_method(method, worlds=(1,))
+
+
+def test_a_short_payload_needs_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = hvdcompress.get("none")
+    cls = type(method)
+    monkeypatch.setattr(cls, "exchange", Method.exchange)
+    monkeypatch.setattr(cls, "encode", lambda self, x, state, ctx, work: work.ops.to_bytes(x))
+    monkeypatch.setattr(cls, "decode", lambda self, payload, ctx, work: work.ops.from_bytes(payload, "float32"))
+    with pytest.raises(AssertionError, match="damaged payload .* expected hvdcompress.parts.wire.WireError"):
+        check_method(method, worlds=(1,), checks=[testing.check_wire])
