@@ -318,7 +318,8 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
 @cache  # a process may create many Compressors with equal plans
 def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -> None:
     """Run steps of two simulated ranks with random gradients."""
-    net = Loopback(plan, world=2, grouping=grouping)
+    # With momentum, because adapting it has kernels of its own
+    net = Loopback(plan, world=2, grouping=grouping, optimizer=SGD(momentum=0.9))
     for rank in net.ranks:
         rank.observers.clear()
     random = np.random.default_rng(0)
