@@ -41,6 +41,18 @@ def cut(x: Any, lengths: Sequence[int]) -> list[Any]:
     return [x[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
+def require_collective(yielded: Any) -> Collective:
+    """Return what a method's ``exchange`` yielded.
+
+    Raises:
+        TypeError: it is not a collective.
+    """
+    if isinstance(yielded, Collective):
+        return yielded
+    kind = type(yielded).__name__
+    raise TypeError(f"exchange() yielded {kind}; it must yield AllReduce, AllGather, Broadcast or AllToAll")
+
+
 def lower(
     collective: Collective, rank: int, world: int, ops: Ops, like: Array, native_broadcast: bool = False
 ) -> Request:
@@ -66,9 +78,6 @@ def lower(
             send_lengths=collective.splits or equal,
             recv_lengths=collective.receives or equal,
         )
-    if not isinstance(collective, Broadcast):
-        kind = type(collective).__name__
-        raise TypeError(f"exchange() yielded {kind}; it must yield AllReduce, AllGather, Broadcast or AllToAll")
     # Only the root computes the payload. An int32 sum adds bit patterns without rounding, unlike a float sum.
     root = int(collective.root)
     made = collective.make() if rank == root else None

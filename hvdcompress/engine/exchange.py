@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hvdcompress.engine.bucket_state import BucketState, MomentumState
-from hvdcompress.engine.collectives import Pending, by_rank
+from hvdcompress.engine.collectives import Pending, by_rank, require_collective
 from hvdcompress.engine.fused import FusedCommunication
 from hvdcompress.engine.intake import Intake, Tiles, Whole, suits_whole
 from hvdcompress.engine.momentum import Adapter
@@ -186,7 +186,7 @@ class Exchange:
         assert self._communication is not None
         began = time.perf_counter()
         try:
-            self.collective = self._communication.send(result)
+            self.collective = require_collective(self._communication.send(result))
             self.round += 1
         except StopIteration as stop:
             self.collective = None

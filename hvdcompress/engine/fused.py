@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from hvdcompress.engine.collectives import cut
+from hvdcompress.engine.collectives import cut, require_collective
 from hvdcompress.engine.transport import Group
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Communication, Reduced
 from hvdcompress.ops.spec import Ops
@@ -89,7 +89,7 @@ class FusedCommunication:
         assert communication is not None
         self.current = self.names[index]
         try:
-            self._collectives[index] = communication.send(result)
+            self._collectives[index] = require_collective(communication.send(result))
         except StopIteration as stop:
             self._collectives[index] = None
             self._reduced[index] = self._detached(stop.value)

@@ -249,6 +249,18 @@ def test_small_dense_gradients_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(member, was)
 
 
+def test_a_yielded_array_is_an_error_that_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("qsgd", min_elements=1)
+
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        yield x
+
+    monkeypatch.setattr(type(plan.program.main), "exchange", exchange)
+    [bucket] = plan.buckets(SPECS, IN_ORDER)
+    with pytest.raises(ExchangeError, match=f"{bucket.members[0].name}.*yielded ndarray; it must yield AllReduce"):
+        started(RankState(plan, 0, WORLD), bucket, [np.ones(member.size, np.float32) for member in bucket.members])
+
+
 def test_an_error_names_the_tensor_whose_method_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("qsgd", min_elements=1)
     method, spoiled = type(plan.program.main), plan.program.main.encode
