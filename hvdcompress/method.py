@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform, overload
@@ -50,26 +50,18 @@ class TensorSpec:
     """The gradient's dtype as a NumPy name."""
     layout: Literal["oihw", "hwio"] = "oihw"
     """Order of a convolution's four dimensions: "oihw" (PyTorch: out, in, height, width) or "hwio" (TensorFlow)."""
-    member_sizes: tuple[int, ...] = ()
-    """For a bucket: the number of elements of each member tensor, in bucket order. Empty for a single tensor."""
-    member_names: tuple[str, ...] = ()
-    """For a bucket: the name of each member tensor, in bucket order. Empty for a single tensor."""
+    members: tuple[TensorSpec, ...] = ()
+    """For a bucket: its tensors, in bucket order. Empty for a single tensor."""
 
     @cached_property
     def size(self) -> int:
         """Number of elements, n."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[int, ...]:
         """Number of elements of each tensor in the vector: several entries for a bucket, otherwise ``(n,)``."""
-        return self.member_sizes or (self.size,)
-
-    def part(self, index: int) -> TensorSpec:
-        """Return the spec of one of the tensors that the vector consists of, as a vector."""
-        return replace(
-            self, name=self.member_names[index], shape=(self.member_sizes[index],), member_sizes=(), member_names=()
-        )
+        return tuple(member.size for member in self.members) or (self.size,)
 
 
 @dataclass(frozen=True)

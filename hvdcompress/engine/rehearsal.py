@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -56,7 +57,8 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
 
 def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
     """Return the collectives of ``method`` in ``phase`` for tensors like ``spec``, in order."""
-    return tuple(round for round, _ in _rehearse(method, phase, world, _plain(method, spec, small_shape(method, spec))))
+    small = replace(anonymous(method, spec), shape=small_shape(method, spec), members=())
+    return tuple(round for round, _ in _rehearse(method, phase, world, small))
 
 
 def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
@@ -64,9 +66,7 @@ def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[i
 
     This is slow, because it runs the method on a tensor of full size.
     """
-    return tuple(
-        length for _, length in _rehearse(method, phase, world, _plain(method, spec, spec.shape, spec.member_sizes))
-    )
+    return tuple(length for _, length in _rehearse(method, phase, world, anonymous(method, spec)))
 
 
 def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communication:
@@ -104,10 +104,11 @@ def blank_state(method: Method, spec: TensorSpec, integers: int = 1) -> dict[str
     return state
 
 
-def _plain(method: Method, spec: TensorSpec, shape: tuple[int, ...], member_sizes: tuple[int, ...] = ()) -> TensorSpec:
-    """Return a spec without the tensor's name, on which collectives do not depend, so that results can be cached."""
+def anonymous(method: Method, spec: TensorSpec) -> TensorSpec:
+    """Return a spec without tensors' names, on which collectives do not depend, so that results can be cached."""
     dtype = "float64" if method.keeps_float64 and spec.dtype == "float64" else "float32"
-    return TensorSpec("rehearsal", shape, dtype, spec.layout, member_sizes)
+    members = tuple(anonymous(method, member) for member in spec.members)
+    return TensorSpec("rehearsal", spec.shape, dtype, spec.layout, members)
 
 
 @cache

@@ -139,7 +139,7 @@ class InParts:
         for index, (values, place) in enumerate(self.spans):
             if before < place.start:
                 ops.fill(out[before : place.start], 0)
-            self.codec.encode(x[values], replace(ctx, spec=ctx.spec.part(index)), work, stream, out[place])
+            self.codec.encode(x[values], replace(ctx, spec=ctx.spec.members[index]), work, stream, out[place])
             before = place.stop
         return out
 

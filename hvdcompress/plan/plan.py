@@ -274,10 +274,8 @@ class Plan:
         spec = members[0]
         automatic = len(members) > 1 and self.bucket_elements is None and not _is_global(program.main)
         if len(members) > 1:
-            sizes = tuple(member.size for member in members)
-            names = tuple(member.name for member in members)
-            name = f"{spec.name}+{len(members) - 1}"
-            spec = TensorSpec(name, (sum(sizes),), spec.dtype, member_sizes=sizes, member_names=names)
+            size = sum(member.size for member in members)
+            spec = TensorSpec(f"{spec.name}+{len(members) - 1}", (size,), spec.dtype, members=tuple(members))
         dense = not automatic and self._goes_dense(spec, program.main)
         return Bucket(spec, tuple(members), DENSE if dense else program, automatic)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcompress.engine.rehearsal import begin, blank_state, context_of, rehearse, round_of
+from hvdcompress.engine.rehearsal import anonymous, begin, blank_state, context_of, rehearse, round_of
 from hvdcompress.method import AllGather, AllReduce, AllToAll, Array, Broadcast, Collective, Method, TensorSpec
 from hvdcompress.ops import fast
 
@@ -60,8 +60,7 @@ def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
         world: the number of ranks.
         spec: the tensor.
     """
-    dtype = "float64" if method.keeps_float64 and spec.dtype == "float64" else "float32"
-    plain = TensorSpec("rehearsal", spec.shape, dtype, spec.layout, spec.member_sizes)
+    plain = anonymous(method, spec)
     if world > max(TRIED):
         few = [_imagine(method, phase, p, plain) for p in TRIED]
         totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world)}

@@ -37,6 +37,7 @@ VARIANTS = [
     ("powersgd", {"values": "bf16", "matrix_rank": 1}),
     ("topk", {"density": 0.1, "values": "rangefloat8"}),
     ("topk", {"bucket_elements": 2000}),
+    ("topk", {"bucket_elements": 2000, "values": "qsgd4"}),
 ]
 
 
