@@ -11,6 +11,7 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import Trial, numbers
+from tests.unit.methods.quantizers import assert_errors_average_out, assert_nothing_is_lost
 
 
 def levels_around(v: np.ndarray, bits: int, bucket: int, norm: str) -> tuple[np.ndarray, np.ndarray]:
@@ -80,18 +81,8 @@ def test_variance_is_within_the_papers_bound(bits: int, kind: Any) -> None:
     assert np.mean(errors) <= bound
 
 
-def run_errors_average_out(world: int = 16, steps: int = 40) -> None:
-    """With equal gradients on p ranks and private streams, the error of the mean has 1/p of one rank's energy."""
-    g = numbers((512,), 4)
-    energy = []
-    for p in (1, world):
-        net = Loopback("qsgd", world=p, bits=3, min_elements=1)
-        energy.append(np.mean([np.square(net.allreduce([g] * p, "w")[0] - g).sum() for _ in range(steps)]))
-    assert 0.8 / world < energy[1] / energy[0] < 1.25 / world
-
-
 def test_errors_of_ranks_average_out() -> None:
-    run_errors_average_out()
+    assert_errors_average_out("qsgd", bits=3)
 
 
 def test_each_step_and_tensor_draws_anew() -> None:
@@ -147,22 +138,10 @@ def test_one_worker_by_scatter_quantizes_twice_and_is_the_same_everywhere() -> N
         assert np.abs(outs[0] - g).max() <= 2 * np.abs(g).max() / 7 * 1.001
 
 
-def run_nothing_is_lost_with_feedback(route: str = "scatter", world: int = 3, steps: int = 12) -> None:
-    """Σ over ranks of (sent + residual) = Σ gradients; scatter assigns each rounding error to one rank."""
-    net = Loopback("qsgd", world=world, bits=4, bucket=32, route=route, feedback="plain", min_elements=1)
-    sent, given = np.zeros(101), np.zeros(101)
-    for step in range(steps):
-        gradients = [numbers((101,), rank, step) for rank in range(world)]
-        sent += net.allreduce(gradients, "w", op="sum")[0]
-        given += np.sum(gradients, axis=0, dtype=np.float64)
-        kept = np.sum([net.residual("w", rank) for rank in range(world)], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, given, atol=3e-5)
-        assert kept.any()
-
-
 @pytest.mark.parametrize("route", ["gather", "scatter"])
 def test_nothing_is_lost_with_feedback(route: str) -> None:
-    run_nothing_is_lost_with_feedback(route)
+    """Scatter assigns each rounding error to one rank."""
+    assert_nothing_is_lost("qsgd", 3e-5, bits=4, bucket=32, route=route, feedback="plain")
 
 
 @pytest.mark.parametrize("bucket,settles", [(32, True), (512, False)])

@@ -11,6 +11,7 @@ import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import Trial, numbers
 from tests.oracles.signsgd import Oracle
+from tests.unit.methods.quantizers import assert_nothing_is_lost
 
 
 def run_beside_oracle(world: int = 3, n: int = 57, steps: int = 25) -> None:
@@ -100,17 +101,6 @@ def test_the_payload_is_signs_and_the_mean_magnitude() -> None:
     assert payload[28:] == bytes([0b00001010, 0b1])
 
 
-def run_nothing_is_lost(route: str = "scatter", world: int = 3, steps: int = 12) -> None:
-    net = Loopback("signsgd", world=world, route=route, min_elements=1)
-    sent, given = np.zeros(101), np.zeros(101)
-    for step in range(steps):
-        gradients = [numbers((101,), rank, step) for rank in range(world)]
-        sent += net.allreduce(gradients, "w", op="sum")[0]
-        given += np.sum(gradients, axis=0, dtype=np.float64)
-        kept = np.sum([net.residual("w", rank) for rank in range(world)], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, given, atol=1e-4)
-
-
 @pytest.mark.parametrize("route", ["gather", "scatter"])
 def test_nothing_is_lost(route: str) -> None:
-    run_nothing_is_lost(route)
+    assert_nothing_is_lost("signsgd", 1e-4, route=route)

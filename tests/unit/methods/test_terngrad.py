@@ -11,6 +11,7 @@ import pytest
 import hvdcompress
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import Trial, numbers
+from tests.unit.methods.quantizers import assert_errors_average_out, assert_nothing_is_lost
 
 ROUTES = ("reduce", "gather", "scatter")
 
@@ -146,16 +147,8 @@ def test_a_nearly_constant_tensor_survives(route: str) -> None:
     np.testing.assert_allclose(out, g, rtol=1e-3)
 
 
-def run_errors_average_out(world: int = 16, steps: int = 40) -> None:
-    g, energy = numbers((512,), 4), []
-    for p in (1, world):
-        net = Loopback("terngrad", world=p, clip_factor=0, min_elements=1)
-        energy.append(np.mean([np.square(net.allreduce([g] * p, "w")[0] - g).sum() for _ in range(steps)]))
-    assert 0.8 / world < energy[1] / energy[0] < 1.25 / world
-
-
 def test_errors_of_ranks_average_out() -> None:
-    run_errors_average_out()
+    assert_errors_average_out("terngrad", clip_factor=0)
 
 
 @pytest.mark.parametrize("world", [2, 5, 100, 1024])
@@ -166,20 +159,9 @@ def test_nothing_carries_when_all_agree(world: int) -> None:
     np.testing.assert_array_equal(net.allreduce([g] * world, "w")[0], g)
 
 
-def run_nothing_is_lost_with_feedback(route: str = "reduce", world: int = 3, steps: int = 12) -> None:
-    net = Loopback("terngrad", world=world, route=route, feedback="plain", min_elements=1)
-    sent, given = np.zeros(101), np.zeros(101)
-    for step in range(steps):
-        gradients = [numbers((101,), rank, step) for rank in range(world)]
-        sent += net.allreduce(gradients, "w", op="sum")[0]
-        given += np.sum(gradients, axis=0, dtype=np.float64)
-        kept = np.sum([net.residual("w", rank) for rank in range(world)], axis=0, dtype=np.float64)
-        np.testing.assert_allclose(sent + kept, given, atol=1e-4)
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_nothing_is_lost_with_feedback(route: str) -> None:
-    run_nothing_is_lost_with_feedback(route)
+    assert_nothing_is_lost("terngrad", 1e-4, route=route, feedback="plain")
 
 
 @pytest.mark.parametrize(
