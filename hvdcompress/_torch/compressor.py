@@ -20,7 +20,7 @@ from hvdcompress.engine import compressor
 from hvdcompress.engine.agreement import SharedConfig
 from hvdcompress.engine.collectives import Collectives
 from hvdcompress.engine.exchange import ExchangeError
-from hvdcompress.engine.saving import snapshot
+from hvdcompress.engine.saving import origin, snapshot
 from hvdcompress.engine.step import Agree, Step
 from hvdcompress.engine.telemetry import log
 from hvdcompress.loopback import warm_up
@@ -237,7 +237,7 @@ class TensorCompressor(compressor.Compressor):
         new = sorted(self.parameters.keys() - saved["steps"].keys())
         if saved["steps"] and new and self.local.rank == 0:
             log.warn_once(f"the saved state does not contain {log.first_names(new)}: their residuals start at zero")
-        if self._adapts and self._reader is None and saved.get("made_by", {}).get("momentum") and self.local.rank == 0:
+        if self._adapts and self._reader is None and origin.recorded(saved).get("momentum") and self.local.rank == 0:
             log.warn_once(
                 "the optimizer is not known before its first step, so that step does not adapt the optimizer's "
                 "momentum as the saved training would: give optimizer= when you create or attach the Compressor"

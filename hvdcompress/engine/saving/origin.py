@@ -56,6 +56,12 @@ def _momenta(optimizer: Optimizer, names: Iterable[str]) -> str:
     return ", ".join(sorted(found))
 
 
+def recorded(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what :func:`made_by` returned where a state was saved; empty for a state of an earlier version."""
+    found = saved.get(MADE_BY)
+    return found if isinstance(found, Mapping) else {}
+
+
 def differences(saved: Mapping[str, Any], plan: Plan, now: Mapping[str, Any]) -> str:
     """Return what matters and was different where a state was saved; nothing if all is the same.
 
@@ -64,8 +70,7 @@ def differences(saved: Mapping[str, Any], plan: Plan, now: Mapping[str, Any]) ->
         plan: the plan of the Compressor that loads it.
         now: what :func:`made_by` returns there.
     """
-    before = saved.get(MADE_BY)
-    before = before if isinstance(before, Mapping) else {}
+    before = recorded(saved)
     versions = before.get("versions")
     version = versions.get("hvdcompress") if isinstance(versions, Mapping) else None
     pairs = [
