@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ for setting, value in (("CPP_MIN_LOG_LEVEL", "3"), ("NUM_INTRAOP_THREADS", "1"),
     os.environ.setdefault(f"TF_{setting}", value)
 
 from hvdcompress.method import REGISTERED  # noqa: E402
+from tests import SMALL_EXPERIMENT  # noqa: E402
 from tests.spoiled import spoil  # noqa: E402
 
 spoil()
@@ -38,3 +40,12 @@ def registered() -> Iterator[None]:
     for id in REGISTERED.keys() - before.keys():
         sys.modules.pop(id, None)  # an example's module has the name of its method
         del REGISTERED[id]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a small experiment, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL_EXPERIMENT, encoding="utf-8")
+    return file

@@ -12,18 +12,8 @@ import time
 import pytest
 
 from hvdcompress.lab.training import launch
-from tests import ROOT
+from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, without_tensorflow
-
-CONFIG = "name: small\ntasks: [{task: digits, steps: 20}]\nmethods: [none, {method: topk, density: 0.01}]\n"
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "small.yaml"
-    file.write_text(CONFIG, encoding="utf-8")
-    return file
 
 
 def start(config, *words, **more):
@@ -73,7 +63,7 @@ def under_horovod(tmp_path_factory):
     """A run from end to end: what it printed, and its folder."""
     needs("horovod", "torch", "sklearn", "psutil", "matplotlib")
     file = tmp_path_factory.mktemp("whole") / "small.yaml"
-    file.write_text(CONFIG, encoding="utf-8")
+    file.write_text(SMALL_EXPERIMENT, encoding="utf-8")
     run = start(file)
     output, _ = run.communicate(timeout=240)
     assert run.returncode == 0, output
@@ -106,7 +96,7 @@ def test_a_run_from_end_to_end(under_horovod):
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_every_rank_and_reports(whole, number):
-    whole.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
+    whole.write_text(SMALL_EXPERIMENT.replace("steps: 20", "steps: 100000, log_every: 2"))
     run = start(whole, **without_tensorflow())
     wait_for_step(whole.parent, "digits.none.0")
     ranks = rank_pids(whole.parent)

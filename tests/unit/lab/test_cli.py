@@ -18,17 +18,7 @@ from hvdcompress.lab.cluster import launcher
 from hvdcompress.lab.output import folder as folders
 from hvdcompress.lab.training import launch
 from hvdcompress.lab.training.experiment import Experiment
-from tests import ROOT
-
-CONFIG = "name: small\ntasks: [{task: digits, steps: 20}]\nmethods: [none, {method: topk, density: 0.01}]\n"
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "small.yaml"
-    file.write_text(CONFIG, encoding="utf-8")
-    return file
+from tests import ROOT, SMALL_EXPERIMENT
 
 
 def invoke(*words):
@@ -82,7 +72,7 @@ def test_methods():
 )
 def test_a_bad_experiment_starts_nothing(config, monkeypatch, old, new, words):
     monkeypatch.setattr(launcher, "Ranks", lambda *_: pytest.fail("ranks were started"))
-    config.write_text(CONFIG.replace(old, new), encoding="utf-8")
+    config.write_text(SMALL_EXPERIMENT.replace(old, new), encoding="utf-8")
     result = invoke("run", config)
     assert result.exit_code == 2 and words in result.output and "Traceback" not in result.output
     assert not Path("runs").exists()
