@@ -15,9 +15,9 @@ import pytest
 
 from hvdcompress.lab.cluster import hosts, rates
 from hvdcompress.lab.cluster.hosts import Hosts, Traffic
-from tests import ROOT
+from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, python_path, without_tensorflow
-from tests.launched.test_cli import CONFIG, start, wait_for_step
+from tests.launched.test_cli import start, wait_for_step
 
 HERE = Path(__file__).parent
 
@@ -26,13 +26,6 @@ def script(*words, path=None):
     environment = {**os.environ, **({"PATH": str(path)} if path else {})}
     line = [str(hosts.SCRIPT), *words]
     return subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(CONFIG, encoding="utf-8")
-    return tmp_path / "small.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -311,7 +304,7 @@ def test_a_run_on_hosts(nothing_left, config, controller):
 @pytest.mark.timeout(280)
 def test_ctrl_c_takes_the_hosts_down(nothing_left, config):
     needs("horovod", "torch", "sklearn", "psutil")
-    config.write_text(CONFIG.replace("steps: 20", "steps: 100000, log_every: 2"))
+    config.write_text(SMALL_EXPERIMENT.replace("steps: 20", "steps: 100000, log_every: 2"))
     run = start(config, "--hosts", "2", "--rate", "1gbit", **without_tensorflow())
     wait_for_step(config.parent, "digits.none.0")
     assert subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout.count(f"hvdc-p{run.pid}x1-") == 3
