@@ -24,8 +24,8 @@ def train() -> None:
     ddp.attach(model, "scalecom", density=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mine = (~held_out).nonzero().flatten()[rank::world]
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = (~held_out).nonzero().flatten()[rank::world_size]
     for _ in range(600):
         batch = mine[torch.randint(len(mine), (32,))]
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ class RoundRobin(Method):
         """Return the number of elements of a piece."""
         return -(-n // self.pieces)
 
-    def num_bytes(self, spec, world):
+    def num_bytes(self, spec, world_size):
         return 4 * self.length(spec.size)
 
     def exchange(self, x, state, ctx, work):

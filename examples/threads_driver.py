@@ -26,7 +26,7 @@ class QueueTransport:
 
     def __init__(self, rank, mailboxes):
         self.rank = rank
-        self.world = len(mailboxes)
+        self.world_size = len(mailboxes)
         self.mailboxes = mailboxes
         self.started = 0
         self.requests = {}  # number of a collective -> the requests received so far, by rank
@@ -44,14 +44,14 @@ class QueueTransport:
         """Return whether the result is available (``wait`` would not block)."""
         while not self.mailboxes[self.rank].empty():
             self._receive()
-        return len(self.requests.get(handle, ())) == self.world
+        return len(self.requests.get(handle, ())) == self.world_size
 
     def wait(self, handle):
         """Wait for a collective and return its result."""
         while not self.ready(handle):
             self._receive()
         requests = self.requests.pop(handle)
-        return lockstep.carry_out([requests[rank] for rank in range(self.world)])[self.rank]
+        return lockstep.carry_out([requests[rank] for rank in range(self.world_size)])[self.rank]
 
     def idle(self, handle):
         """Wait until a request arrives."""
@@ -66,7 +66,7 @@ class Compressor(compressor.Compressor):
     """Average named arrays over threads."""
 
     def __init__(self, method, transport, **settings):
-        super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world)
+        super().__init__(plan_of(method, watchdog=False, **settings), transport.rank, transport.world_size)
         self.collectives = Collectives(transport, self.local.observers)
         self.step = None
 
@@ -76,7 +76,7 @@ class Compressor(compressor.Compressor):
         config = SharedConfig(self.plan.to_dict(), {spec.name: str(spec.shape) for spec in specs})
         self.local.begin_round()
         self.step = Step(self.local, self.collectives, config, Agree.FIRST_AND_LAST)
-        self.step.factor = 1.0 / self.local.world
+        self.step.factor = 1.0 / self.local.world_size
         try:
             self.step.send_status()
             for bucket in self.plan.buckets(specs, IN_ORDER, self.local.ages()):

@@ -106,8 +106,8 @@ class Compressor(TensorCompressor):
         if plan.clip_norm is not None:
             raise ValueError(f"clip_norm must be null: {ONE_STEP_PER_MODULE}")
         rank = dist.get_rank(replicas)
-        world = dist.get_world_size(replicas)
-        super().__init__(plan, rank, world, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
+        world_size = dist.get_world_size(replicas)
+        super().__init__(plan, rank, world_size, shard.vectors.items(), loss_scale, ops)  # type: ignore[arg-type]
         self.shard = shard
         self._parent = replicas
         self._transport: ProcessGroupTransport | None = None
@@ -206,7 +206,7 @@ class Compressor(TensorCompressor):
         transport = self._transport
         transport.begin()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
-        step.factor = 1.0 / self.local.world
+        step.factor = 1.0 / self.local.world_size
         with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
             if len(gradient) != len(self.parameters[name]):

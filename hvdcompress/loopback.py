@@ -1,7 +1,7 @@
 """All ranks in one process, in lockstep: for tests, for trying out methods, and for simulating many ranks.
 
 >>> import numpy as np
->>> net = Loopback("topk", world=2, density=0.5, min_elements=1)
+>>> net = Loopback("topk", world_size=2, density=0.5, min_elements=1)
 >>> net.allreduce([np.float32([1, 5]), np.float32([3, 4])], name="w")
 [array([0. , 4.5], dtype=float32), array([0. , 4.5], dtype=float32)]
 """
@@ -40,11 +40,11 @@ Op = Literal["average", "sum"]
 
 
 class Loopback:
-    """Simulates ``world`` ranks under one plan.
+    """Simulates ``world_size`` ranks under one plan.
 
     Args:
         method: a method id with hyper-parameters in ``settings``, a Method, a Plan, or a plan's dict.
-        world: number of ranks, 1 or more.
+        world_size: number of ranks, 1 or more.
         loss_scale: the factor by which gradients are multiplied: a number, or a function that returns the current
             number. Residuals are kept unscaled. kept unscaled.
         optimizer: describes the momentum of the optimizer, which is then adapted. None: momentum is not adapted.
@@ -61,7 +61,7 @@ class Loopback:
     def __init__(
         self,
         method: str | Method | Plan | Mapping[str, Any],
-        world: int,
+        world_size: int,
         *,
         loss_scale: float | Callable[[], float] = 1.0,
         optimizer: SGD | None = None,
@@ -69,17 +69,17 @@ class Loopback:
         grouping: Grouping | None = None,
         **settings: Any,
     ):
-        if world < 1:
-            raise ValueError(f"world = {world} must be 1 or more")
+        if world_size < 1:
+            raise ValueError(f"world_size = {world_size} must be 1 or more")
         self.plan = plan_of(method, **settings)
-        self.world = world
+        self.world_size = world_size
         self.ops = ops or hvdcompress.ops.fast
         self.loss_scale = loss_scale
         self.grouping = grouping
         self._framework = _Framework(self.ops)
-        self.ledger = Ledger(world)
+        self.ledger = Ledger(world_size)
         self._last: tuple[tuple[TensorSpec, ...], list[Bucket]] | None = None  # tensors and their buckets
-        self.ranks = [RankState(self.plan, rank, world, self.ledger) for rank in range(world)]
+        self.ranks = [RankState(self.plan, rank, world_size, self.ledger) for rank in range(world_size)]
         for rank in self.ranks:
             rank.optimizer = momentum_reader(optimizer)
 
@@ -118,14 +118,14 @@ class Loopback:
         buckets = self._buckets(self._specs(gradients, op))
         scale = evaluate_loss_scale(self.loss_scale)
         outs = [{name: np.empty(np.shape(g), np.asarray(g).dtype) for name, g in one.items()} for one in gradients]
-        network = _Network(self.world, self._carry_out)
+        network = _Network(self.world_size, self._carry_out)
         steps: list[Step] = []
         for rank in self.ranks:
             rank.begin_round()
             collectives = Collectives(_Transport(rank.rank, network), rank.observers)
             step = Step(rank, collectives, SharedConfig({}, {}), framework=self._framework)
             step.loss_scale = scale
-            step.factor = 1.0 / self.world if op == "average" else 1.0
+            step.factor = 1.0 / self.world_size if op == "average" else 1.0
             steps.append(step)
         try:
             for bucket in buckets:
@@ -252,8 +252,8 @@ class Loopback:
     def _specs(self, gradients: Sequence[Mapping[str, np.ndarray]], op: Op) -> dict[str, TensorSpec]:
         if op not in ("average", "sum"):
             raise ValueError(f'op = {op!r} must be "average" or "sum"')
-        if len(gradients) != self.world:
-            raise ValueError(f"expected one array per rank, that is {self.world}, got {len(gradients)}")
+        if len(gradients) != self.world_size:
+            raise ValueError(f"expected one array per rank, that is {self.world_size}, got {len(gradients)}")
         specs: dict[str, TensorSpec] = {}
         for rank, given in enumerate(gradients):
             for name, array in given.items():
@@ -319,7 +319,7 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
 def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -> None:
     """Run steps of two simulated ranks with random gradients."""
     # With momentum, because adapting it has kernels of its own
-    net = Loopback(plan, world=2, grouping=grouping, optimizer=SGD(momentum=0.9))
+    net = Loopback(plan, world_size=2, grouping=grouping, optimizer=SGD(momentum=0.9))
     for rank in net.ranks:
         rank.observers.clear()
     random = np.random.default_rng(0)
@@ -358,8 +358,8 @@ class _Framework(Framework):
 class _Network:
     """Connects the ranks: performs a collective once all ranks have started it."""
 
-    def __init__(self, world: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
-        self.world = world
+    def __init__(self, world_size: int, carry_out: Callable[[str, Sequence[Request]], list[Array]]):
+        self.world_size = world_size
         self.carry_out = carry_out
         self.requests: dict[str, dict[int, Request]] = {}
         self.results: dict[tuple[str, int], Array] = {}
@@ -367,10 +367,10 @@ class _Network:
     def start(self, name: str, rank: int, request: Request) -> None:
         requests = self.requests.setdefault(name, {})
         requests[rank] = request
-        if len(requests) == self.world:
+        if len(requests) == self.world_size:
             del self.requests[name]
             tensor = name.rpartition(".")[0]
-            for number, result in enumerate(self.carry_out(tensor, [requests[r] for r in range(self.world)])):
+            for number, result in enumerate(self.carry_out(tensor, [requests[r] for r in range(self.world_size)])):
                 self.results[name, number] = result
 
 
@@ -383,7 +383,7 @@ class _Transport:
 
     def __init__(self, rank: int, network: _Network):
         self.rank = rank
-        self.world = network.world
+        self.world_size = network.world_size
         self.network = network
 
     def start(self, name: str, request: Request) -> str:

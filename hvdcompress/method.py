@@ -123,8 +123,8 @@ class Context:
     """
 
     rank: int
-    """This rank, 0 to world − 1."""
-    world: int
+    """This rank, 0 to world_size − 1."""
+    world_size: int
     """Number of ranks, p."""
     step: int
     """Number of exchanges of this tensor so far, from 0."""
@@ -412,14 +412,14 @@ class Method:
         """Return {name: slot} of the method's state for one tensor, without the residual (``parts/feedback.py``)."""
         return {}
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         """Return the payload bytes that a rank passes to its collectives in one step.
 
         A method with several phases accepts two more arguments: ``phase: int = 0`` and ``state = None``.
 
         Args:
             spec: the tensor.
-            world: number of ranks.
+            world_size: number of ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} must define num_bytes()")
 
@@ -454,7 +454,7 @@ class Method:
         Args:
             index: index of the tensor among the parts of the bucket.
             state: the method's state; read only.
-            ctx: rank, world, step, and the tensor or the bucket that contains it.
+            ctx: rank, world_size, step, and the tensor or the bucket that contains it.
             work: buffers, scan results and counters of this exchange, and the array ops.
             like: an array with the tensor's length, on its device.
         """
@@ -466,7 +466,7 @@ class Method:
         Args:
             x: gradient + residual, float32 [n]; read only.
             state: the method's state.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: buffers, scan results and counters of this exchange, and the array ops.
 
         Returns:
@@ -479,7 +479,7 @@ class Method:
 
         Args:
             payload: uint8, as :meth:`encode` returned it on some rank.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: buffers, scan results and counters of this exchange, and the array ops.
 
         Returns:
@@ -496,7 +496,7 @@ class Method:
         Args:
             x: gradient + residual, float32 [n] (float64 if the method ``keeps_float64``); read only.
             state: the method's state; read only.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: buffers, scan results and counters of this exchange, and the array ops.
 
         Yields:

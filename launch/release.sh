@@ -41,7 +41,7 @@ empty/bin/python - <<'PYTHON'
 import numpy as np
 from hvdcompress.loopback import Loopback
 
-outs = Loopback("scalecom", world=4, density=0.01).allreduce([np.ones(4096, np.float32)] * 4, name="w")
+outs = Loopback("scalecom", world_size=4, density=0.01).allreduce([np.ones(4096, np.float32)] * 4, name="w")
 assert all((out == outs[0]).all() for out in outs) and outs[0].any()
 PYTHON
 asked=$(empty/bin/hvdcompress --version 2>&1 || true)

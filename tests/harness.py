@@ -69,9 +69,9 @@ EXACT = (0.0, 0.0)  #: a tolerance of :func:`assert_close`
 REORDERED = (2e-6, 4e-7)  #: ranks are summed in another order than loopback's
 
 
-def summed(world: int) -> tuple[float, float]:
+def summed(world_size: int) -> tuple[float, float]:
     """How close sums over so many ranks are to loopback's: one or two numbers have the same sum in any order."""
-    return EXACT if world <= 2 else REORDERED
+    return EXACT if world_size <= 2 else REORDERED
 
 
 def assert_close(got: dict, want: dict, tolerance: tuple[float, float], what: str) -> None:

@@ -38,7 +38,7 @@ def environment(kind: str, **more: str) -> dict[str, str]:
     }
 
 
-def world_of(kind: str) -> int:
+def world_size_of(kind: str) -> int:
     """The ranks of "alone", "mpirun-3", "mpi-2" (Horovod's), "horovodrun-2" (the same), "gloo-2", "torchrun-2"
     or "elastic-3" (Horovod's, at first; ``DISCOVER`` in the environment says which hosts there are)."""
     return 1 if kind == "alone" else int(kind.split("-")[1])
@@ -48,17 +48,17 @@ def launch(
     kind: str, script: Path, *arguments: str, seconds: float = SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on every rank, with ``more`` in its environment; ends all its processes when it takes too long."""
-    world = str(world_of(kind))
+    world_size = str(world_size_of(kind))
     elastic = ("--gloo-timeout-seconds", "20", "--host-discovery-script", more.get("DISCOVER", ""))
-    mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world]
+    mpirun = ["mpirun", "--oversubscribe", "-bind-to", "none", "-np", world_size]
     start = {
         "alone": [],
         "mpirun": mpirun,
         "mpi": [*mpirun, "-map-by", "slot", "-mca", "pml", "ob1", "-mca", "btl", "^openib"],  # horovodrun's own line
-        "horovodrun": ["horovodrun", "-np", world, "--mpi"],  # it imports every framework: five seconds
-        "gloo": ["horovodrun", "-np", world, "--gloo"],
-        "elastic": ["horovodrun", "-np", world, "--min-np", "2", "--max-np", world, "--gloo", *elastic],
-        "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world],
+        "horovodrun": ["horovodrun", "-np", world_size, "--mpi"],  # it imports every framework: five seconds
+        "gloo": ["horovodrun", "-np", world_size, "--gloo"],
+        "elastic": ["horovodrun", "-np", world_size, "--min-np", "2", "--max-np", world_size, "--gloo", *elastic],
+        "torchrun": ["torchrun", "--standalone", "--no-python", "--nproc-per-node", world_size],
     }[kind.split("-")[0]]
     line = [*start, sys.executable, str(script), *arguments]
     with subprocess.Popen(
@@ -92,7 +92,7 @@ def outcomes(kind: str, script: Path, folder: Path, *cases: str, seconds: float 
             log, status = done.stdout, done.returncode
         except pytest.fail.Exception as error:  # what was written before still counts
             log, status = str(error), 124
-        files = [folder / f"{rank}.json" for rank in range(world_of(kind))]
+        files = [folder / f"{rank}.json" for rank in range(world_size_of(kind))]
         _finished[key] = ([json.loads(f.read_text()) if f.exists() else {} for f in files], log, status)
     return _finished[key]
 

@@ -10,7 +10,7 @@ from hvdcompress.lab.scale.imagined import imagine, last_phase
 from hvdcompress.method import TensorSpec
 
 TENSOR = TensorSpec("conv", (256, 256, 3, 3))
-WORLDS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @cache
@@ -18,6 +18,9 @@ def wire(id: str) -> tuple[float, ...]:
     """Bytes that the busiest rank transmits in a compressed step, for each of WORLDS."""
     method = hvdcompress.get(id)
     return tuple(
-        sum(max(on_wire(asked, world) for asked in each) for each in imagine(method, last_phase(method), world, TENSOR))
-        for world in WORLDS
+        sum(
+            max(on_wire(asked, world_size) for asked in each)
+            for each in imagine(method, last_phase(method), world_size, TENSOR)
+        )
+        for world_size in WORLD_SIZES
     )

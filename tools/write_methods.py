@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import annotated_types
 import yaml
 from charts import Axis, Line, lines
-from growth import TENSOR, WORLDS, wire
+from growth import TENSOR, WORLD_SIZES, wire
 from printed import figure, tables
 from pydantic.fields import FieldInfo
 
@@ -153,9 +153,9 @@ def plan(cls: type[Method]) -> str:
 
 def growth(id: str) -> str:
     """The drawing: bytes on the wire against ranks."""
-    drawn = [Line(id, list(zip(WORLDS, wire(id), strict=True)))]
+    drawn = [Line(id, list(zip(WORLD_SIZES, wire(id), strict=True)))]
     if id != "none":
-        drawn.append(Line("dense", list(zip(WORLDS, wire("none"), strict=True)), dense=True))
+        drawn.append(Line("dense", list(zip(WORLD_SIZES, wire("none"), strict=True)), dense=True))
     low = 10 ** math.floor(math.log10(min(y for line in drawn for _, y in line.points)))
     ticks = [low]
     while ticks[-1] < max(y for line in drawn for _, y in line.points):
@@ -163,7 +163,7 @@ def growth(id: str) -> str:
     return lines(
         f"What a rank transmits in a step: {id}",
         f"{SAYS}; default settings",
-        Axis("ranks", WORLDS, lambda x: f"{x:g}"),
+        Axis("ranks", WORLD_SIZES, lambda x: f"{x:g}"),
         Axis("bytes", ticks, lambda y: numbers.num_bytes(y).replace(".00", "").replace(".0 ", " ")),
         drawn,
         height=300,
@@ -239,17 +239,17 @@ def loses(id: str) -> list[str]:
     ours, dense, said = wire(id), wire("none"), []
     if id == "none":
         return ["This is what the others are compared with."]
-    worse = [world for world, mine, theirs in zip(WORLDS, ours, dense, strict=True) if mine >= theirs]
+    worse = [size for size, mine, theirs in zip(WORLD_SIZES, ours, dense, strict=True) if mine >= theirs]
     if worse:
         said.append(f"Among {worse[0]} ranks or more a rank transmits more than dense training does.")
     elif ours[-1] > 4 * ours[1]:
         few, many, most = (numbers.num_bytes(value) for value in (ours[1], ours[-1], dense[-1]))
         said.append(
-            f"Its bytes grow with the ranks: {few} among {WORLDS[1]}, {many} among {WORLDS[-1]} (dense: {most})."
+            f"Its bytes grow with the ranks: {few} among {WORLD_SIZES[1]}, {many} among {WORLD_SIZES[-1]} (dense: {most})."
         )
     else:
         many, most = numbers.num_bytes(ours[-1]), numbers.num_bytes(dense[-1])
-        said.append(f"Not by the number of ranks: among {WORLDS[-1]} a rank transmits {many}, dense {most}.")
+        said.append(f"Not by the number of ranks: among {WORLD_SIZES[-1]} a rank transmits {many}, dense {most}.")
     slower = [
         f"at {link} ({row['method']}: {numbers.rate_of(figure(row['× best dense']))})"
         for link, row in speeds(id)

@@ -39,10 +39,10 @@ def launches(driver: str) -> str:
     }
     found: dict[str, list[str]] = {}
     for launch in DRIVERS[driver].launches:
-        kind, _, world = launch.partition("-")
-        found.setdefault(kind, []).append(world)
+        kind, _, world_size = launch.partition("-")
+        found.setdefault(kind, []).append(world_size)
         words[kind] += " (some of the promises)" if (driver, launch) in SUBSETS else ""
-    return "; ".join(words[kind].format(" or ".join(worlds)) for kind, worlds in found.items())
+    return "; ".join(words[kind].format(" or ".join(world_sizes)) for kind, world_sizes in found.items())
 
 
 def page() -> str:

@@ -94,7 +94,7 @@ class TensorCompressor(compressor.Compressor):
     Args:
         plan: the plan: which method each tensor gets, and with which hyper-parameters.
         rank: this rank.
-        world: number of ranks.
+        world_size: number of ranks.
         named_parameters: names and parameters. State is kept by name.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns it.
         ops: "auto" (the numpy core for CPU gradients, Triton for CUDA where it is installed), or "torch".
@@ -118,14 +118,14 @@ class TensorCompressor(compressor.Compressor):
         self,
         plan: Plan,
         rank: int,
-        world: int,
+        world_size: int,
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
         loss_scale: float | Callable[[], float] = 1.0,
         ops: str = "auto",
     ):
         if ops not in ("auto", "torch"):
             raise ValueError(f'ops = {ops!r} must be "auto" or "torch"')
-        super().__init__(plan, rank, world, loss_scale)
+        super().__init__(plan, rank, world_size, loss_scale)
         pairs = named(named_parameters)
         self.parameters = dict(pairs)
         self.model_parameters: dict[str, torch.nn.Parameter] = {}

@@ -106,8 +106,8 @@ class Compressor(TensorCompressor):
             )
         self._parent = process_group or dist.group.WORLD
         rank = dist.get_rank(self._parent)
-        world = dist.get_world_size(self._parent)
-        super().__init__(plan_of(method, **settings), rank, world, named_parameters, loss_scale, ops)
+        world_size = dist.get_world_size(self._parent)
+        super().__init__(plan_of(method, **settings), rank, world_size, named_parameters, loss_scale, ops)
         if optimizer is not None:
             self.use_optimizer(optimizer)
         self.used: set[str] | None = None
@@ -191,7 +191,7 @@ class Compressor(TensorCompressor):
                 observer.begun(self.local.rank, name, count)
                 observer.sent(self.local.rank, name, Sent("AllReduce", None, count))
         self.ledger.steps += bucket.is_last()
-        work = dist.all_reduce(buffer.div_(self.local.world), group=self._parent, async_op=True)
+        work = dist.all_reduce(buffer.div_(self.local.world_size), group=self._parent, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     def _end_uncompressed(self) -> None:
@@ -295,7 +295,7 @@ class Compressor(TensorCompressor):
         transport.begin()
         self.local.begin_round()
         step = self._step = self._new_step(Collectives(transport, self.local.observers), Agree.FIRST_AND_LAST)
-        step.factor = 1.0 / self.local.world
+        step.factor = 1.0 / self.local.world_size
         with step.defer_errors:
             step.loss_scale = self.current_loss_scale()
         step.run(lambda: self._add_all(step, arrivals))

@@ -89,7 +89,7 @@ class ProcessGroupTransport:
         self._finalizer = weakref.finalize(self, _free, self.group, os.getpid())
         self._finalizer.atexit = False
         self.rank = dist.get_rank(self.group)
-        self.world = dist.get_world_size(self.group)
+        self.world_size = dist.get_world_size(self.group)
         self.step = 0  # number of this step, the same on all ranks
         self._store = dist.distributed_c10d._get_process_group_store(self.group)
         self._calls: list[Call] = []  # the collectives that this rank has started in this step
@@ -225,7 +225,7 @@ class ProcessGroupTransport:
 
     def _exchange_errors(self, text: str) -> list[tuple[str, list[Call]]]:
         """Return, for every rank, its error text and the collectives that it has started in this step."""
-        keys = [f"end.{self.step}.{rank}" for rank in range(self.world)]
+        keys = [f"end.{self.step}.{rank}" for rank in range(self.world_size)]
         try:
             replies = exchange_texts(self._store, keys, self.rank, json.dumps([text, self._calls]), self.timeout)
         except TimeoutError as error:

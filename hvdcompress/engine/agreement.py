@@ -89,12 +89,12 @@ JOIN_MESSAGE = (
 )
 
 
-def factor_of(probe: Sequence[float], world: int) -> float:
+def factor_of(probe: Sequence[float], world_size: int) -> float:
     """Find out from a probe whether a stock all-reduce averages or sums.
 
     Args:
         probe: the reduced probe. Rank r contributed [1/p, (r + 1)/p²].
-        world: number of ranks, p.
+        world_size: number of ranks, p.
 
     Returns:
         1/p for an average, 1 for a sum.
@@ -103,8 +103,8 @@ def factor_of(probe: Sequence[float], world: int) -> float:
         PeerError: the all-reduce does anything else, or not all ranks contributed.
     """
     # Two numbers, because Min, Max and Product can give one of the expected values for the first, but not for both
-    for factor in (1.0 / world, 1.0):
-        second = factor * (world + 1) / (2 * world)
+    for factor in (1.0 / world_size, 1.0):
+        second = factor * (world_size + 1) / (2 * world_size)
         if isclose(probe[0], factor, rel_tol=0.01) and isclose(probe[1], second, rel_tol=0.01):
             return factor
     raise PeerError(

@@ -54,14 +54,14 @@ def require_collective(yielded: Any) -> Collective:
 
 
 def lower(
-    collective: Collective, rank: int, world: int, ops: Ops, like: Array, native_broadcast: bool = False
+    collective: Collective, rank: int, world_size: int, ops: Ops, like: Array, native_broadcast: bool = False
 ) -> Request:
     """Return the request to the transport for a collective of a method.
 
     Args:
         collective: the collective that the method yielded.
         rank: this rank.
-        world: number of ranks.
+        world_size: number of ranks.
         ops: the array ops of the payload's library.
         like: an array on the device on which every rank's payload must be.
         native_broadcast: whether to request a broadcast, and not a sum.
@@ -71,7 +71,7 @@ def lower(
     if isinstance(collective, AllGather):
         return Request("all_gather", collective.x)
     if isinstance(collective, AllToAll):
-        equal = (len(collective.x) // world,) * world
+        equal = (len(collective.x) // world_size,) * world_size
         return Request(
             "all_to_all",
             collective.x,
@@ -103,11 +103,11 @@ def lift(collective: Collective, out: Array, lengths: Sequence[int], ops: Ops) -
     return ops.to_bytes(out) if isinstance(collective, Broadcast) else out
 
 
-def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) -> list[int]:
+def gathered_lengths(out: Array, collective: AllGather, world_size: int, ops: Ops) -> list[int]:
     """Return the byte lengths of the payloads in a gathered buffer, by rank, and within a rank by tensor.
 
-    If the buffer has ``world`` times this rank's length and all headers are equal, the lengths equal this rank's. The
-    size alone does not prove it, because other lengths could have the same sum. Otherwise the headers are read.
+    If the buffer has ``world_size`` times this rank's length and all headers are equal, the lengths equal this rank's.
+    The size alone does not prove it, because other lengths could have the same sum. Otherwise the headers are read.
 
     Raises:
         WireError: the lengths in the headers do not add up to the length of the buffer.
@@ -115,8 +115,8 @@ def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) ->
     mine = collective.x
     own = len(collective.x)
     lengths = collective.lengths or (len(collective.x),)
-    if len(out) == own * world:
-        ranks = out.reshape(world, own)
+    if len(out) == own * world_size:
+        ranks = out.reshape(world_size, own)
         starts = itertools.accumulate(lengths[:-1], initial=0)
         spans = [
             slice(start, start + min(length, wire.NUM_BYTES)) for start, length in zip(starts, lengths, strict=True)
@@ -128,18 +128,18 @@ def gathered_lengths(out: Array, collective: AllGather, world: int, ops: Ops) ->
         for span, length in zip(spans, lengths, strict=True):
             width = span.stop - span.start
             head = known[offset : offset + width]
-            heads_of_all = known[offset : offset + width * (world + 1)]
-            offset += width * (world + 1)
-            if heads_of_all != head * (world + 1) and wire.is_header(head, length):
+            heads_of_all = known[offset : offset + width * (world_size + 1)]
+            offset += width * (world_size + 1)
+            if heads_of_all != head * (world_size + 1) and wire.is_header(head, length):
                 break
         else:
-            return list(lengths) * world
-    return wire.split(ops.head_bytes(out, len(out)), world * len(lengths))
+            return list(lengths) * world_size
+    return wire.split(ops.head_bytes(out, len(out)), world_size * len(lengths))
 
 
-def by_rank(lengths: Sequence[int], world: int) -> list[int]:
+def by_rank(lengths: Sequence[int], world_size: int) -> list[int]:
     """Return the bytes of each rank, given the bytes of all payloads, rank by rank."""
-    return np.reshape(lengths, (world, -1)).sum(axis=1).tolist()
+    return np.reshape(lengths, (world_size, -1)).sum(axis=1).tolist()
 
 
 @dataclass(eq=False)
@@ -178,8 +178,8 @@ class Collectives:
     def __init__(self, transport: Transport, observers: Sequence[Observer]):
         self.transport = transport
         self.observers = observers
-        self.group = Group(transport.rank, transport.world)
-        self.rank, self.world = self.group
+        self.group = Group(transport.rank, transport.world_size)
+        self.rank, self.world_size = self.group
         self.ordered = transport.ordered
 
     # -- one collective -----------------------------------------------------------------------------------------
@@ -205,19 +205,19 @@ class Collectives:
         """
         ops = ops or hvdcompress.ops.fast
         # Before observers are notified, because the root computes its payload here
-        request = lower(collective, self.rank, self.world, ops, like, self.transport.native_broadcast)
+        request = lower(collective, self.rank, self.world_size, ops, like, self.transport.native_broadcast)
         full = f"{name}.round{round}"
         if isinstance(collective, AllGather):
             own = collective.x
             if equal:
                 # The lengths are fixed in this phase and known from an earlier step: no collective for them
-                lengths = (len(own),) * self.world
+                lengths = (len(own),) * self.world_size
                 self._sent(name, Sent("AllGather", own, len(own), lengths))
                 request = Request("all_gather", own, recv_lengths=lengths)
             elif not self.transport.variable_lengths:  # MPI and torch.distributed need all lengths before the payloads
                 length = np.array([len(own)], np.int64).view(np.uint8)
-                self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world))
-                request_lengths = Request("all_gather", length, recv_lengths=(8,) * self.world)
+                self._sent("lengths", Sent("AllGather", length, 8, [8] * self.world_size))
+                request_lengths = Request("all_gather", length, recv_lengths=(8,) * self.world_size)
                 return Pending(name, collective, request, ops, self._start(f"{full}.lengths", request_lengths))
         else:
             if isinstance(collective, Broadcast):
@@ -254,9 +254,9 @@ class Collectives:
         # For fused payloads, only the headers tell where the payload of each tensor begins
         were_known = pending.lengths is not None
         if not were_known or pending.collective.lengths:
-            lengths = pending.lengths = gathered_lengths(out, pending.collective, self.world, pending.ops)
+            lengths = pending.lengths = gathered_lengths(out, pending.collective, self.world_size, pending.ops)
         if not were_known:
-            self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world)))
+            self._sent(pending.name, Sent("AllGather", own, len(own), by_rank(lengths, self.world_size)))
         return True
 
     def result(self, pending: Pending) -> Any:
@@ -295,14 +295,14 @@ class Collectives:
         """
         data = np.frombuffer(text.encode(), np.uint8).copy()
         # Two collectives, because transports may need lengths in advance. Speed does not matter in error handling.
-        sizes = cut(self._gather(f"{name}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world)
+        sizes = cut(self._gather(f"{name}.size", np.array([len(data)], np.int64).view(np.uint8)), [8] * self.world_size)
         lengths = [int(size.view(np.int64)[0]) for size in sizes]
         joined = self._gather(name, data, lengths)
         self._sent(name, Sent("AllGather", data, len(data) + 8, [length + 8 for length in lengths]))
         return [piece.tobytes().decode() for piece in cut(joined, lengths)]
 
     def _gather(self, name: str, data: Array, lengths: Sequence[int] | None = None) -> Any:
-        recv_lengths = tuple(lengths or [len(data)] * self.world)
+        recv_lengths = tuple(lengths or [len(data)] * self.world_size)
         return self._wait(self._start(name, Request("all_gather", data, recv_lengths=recv_lengths)))
 
     # -- inside -------------------------------------------------------------------------------------------

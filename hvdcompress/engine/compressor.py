@@ -36,7 +36,7 @@ class Compressor(ABC):
     Args:
         plan: assigns a method to each tensor.
         rank: this rank.
-        world: number of ranks.
+        world_size: number of ranks.
         loss_scale: the factor by which the loss is multiplied: a number, or a function that returns the current number.
 
     Attributes:
@@ -48,13 +48,13 @@ class Compressor(ABC):
     driver = "unnamed"  #: the name of the driver, which is saved with the state
     no_fallback_reason = ""  #: why this driver cannot measure uncompressed steps; empty if it can
 
-    def __init__(self, plan: Plan, rank: int, world: int, loss_scale: float | Callable[[], float] = 1.0):
+    def __init__(self, plan: Plan, rank: int, world_size: int, loss_scale: float | Callable[[], float] = 1.0):
         self.plan = plan
         self.loss_scale = loss_scale
-        self.ledger = Ledger(world, rank)
-        self.local = RankState(plan, rank, world, self.ledger)
+        self.ledger = Ledger(world_size, rank)
+        self.local = RankState(plan, rank, world_size, self.ledger)
         self.local.driver = self.driver
-        if world == 1:
+        if world_size == 1:
             log.warn_once("there is only one rank, so nothing is exchanged or compressed; start several ranks")
         if self.local.fallback.on and self.no_fallback_reason:
             self.local.fallback.on = False
@@ -63,7 +63,7 @@ class Compressor(ABC):
         # The watchdog's thread must not keep the Compressor alive
         myself = weakref.ref(self)
         limits = Limits(plan.watchdog, plan.warn_after, plan.end_after, is_elastic())
-        self.watchdog = Watchdog(rank, world, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
+        self.watchdog = Watchdog(rank, world_size, lambda: _progress_of(myself()), lambda: _pulse(myself()), limits)
 
     # -- state ----------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Compressor(ABC):
             FileNotFoundError: the folder has no complete set of saved states.
             ValueError: the files are damaged, or the state does not match. Then nothing is changed.
         """
-        self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world))
+        self.load_state_dict(checkpoint.load(folder, self.local.rank, self.local.world_size))
 
     def release(self) -> None:
         """Delete residuals and other state, and free their memory. Tensors start again from step 0."""
@@ -308,10 +308,10 @@ class Compressor(ABC):
         return evaluate_loss_scale(self.loss_scale)
 
 
-def process_set_changed(process_set: Any, world: int) -> bool:
+def process_set_changed(process_set: Any, world_size: int) -> bool:
     """Return whether a Horovod process set has changed its number of ranks, or Horovod was shut down."""
     try:
-        return bool(process_set.size() != world)
+        return bool(process_set.size() != world_size)
     except ValueError:
         return True
 

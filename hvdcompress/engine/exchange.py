@@ -231,7 +231,7 @@ class Exchange:
         """
         if not (isinstance(self.collective, AllGather) and self.collective.fixed_length):
             return
-        each = by_rank(lengths, self.setup.group.world)
+        each = by_rank(lengths, self.setup.group.world_size)
         if len(set(each)) > 1:
             message = f"a fixed-length all-gather has {each} bytes by rank{VARIABLE_LENGTH_HINT}"
             raise self.wrap_error(ValueError(message))
@@ -242,7 +242,7 @@ class Exchange:
 
         Args:
             result: ``factor`` times the sum of the payloads.
-            factor: 1/world if the all-reduce averaged, 1 if it summed.
+            factor: 1/world_size if the all-reduce averaged, 1 if it summed.
 
         Returns:
             The factor to pass to :meth:`deliver`.
@@ -260,7 +260,7 @@ class Exchange:
         """Write the reduced gradients, ``factor`` times the totals, into :attr:`outs`.
 
         Args:
-            factor: 1/world for an average, 1 for a sum.
+            factor: 1/world_size for an average, 1 for a sum.
             adapt: whether to adapt the optimizer's momentum, if the method asks for it. False if :meth:`clip` follows.
         """
         self._expect(Stage.REDUCED, Stage.DELIVERED)
@@ -272,7 +272,7 @@ class Exchange:
             # A residual adds up several steps, so a result can exceed the float16 range although no gradient does
             results = [setup.ops.zeros(len(out), "float32", like=out) for out in self.outs]
             self._write(factor, results)
-            self._limit(results, setup.scale / (factor * setup.group.world))
+            self._limit(results, setup.scale / (factor * setup.group.world_size))
         else:
             self._write(factor, self.outs)
         self.stage = Stage.DELIVERED

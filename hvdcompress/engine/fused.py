@@ -42,7 +42,7 @@ class FusedCommunication:
 
     def __init__(self, names: Sequence[str], group: Group, ops: Ops, buffer: Buffer):
         self.names = names
-        self.rank, self.world = group
+        self.rank, self.world_size = group
         self.ops = ops
         self.buffer = buffer
         self.current = names[0]
@@ -180,7 +180,7 @@ class FusedCommunication:
         return [list(pieces) for pieces in zip(*from_ranks, strict=True)]
 
     def _lengths(self, collective: AllToAll, given: Sequence[int] | None) -> Sequence[int]:
-        return given if given is not None else (len(collective.x) // self.world,) * self.world
+        return given if given is not None else (len(collective.x) // self.world_size,) * self.world_size
 
     def _raise_mismatch(self) -> NoReturn:
         kinds = [

@@ -55,18 +55,18 @@ def small_shape(method: Method, spec: TensorSpec) -> tuple[int, ...]:
     return spec.shape
 
 
-def rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[Round, ...]:
+def rehearse(method: Method, phase: int, world_size: int, spec: TensorSpec) -> tuple[Round, ...]:
     """Return the collectives of ``method`` in ``phase`` for tensors like ``spec``, in order."""
     small = replace(anonymous(method, spec), shape=small_shape(method, spec), members=())
-    return tuple(round for round, _ in _rehearse(method, phase, world, small))
+    return tuple(round for round, _ in _rehearse(method, phase, world_size, small))
 
 
-def lengths(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[int, ...]:
+def lengths(method: Method, phase: int, world_size: int, spec: TensorSpec) -> tuple[int, ...]:
     """Return the lengths of rank 0's payloads in these collectives: elements, or bytes for a broadcast.
 
     This is slow, because it runs the method on a tensor of full size.
     """
-    return tuple(length for _, length in _rehearse(method, phase, world, anonymous(method, spec)))
+    return tuple(length for _, length in _rehearse(method, phase, world_size, anonymous(method, spec)))
 
 
 def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communication:
@@ -74,7 +74,7 @@ def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communic
 
     Args:
         method: the method.
-        ctx: rank, world, phase and tensor.
+        ctx: rank, world_size, phase and tensor.
         x: the gradient [n].
         integers: value of the integer slots, such as GradiVeQ's number of components.
     """
@@ -91,9 +91,9 @@ def begin(method: Method, ctx: Context, x: Array, integers: int = 1) -> Communic
     return (yield from own.exchange(x, ctx, work))
 
 
-def context_of(method: Method, phase: int, rank: int, world: int, spec: TensorSpec) -> Context:
+def context_of(method: Method, phase: int, rank: int, world_size: int, spec: TensorSpec) -> Context:
     """Return the context of a rank in a method's first step in ``phase``."""
-    return Context(rank, world, 0, spec, phase=phase, needs_own=method.feedback != "none")
+    return Context(rank, world_size, 0, spec, phase=phase, needs_own=method.feedback != "none")
 
 
 def blank_state(method: Method, spec: TensorSpec, integers: int = 1) -> dict[str, Array]:
@@ -112,9 +112,9 @@ def anonymous(method: Method, spec: TensorSpec) -> TensorSpec:
 
 
 @cache
-def _rehearse(method: Method, phase: int, world: int, spec: TensorSpec) -> tuple[tuple[Round, int], ...]:
+def _rehearse(method: Method, phase: int, world_size: int, spec: TensorSpec) -> tuple[tuple[Round, int], ...]:
     x = np.zeros(spec.size, spec.dtype)
-    ranks = [begin(method, context_of(method, phase, rank, world, spec), x) for rank in range(world)]
+    ranks = [begin(method, context_of(method, phase, rank, world_size, spec), x) for rank in range(world_size)]
     rounds: list[tuple[Round, int]] = []
     try:
         collectives = [next(communication) for communication in ranks]
@@ -136,17 +136,17 @@ def carry_out(collectives: list[Collective]) -> list[Array]:
     Returns:
         The result of each rank, in the form that methods expect.
     """
-    world = len(collectives)
+    world_size = len(collectives)
     fast = hvdcompress.ops.fast
     requests = [
-        lower(collective, rank, world, fast, np.zeros(0), native_broadcast=True)
+        lower(collective, rank, world_size, fast, np.zeros(0), native_broadcast=True)
         for rank, collective in enumerate(collectives)
     ]
     outs = lockstep.carry_out(requests)
     pieces = [request.recv_lengths or () for request in requests]
     # The requests of all-gathers have no lengths, because a method declares only its own
     if isinstance(collectives[0], AllGather):
-        pieces = [tuple(gathered_lengths(outs[0], collectives[0], world, fast))] * world
+        pieces = [tuple(gathered_lengths(outs[0], collectives[0], world_size, fast))] * world_size
     return [
         lift(collective, out, lengths, fast) for collective, out, lengths in zip(collectives, outs, pieces, strict=True)
     ]

@@ -78,7 +78,7 @@ class Setup:
         state = self.state
         return Context(
             self.group.rank,
-            self.group.world,
+            self.group.world_size,
             state.step,
             spec,
             self.local.plan.seed,

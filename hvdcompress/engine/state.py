@@ -89,18 +89,18 @@ class RankState:
         driver: the driver's name, which is saved with the state.
     """
 
-    def __init__(self, plan: Plan, rank: int, world: int, ledger: Ledger | None = None):
+    def __init__(self, plan: Plan, rank: int, world_size: int, ledger: Ledger | None = None):
         self.plan = plan
         self.rank = rank
-        self.world = world
-        self.ledger = ledger or Ledger(world, rank)
+        self.world_size = world_size
+        self.ledger = ledger or Ledger(world_size, rank)
         self.observers: list[Observer] = [self.ledger, *log.observers()]
         self.states: Mapping[str, BucketState] = {}
         self.memory: dict[str, Memory] = {}
         self.trigger_requested = False
         self.trigger_requests: set[str] = set()
         self.paused = False
-        self.fallback = Fallback(plan.fallback and world > 1)
+        self.fallback = Fallback(plan.fallback and world_size > 1)
         self.times = StepTimes(self.ledger, rank)
         self._dense_trial = False  # whether the fallback measures uncompressed steps in this round
         self.round = 0
@@ -263,7 +263,7 @@ class RankState:
     def verifies(self) -> bool:
         """Return whether the ranks compare checksums in the next step."""
         every = self.plan.verify_every  # the step count is equal on all ranks, so all compare in the same step
-        return self.world > 1 and every > 0 and self.steps_done() % every == 0
+        return self.world_size > 1 and every > 0 and self.steps_done() % every == 0
 
     def compares(self) -> bool:
         """Return whether the results of the next step are compared with the uncompressed average."""
@@ -456,7 +456,7 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as plain data with copied arrays; ``snapshot.py`` documents the format."""
         head: dict[str, Any] = {"format": snapshot.FORMAT, "plan": self.plan.to_dict()}
-        head |= {"world": self.world, "rank": self.rank}
+        head |= {"world": self.world_size, "rank": self.rank}
         head[origin.MADE_BY] = origin.made_by(self.driver, self.optimizer, self.steps())
         head["fallback"] = self.fallback.state()
         head["metrics"] = {metric: list(pair) for metric, pair in self.metrics.items()}
@@ -483,7 +483,7 @@ class RankState:
             ValueError: format, number of ranks, rank or tensors do not match, or an array does not fit its slot. The
                 message names the mismatch.
         """
-        snapshot.check_origin(saved, self.world, self.rank)
+        snapshot.check_origin(saved, self.world_size, self.rank)
         if buckets is not None:
             known = {member.name for bucket in buckets for member in bucket.members}
             if unknown := sorted(saved["steps"].keys() - known):

@@ -132,7 +132,7 @@ class Step:
         exchanges: {bucket name: exchange}.
         loss_scale: the factor by which the loss was multiplied. Set it before the first gradient.
         error: the first deferred error of this rank; the status tells the other ranks.
-        factor: factor of sums over ranks: 1/world for an average, 1 for a sum; None until it is known.
+        factor: factor of sums over ranks: 1/world_size for an average, 1 for a sum; None until it is known.
         used: for each tensor in ``config.tensors``, whether this rank had a gradient; None if all tensors had one. A
             tensor without a gradient on any rank keeps its state. Only with ``Agree.FIRST_AND_LAST``.
         votes: timings of this rank for the fallback, sent with its last status; all ranks send equally many.
@@ -460,7 +460,7 @@ class Step:
     def finish_comparison(self) -> None:
         """Wait for these all-reduces and compare the results with the uncompressed average."""
         if self.comparison and self.finite:
-            factor = self.local.world * (self.factor or 1.0 / self.local.world)
+            factor = self.local.world_size * (self.factor or 1.0 / self.local.world_size)
             norms = {
                 passed.next_step.bucket.spec.name: float(passed.gradient.norm()) for passed in self._passed_through
             }
@@ -473,7 +473,7 @@ class Step:
             if exchange.stage is Stage.FILLING:
                 raise RuntimeError(f"{exchange.describe_missing()}; add them, or call fill_missing()")
         if self.agree is Agree.FIRST_AND_LAST and self.exchanges and self.factor is None:
-            raise RuntimeError("step.factor is not set; set it to 1/world for an average or 1 for a sum")
+            raise RuntimeError("step.factor is not set; set it to 1/world_size for an average or 1 for a sum")
 
     def _drain(self) -> None:
         """Wait for all exchanges: round by round on ordered transports, in order of completion on others.

@@ -17,7 +17,7 @@ class Group(NamedTuple):
     """The ranks of a collective: this rank's index among them, and their number."""
 
     rank: int
-    world: int
+    world_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +47,10 @@ class Request:
 
 
 class Transport(Protocol):
-    """Collectives of ``world`` ranks; this process is rank ``rank``."""
+    """Collectives of ``world_size`` ranks; this process is rank ``rank``."""
 
     rank: int
-    world: int
+    world_size: int
     ordered: bool
     """True if the network matches collectives by order, so that every rank must start them in the same order (MPI,
     torch.distributed). False if it matches them by name, so that ranks may start them in any order (Horovod)."""

@@ -17,9 +17,9 @@ def save(compressor: Compressor, folder: Path) -> None:
     Files of an earlier run with another number of ranks are removed.
     """
     own = compressor.save(folder)
-    world = own.stem.rsplit("-", 1)[1]
+    world_size = own.stem.rsplit("-", 1)[1]
     for path in folder.glob("*rank-*-of-*.safetensors"):
-        if path.stem.rsplit("-", 1)[1] != world:
+        if path.stem.rsplit("-", 1)[1] != world_size:
             path.unlink(missing_ok=True)  # another rank may have removed it already
 
 

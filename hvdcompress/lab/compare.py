@@ -75,12 +75,12 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
         entry: the method.
         gradients: [step][rank]{name: array}, as :func:`load` gives them.
     """
-    world = len(gradients[0])
+    world_size = len(gradients[0])
     plan = entry.plan
-    net = Loopback(plan, world=world)
+    net = Loopback(plan, world_size=world_size)
     means = [_flat(_mean(ranks)) for ranks in gradients]
     outs = [_flat(net.allreduce_many(ranks)[0]) for ranks in gradients]
-    bare = Loopback(plan, world=world, feedback="none", **_without_feedback(entry))
+    bare = Loopback(plan, world_size=world_size, feedback="none", **_without_feedback(entry))
     errors = _errors(bare, gradients, means)
     method = plan.program.main
     sums = _error(np.sum(outs, axis=0), np.sum(means, axis=0)) if method.feedback != "momentum" else None
@@ -88,13 +88,13 @@ def measure(entry: MethodEntry, gradients: Gradients) -> Outcome:
     default = {name: value for name, value in type(method)().hyperparameters().items()}
     changed = [f"{k}={v}" for k, v in method.hyperparameters().items() if v != default[k] or k == "density"]
     settings = " ".join(text for text in changed if not text.startswith(hidden) or entry.settings.get("feedback"))
-    sent, rate = net.ledger.bytes_sent(world - 1) / len(gradients), net.ledger.compression_ratio(world - 1)
+    sent, rate = net.ledger.bytes_sent(world_size - 1) / len(gradients), net.ledger.compression_ratio(world_size - 1)
     return Outcome(entry.label, method.id, settings, errors, sums, sent, rate, registry.formula(type(method)))
 
 
 def _errors(net: Loopback, gradients: Gradients, means: Sequence[np.ndarray[Any, Any]]) -> list[float]:
     """The relative error of each step; NaN for the dense steps of a method that has others, too."""
-    errors, compressed, rank = [], [], net.world - 1
+    errors, compressed, rank = [], [], net.world_size - 1
     for ranks, mean in zip(gradients, means, strict=True):
         dense, sent = net.ledger.dense_bytes(rank), net.ledger.bytes_sent(rank)
         errors.append(_error(_flat(net.allreduce_many(ranks)[0]), mean))

@@ -89,7 +89,7 @@ def interpreter(timeout: float) -> Finding:
 CORE = """
 import numpy, hvdcompress
 from hvdcompress.loopback import Loopback
-net = Loopback("scalecom", world=4, density=0.01)
+net = Loopback("scalecom", world_size=4, density=0.01)
 outs = net.allreduce([numpy.ones(4096, numpy.float32) * r for r in range(4)], name="w")
 assert all((out == outs[0]).all() for out in outs) and outs[0].any()
 print(f"{hvdcompress.__version__}, {len(hvdcompress.available())} methods; 4 simulated ranks agree")

@@ -54,7 +54,7 @@ class {cls}(Method):
         """Return k for each tensor of the bucket."""
         return [select.num_kept(self.density, size) for size in spec.parts]
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         """Return the bytes that a rank hands to its collectives. Tests compare them with the real number."""
         return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))
 
@@ -85,7 +85,7 @@ def test_it_keeps_the_contract() -> None:
 
 
 def test_what_is_not_sent_stays_in_the_residual() -> None:
-    net = Loopback({cls}(density=0.25), world=2, min_elements=1)
+    net = Loopback({cls}(density=0.25), world_size=2, min_elements=1)
     gradients = [np.float32([4, 1, 0, -2]), np.float32([1, -6, 0, 2])]
     mean = net.allreduce(gradients, name="w")[0]
     kept = sum(net.residual("w", rank) for rank in range(2))

@@ -28,7 +28,7 @@ overflows unless the gradients do, and a zero column is replaced by a random one
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("acpsgd", world=2, matrix_rank=1)
+>>> net = Loopback("acpsgd", world_size=2, matrix_rank=1)
 >>> g = np.outer(np.arange(32), np.arange(64)).astype(np.float32)
 >>> out = [net.allreduce([g, 3 * g], name="w")[0] for _ in range(2)]
 >>> net.ledger.bytes_sent(rank=0)     # 4·32 bytes, then 4·64, for 8192 each
@@ -77,8 +77,10 @@ class ACPSGD(PowerSGD):
             for name, extent in zip("pq", self.matrix(spec), strict=True)
         }
 
-    def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0, state: dict[str, Array] | None = None) -> int:
-        return codecs.reduced_num_bytes(self.matrix_rank * self.matrix(spec)[phase], self.values, world)
+    def num_bytes(
+        self, spec: TensorSpec, world_size: int, phase: int = 0, state: dict[str, Array] | None = None
+    ) -> int:
+        return codecs.reduced_num_bytes(self.matrix_rank * self.matrix(spec)[phase], self.values, world_size)
 
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return self.matrix_rank * self.matrix(spec)[phase] if self.values == "fp32" else None
@@ -93,7 +95,7 @@ class ACPSGD(PowerSGD):
 
     def shrinkage(self, ctx: Context) -> float:
         """Return the power of two that keeps the sum of this step's factor finite."""
-        return matrices.shrinkage(self.matrix(ctx.spec)[1 - ctx.phase], ctx.world)
+        return matrices.shrinkage(self.matrix(ctx.spec)[1 - ctx.phase], ctx.world_size)
 
     def basis(self, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         """Return the previous step's factor, Q̂ᵀ or P̂ᵀ, orthonormal, times :meth:`shrinkage`."""

@@ -21,7 +21,7 @@ becoming Inf.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("bf16", world=2, min_elements=1)
+>>> net = Loopback("bf16", world_size=2, min_elements=1)
 >>> net.allreduce([np.float32([1, 1e30]), np.float32([2, 3e30])], name="w")[0]
 array([1.5000000e+00, 2.0005111e+30], dtype=float32)
 """
@@ -39,8 +39,8 @@ class Bf16(Method):
     paper = "bfloat16 (Kalamkar et al. 2019, arXiv 1905.12322)"
     sends = "2n + 2n/p bytes: scatter-reduce of 16-bit shards"
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return codecs.reduced_num_bytes(spec.size, "bf16", world)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return codecs.reduced_num_bytes(spec.size, "bf16", world_size)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         total, own = yield from sums.scatter(x, codecs.codec("bf16"), ctx, work)

@@ -48,7 +48,7 @@ corrected too. The sample is drawn without replacement. Tensors that are sent de
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("dgc", world=1, density=0.25, momentum=0.5, min_elements=1)
+>>> net = Loopback("dgc", world_size=1, density=0.25, momentum=0.5, min_elements=1)
 >>> for _ in range(3):
 ...     print(net.allreduce([np.float32([[4, 3], [0, 1]])], name="w")[0].ravel())
 [4. 0. 0. 0.]
@@ -131,7 +131,7 @@ class DGC(Method):
             return pack.Packing(self.id, self.values, spec.size, distinct=False)
         return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return pack.num_bytes(self.capacity(spec), self.packing(spec))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:

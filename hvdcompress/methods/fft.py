@@ -44,7 +44,7 @@ default keeps none).
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("fft", world=2, density=0.15)
+>>> net = Loopback("fft", world_size=2, density=0.15)
 >>> g = np.sin(np.arange(65536, dtype=np.float32) / 50)
 >>> out = net.allreduce([g, 3 * g], name="w")[0]
 >>> float(np.linalg.norm(out - 2 * g) / np.linalg.norm(2 * g)) < 0.02
@@ -133,7 +133,7 @@ class FFT(Method):
         """Return the payload format of the tensor."""
         return pack.Packing(self.id, self.values, self.num_positions(spec), per=2)
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return pack.num_bytes(self.num_kept(spec), self.packing(spec))
 
     def wants_trigger(self, metric: str, value: float, low: float, high: float) -> bool:

@@ -17,7 +17,7 @@ instead of becoming Inf, and the ledger counts them as "saturated".
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("fp16", world=2, min_elements=1)
+>>> net = Loopback("fp16", world_size=2, min_elements=1)
 >>> net.allreduce([np.float32([1, 1e9]), np.float32([2, 1e9])], name="w")[0]
 array([1.5000e+00, 6.5376e+04], dtype=float32)
 >>> net.ledger.counters(rank=0)
@@ -39,8 +39,8 @@ class Fp16(Method):
     sends = "2n bytes, summed"
     granularity = "element"
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return codecs.reduced_num_bytes(spec.size, "fp16", world)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return codecs.reduced_num_bytes(spec.size, "fp16", world_size)
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         # all tensors of a bucket are converted into one buffer, which is then summed as it is

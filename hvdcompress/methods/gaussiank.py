@@ -34,7 +34,7 @@ tensor of one element is sent; in the authors' code its standard deviation is un
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("gaussiank", world=2, density=0.01)
+>>> net = Loopback("gaussiank", world_size=2, density=0.01)
 >>> rng = np.random.default_rng(0)
 >>> _ = net.allreduce([rng.normal(size=100_000).astype(np.float32) for _ in range(2)], name="w")
 >>> net.ledger.counters(rank=0), net.ledger.bytes_sent(rank=0)     # k = 1000, capacity 1333
@@ -100,7 +100,7 @@ class GaussianK(Method):
         """Return the payload format of the bucket."""
         return pack.Packing(self.id, self.values, spec.size, distinct=False)
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return pack.num_bytes(self.capacity(spec), self.packing(spec))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
@@ -131,7 +131,7 @@ class GaussianK(Method):
         Args:
             x: gradient + residual, float32 [n].
             index: number of the part, from 0.
-            ctx: rank, world, step and bucket.
+            ctx: rank, world_size, step and bucket.
             work: if the part was scanned, ``work.scanned[index]`` has its moments.
 
         Returns:

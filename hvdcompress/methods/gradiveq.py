@@ -62,7 +62,7 @@ Other departures:
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("gradiveq", world=2, dense_steps=4, compressed_steps=6)
+>>> net = Loopback("gradiveq", world_size=2, dense_steps=4, compressed_steps=6)
 >>> rng = np.random.default_rng(0)
 >>> base = rng.normal(size=(3, 1, 64, 3, 3))
 >>> for step in range(5):
@@ -233,10 +233,12 @@ class GradiVeQ(Method):
             return self.num_values(spec, state)
         return None
 
-    def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0, state: dict[str, Array] | None = None) -> int:
+    def num_bytes(
+        self, spec: TensorSpec, world_size: int, phase: int = 0, state: dict[str, Array] | None = None
+    ) -> int:
         if self.phases[phase] == "compress":
-            return codecs.reduced_num_bytes(self.num_values(spec, state), self.values, world)
-        dense = codecs.reduced_num_bytes(spec.size, self.dense_values, world)
+            return codecs.reduced_num_bytes(self.num_values(spec, state), self.values, world_size)
+        dense = codecs.reduced_num_bytes(spec.size, self.dense_values, world_size)
         return dense + self.num_fit_bytes(spec) if self.phases[phase] == "fit" else dense
 
     def num_fit_bytes(self, spec: TensorSpec) -> int:
@@ -279,7 +281,7 @@ class GradiVeQ(Method):
         size = self.slice_of(ctx.spec)
         count = self.num_samples(ctx.spec)
         max_d = self.max_components(ctx.spec)
-        root = zlib.crc32(ctx.spec.name.encode()) % ctx.world  # spreads the SVDs of a step over the ranks
+        root = zlib.crc32(ctx.spec.name.encode()) % ctx.world_size  # spreads the SVDs of a step over the ranks
         sends_basis = size < count  # otherwise the weights are shorter
 
         def basis_of(weights: Array, d: int) -> Array:
@@ -312,7 +314,7 @@ class GradiVeQ(Method):
         d = int(state["rank"][0])
         basis = state["basis"][: d * size]  # Uᵀ [d × slice]
         # g − μ/p is at most twice as large as the largest gradient, hence the factor 4 = 2²
-        shrinkage = matrices.shrinkage(4 * size, ctx.world)
+        shrinkage = matrices.shrinkage(4 * size, ctx.world_size)
 
         def expand(payload: Array, share: float) -> Array:
             sliced = ops.matmul(payload[: slices * d], basis, slices, size)  # U·q
@@ -324,12 +326,12 @@ class GradiVeQ(Method):
         shrunk = ops.scaled(matrices.arranged(x, ctx.spec, ops, self.order), shrinkage)  # [n]
         centred = shrunk[:filled]
         if self.mean:
-            centred = centred - state["mean"] * (shrinkage / ctx.world)
+            centred = centred - state["mean"] * (shrinkage / ctx.world_size)
         q = ops.matmul_transposed(centred, basis, slices, d)  # Uᵀg [slices × d], Uᵀ(g − μ/p) with a mean
         payload = ops.concat([q, shrunk[filled:]])
         ctx = replace(ctx, needs_own=ctx.needs_own or bool(self.retrain_error))
         total, own = yield from matrices.all_reduce(payload, shrinkage, self.values, ctx, work)
-        share = expand(own, 1.0 / ctx.world) if ctx.needs_own else None
+        share = expand(own, 1.0 / ctx.world_size) if ctx.needs_own else None
         retrain = False
         if self.retrain_error:
             retrain = matrices.norm(x - share, ops) > self.retrain_error * matrices.norm(x, ops)

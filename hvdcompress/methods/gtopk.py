@@ -33,7 +33,7 @@ keeps entries of other ranks.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("gtopk", world=2, density=0.25, min_elements=1)
+>>> net = Loopback("gtopk", world_size=2, density=0.25, min_elements=1)
 >>> net.allreduce([np.float32([4, 1, 0, -2]), np.float32([1, -6, 0, 2])], name="w", op="sum")[0]
 array([ 0., -6.,  0.,  0.], dtype=float32)
 >>> net.residual("w", rank=0), net.residual("w", rank=1)
@@ -87,8 +87,8 @@ class GTopK(Method):
         """Return the bytes of one payload of k entries for n elements, a multiple of 4."""
         return pack.num_bytes(select.num_kept(self.density, n), self.packing(n))
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return (2 if world > 1 else 1) * self.num_payload_bytes(spec.size)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return (2 if world_size > 1 else 1) * self.num_payload_bytes(spec.size)
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         return candidates.scan_whole(select.num_kept(self.density, ctx.spec.size), ctx, work)
@@ -101,16 +101,16 @@ class GTopK(Method):
         kept = select.largest(x, [k], ctx, work)
         own = kept
         distance = 1
-        while distance < ctx.world:
+        while distance < ctx.world_size:
             position = ctx.rank % (2 * distance)
             target = ctx.rank - distance if position == distance else None
-            source = ctx.rank + distance if position == 0 and ctx.rank + distance < ctx.world else None
+            source = ctx.rank + distance if position == 0 and ctx.rank + distance < ctx.world_size else None
             payload = ops.zeros(0, "uint8", like=x) if target is None else self.encode_entries(kept, ctx, work)
             # every rank takes part in every round, also the ranks that neither send nor receive
             pieces = yield AllToAll(
                 payload,
-                splits=tuple(width if rank == target else 0 for rank in range(ctx.world)),
-                receives=tuple(width if rank == source else 0 for rank in range(ctx.world)),
+                splits=tuple(width if rank == target else 0 for rank in range(ctx.world_size)),
+                receives=tuple(width if rank == source else 0 for rank in range(ctx.world_size)),
             )
             if target is not None:
                 own = self.add_rounding_error(own, kept, self.decode(payload, ctx, work), n, ops)

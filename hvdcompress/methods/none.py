@@ -15,7 +15,7 @@ overflow nor lose digits. Use the methods fp16 or bf16 to send 16 bits per value
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("none", world=2)
+>>> net = Loopback("none", world_size=2)
 >>> net.allreduce([np.float32([1, 2]), np.float32([3, 4])], name="w")[0]
 array([2., 3.], dtype=float32)
 """
@@ -41,7 +41,7 @@ class Dense(Method):
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return spec.size
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return (8 if self.keeps_float64 and spec.dtype == "float64" else 4) * spec.size
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:

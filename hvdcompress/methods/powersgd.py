@@ -33,7 +33,7 @@ Feedback "none" is possible, but M̂ differs much from M in the first steps, and
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("powersgd", world=2, matrix_rank=1)
+>>> net = Loopback("powersgd", world_size=2, matrix_rank=1)
 >>> g = np.outer(np.arange(32), np.arange(64)).astype(np.float32)
 >>> out = net.allreduce([g, 3 * g], name="w")[0]
 >>> net.ledger.bytes_sent(rank=0), bool(np.allclose(out, 2 * g, rtol=1e-5))     # 4·(32 + 64) bytes for 8192
@@ -91,9 +91,9 @@ class PowerSGD(Method):
     def state(self, spec: TensorSpec) -> dict[str, Slot]:
         return {"q": Slot((self.matrix_rank, self.matrix(spec)[1]), scope="shared", merge="keep")}
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return sum(
-            codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world) for extent in self.matrix(spec)
+            codecs.reduced_num_bytes(self.matrix_rank * extent, self.values, world_size) for extent in self.matrix(spec)
         )
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
@@ -102,7 +102,7 @@ class PowerSGD(Method):
     def basis(self, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         """Return the previous step's Qᵀ [r × columns], orthonormal, times the power of two that keeps P finite."""
         q = work.ops.orthonormalise(state["q"], self.matrix_rank, seed.shared_key(ctx))
-        return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world)
+        return q * matrices.shrinkage(self.matrix(ctx.spec)[1], ctx.world_size)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         ops = work.ops
@@ -112,14 +112,14 @@ class PowerSGD(Method):
         p = work.scanned[0].product if work.scanned else None
         if p is None:
             p = ops.matmul_transposed(self.basis(state, ctx, work), x, r, rows)
-        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world), self.values, ctx, work)
+        p, _ = yield from matrices.all_reduce(p, matrices.shrinkage(columns, ctx.world_size), self.values, ctx, work)
         p = ops.orthonormalise(p, r)  # P̂ᵀ: the power of two in P does not matter
 
-        shrinkage = matrices.shrinkage(rows, ctx.world)
+        shrinkage = matrices.shrinkage(rows, ctx.world_size)
         q = ops.matmul(p * shrinkage, x, r, columns)  # Qᵀ = P̂ᵀ·M [r × columns]
         q, _ = yield from matrices.all_reduce(q, shrinkage, self.values, ctx, work, stream=1)
 
         # |P̂| ≤ 1, so with Q clipped to this limit no sum of r products exceeds float32
         total = Outer(p, ops.scaled(q, 1.0 / shrinkage, FP32_MAX / (r + 1)), r)
         # Every rank subtracts the same M̂ from x, as in the authors' code, so all shares are equal
-        return Reduced(total=total, own=total._replace(scale=1.0 / ctx.world), state={"q": q})
+        return Reduced(total=total, own=total._replace(scale=1.0 / ctx.world_size), state={"q": q})

@@ -25,7 +25,7 @@ residual grows without bound.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("qsgd", world=2, bits=4, min_elements=1)
+>>> net = Loopback("qsgd", world_size=2, bits=4, min_elements=1)
 >>> out = net.allreduce([np.float32([7, -3, 0.5, 0]), np.float32([7, -3, 0.5, 0])], name="w")[0]
 >>> out.tolist(), net.ledger.bytes_sent(rank=0)     # 7 levels of size 1; both ranks rounded 0.5 up
 ([7.0, -3.0, 1.0, 0.0], 30)

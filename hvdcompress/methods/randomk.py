@@ -23,7 +23,7 @@ magnitudes beyond 3.4e38·k/n become Inf.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("randomk", world=2, density=0.5, min_elements=1)
+>>> net = Loopback("randomk", world_size=2, density=0.5, min_elements=1)
 >>> out = net.allreduce([np.ones(8, np.float32), 3 * np.ones(8, np.float32)], name="w")[0]
 >>> int((out == 2).sum()), int((out == 0).sum()), net.ledger.bytes_sent(rank=0)
 (4, 4, 16)
@@ -77,8 +77,8 @@ class RandomK(Method):
     def piggyback(self, spec: TensorSpec, phase: int, state: dict[str, Array]) -> int | None:
         return select.num_kept(self.density, spec.size) if self.values == "fp32" else None
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return codecs.reduced_num_bytes(select.num_kept(self.density, spec.size), self.values, world_size)
 
     def exchange(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Communication:
         ops = work.ops

@@ -46,7 +46,7 @@ authors that would confirm the interval of 5 and the tolerance of 0.001.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("redsync", world=2, density=0.01)
+>>> net = Loopback("redsync", world_size=2, density=0.01)
 >>> rng = np.random.default_rng(0)
 >>> _ = net.allreduce([rng.normal(size=100_000).astype(np.float32) for _ in range(2)], name="w")
 >>> net.ledger.counters(rank=0), net.ledger.bytes_sent(rank=0)     # k = 1000, capacity 2000
@@ -123,7 +123,7 @@ class RedSync(Method):
         """Return the payload format of the tensor."""
         return pack.Packing(self.id, self.values, spec.size, distinct=self.select == "trimmed")
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return pack.num_bytes(self.wanted(spec.size).most, self.packing(spec))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
@@ -163,7 +163,7 @@ class RedSync(Method):
         Args:
             x: gradient + residual, float32 [n].
             reused: the threshold of an earlier step, or UNKNOWN.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: ``work.scanned`` may contain candidates.
 
         Returns:

@@ -40,7 +40,7 @@ Warm-up, dense first layers and per-layer densities are set by a plan's ``warmup
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("scalecom", world=2, density=0.5, min_elements=1)
+>>> net = Loopback("scalecom", world_size=2, density=0.5, min_elements=1)
 >>> grads = [np.float32([4, 1, 0, -2]), np.float32([1, -6, 3, 2])]
 >>> net.allreduce(grads, name="w")[0]          # rank 0 is the leader: indices 0 and 3
 array([2.5, 0. , 0. , 0. ], dtype=float32)
@@ -129,8 +129,8 @@ class ScaleCom(Method):
         """Return ⌈log2 C⌉, the bits per index with ``select: chunk``."""
         return (select.chunk_size(self.density) - 1).bit_length()
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return self.num_index_bytes(spec) + codecs.reduced_num_bytes(sum(self.counts(spec)), self.values, world_size)
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         if ctx.rank != self.leader(ctx):
@@ -150,7 +150,7 @@ class ScaleCom(Method):
 
     def leader(self, ctx: Context) -> int:
         """Return L = t mod p, the rank that selects in this step."""
-        return ctx.step % ctx.world
+        return ctx.step % ctx.world_size
 
     def encode_index(self, x: Array, ctx: Context, work: Workspace) -> Array:
         """Select elements of x [n] as the leader, and code their indices: uint8 [num_index_bytes(spec)]."""

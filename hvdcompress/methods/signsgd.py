@@ -27,7 +27,7 @@ the whole model; with ``route: scatter``, one per shard.
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("signsgd", world=2, min_elements=1)
+>>> net = Loopback("signsgd", world_size=2, min_elements=1)
 >>> net.allreduce([np.float32([4, -1, 0, 3]), np.float32([-1, -6, 0, 1])], name="w")[0]
 array([ 0., -2.,  2.,  2.], dtype=float32)
 >>> net.residual("w", rank=0)

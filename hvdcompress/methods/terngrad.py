@@ -27,7 +27,7 @@ again. Error feedback is available, but the residual grows from step to step, as
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("terngrad", world=2, clip_factor=0, min_elements=1)
+>>> net = Loopback("terngrad", world_size=2, clip_factor=0, min_elements=1)
 >>> out = net.allreduce([np.float32([4, -1, 0, 3]), np.float32([-1, -4, 0, 1])], name="w")[0]
 >>> out.tolist(), net.ledger.bytes_sent(rank=0)     # an estimate of 1.5, −2.5, 0 and 2
 ([2.0, -2.0, 0.0, 2.0], 8)
@@ -69,9 +69,9 @@ def scaler(x: Array, found: Found, limit: float, ops: Ops) -> Array:
     return ops.asarray(np.float32([s] * min(len(x), 1)), like=x)  # type: ignore[arg-type]
 
 
-def field_width(world: int) -> int:
+def field_width(world_size: int) -> int:
     """Return ⌈log2(2p + 1)⌉, the bits that hold a sum of p ternaries."""
-    return (2 * world).bit_length()
+    return (2 * world_size).bit_length()
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class TernGrad(Quantizer):
     def codec(self) -> Codec:
         return TernaryCodec(clip_factor=self.clip_factor)
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         if self.route != "reduce":
-            return super().num_bytes(spec, world)
+            return super().num_bytes(spec, world_size)
         if not spec.size:
             return 0  # an empty tensor has no scaler
-        return 4 + 4 * -(-spec.size // (32 // field_width(world)))
+        return 4 + 4 * -(-spec.size // (32 // field_width(world_size)))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:
         return STATISTICS if self.route == "reduce" and len(ctx.spec.parts) == 1 else NOTHING
@@ -141,9 +141,9 @@ class TernGrad(Quantizer):
         found = work.scanned[0] if work.scanned and work.scanned[0].moments else ops.inspect(x, STATISTICS)
         limit = clipping_limit(found, self.clip_factor)
         s = yield AllReduce(scaler(x, found, limit, ops), op="max")  # [1]: scaler sharing
-        width = field_width(ctx.world)
+        width = field_width(ctx.world_size)
         words = work.buffer("words", -(-n // (32 // width)), "int32", x)
         ops.quantize_fields(x, limit, s, width, seed.private_key(ctx), words)
         own = Fields(words, width, 1, s, 0, n)  # s · (−1, 0 or 1)
         total = yield AllReduce(words)
-        return Reduced(total=Fields(total, width, ctx.world, s, 0, n), own=own)  # s · (−p … p)
+        return Reduced(total=Fields(total, width, ctx.world_size, s, 0, n), own=own)  # s · (−p … p)

@@ -23,7 +23,7 @@ all array backends send the same bytes. With ``values`` fp16 or bf16, the roundi
 
 >>> import numpy as np
 >>> from hvdcompress.loopback import Loopback
->>> net = Loopback("topk", world=2, density=0.25, min_elements=1)
+>>> net = Loopback("topk", world_size=2, density=0.25, min_elements=1)
 >>> net.allreduce([np.float32([4, 1, 0, -2]), np.float32([1, -6, 0, 2])], name="w")[0]
 array([ 2., -3.,  0.,  0.], dtype=float32)
 >>> net.residual("w", rank=0)
@@ -72,7 +72,7 @@ class TopK(Method):
         """Return the payload format of the bucket."""
         return pack.Packing(self.id, self.values, spec.size, counts=tuple(self.counts(spec)))
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
         return pack.num_bytes(sum(self.counts(spec)), self.packing(spec))
 
     def scan(self, index: int, state: dict[str, Array], ctx: Context, work: Workspace, like: Array) -> Scan:

@@ -192,7 +192,7 @@ class Compressor(compressor.Compressor):
         step = self._step = Step(self.local, self._collectives, tensors.terms, Agree.FIRST_AND_LAST)
         step.loss_scale = scale
         step.error = error
-        step.factor = 1.0 / self.local.world if op == "average" else 1.0
+        step.factor = 1.0 / self.local.world_size if op == "average" else 1.0
         try:
             step.run(lambda: self._add_all(step, tensors, given, outs))
         finally:

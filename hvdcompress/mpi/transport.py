@@ -58,7 +58,7 @@ class MPITransport:
         self.comm = comm.Dup()
         self.alarm_comm = comm.Dup()
         self.rank = comm.rank
-        self.world = comm.size
+        self.world_size = comm.size
         self.step = 0  # number of this step, the same on all ranks
         self._calls: list[Call] = []  # the collectives that this rank has started in this step
         self._running: list[Handle] = []
@@ -172,7 +172,7 @@ class MPITransport:
         alarms = []
         if error is not None:
             number = np.array([self.step], np.int64)
-            alarms = [self.alarm_comm.Isend(number, rank) for rank in range(self.world) if rank != self.rank]
+            alarms = [self.alarm_comm.Isend(number, rank) for rank in range(self.world_size) if rank != self.rank]
         text = "" if error is None else str(error) or type(error).__name__
         everyone: list[tuple[int, str, list[Call]]] = self.alarm_comm.allgather((self.step, text, self._calls))
         # Each rank with an error of its own has sent an alarm. Receive all of them, or the next step would

@@ -178,11 +178,11 @@ def codec(values: Values) -> Codec:
     return _MADE[kind](int(bits), None if mantissa is None else int(mantissa))
 
 
-def reduced_num_bytes(count: int, values: Values, world: int) -> int:
+def reduced_num_bytes(count: int, values: Values, world_size: int) -> int:
     """Return the payload bytes that a rank passes to collectives in :func:`all_reduce` of ``count`` values."""
     if values in ("fp32", "fp16"):
         return codec(values).num_bytes(count)
-    return sums.reduced_num_bytes(count, codec(values), "scatter", world)
+    return sums.reduced_num_bytes(count, codec(values), "scatter", world_size)
 
 
 def all_reduce(
@@ -193,7 +193,7 @@ def all_reduce(
     Args:
         x: float32 [count].
         values: name of the number format.
-        ctx: rank, world, step and tensor.
+        ctx: rank, world_size, step and tensor.
         work: buffers, scan results and counters of this exchange, and the array ops.
         stream: index of the sum within the exchange, so that each sum has its own random numbers.
 
@@ -219,7 +219,7 @@ def all_reduce(
 def halves(n: int, ctx: Context, work: Workspace, like: Array, stream: int = 0) -> Halves:
     """Return the fp16 conversion for :func:`sum_of_halves` of values [n]. No sum over ranks can overflow."""
     payload = work.buffer(f"halves.{stream}", n, "float16", like)
-    return Halves(1.0 / ctx.world, SUMMED_MAX / ctx.world, payload)
+    return Halves(1.0 / ctx.world_size, SUMMED_MAX / ctx.world_size, payload)
 
 
 def sum_of_halves(
@@ -229,7 +229,7 @@ def sum_of_halves(
 
     Args:
         x: float32 [count].
-        ctx: rank, world, step and tensor.
+        ctx: rank, world_size, step and tensor.
         work: buffers, scan results and counters of this exchange, and the array ops.
         stream: index of the sum within the exchange.
         saturated: number of clipped values, if the scan has already converted all values by :func:`halves`.
@@ -242,4 +242,4 @@ def sum_of_halves(
         conversion = halves(ctx.spec.size, ctx, work, x, stream)
     _count_saturated(work, saturated)
     total = yield AllReduce(conversion.out, may_overwrite=not ctx.needs_own)
-    return Half(total, ctx.world), Half(conversion.out, ctx.world) if ctx.needs_own else None
+    return Half(total, ctx.world_size), Half(conversion.out, ctx.world_size) if ctx.needs_own else None

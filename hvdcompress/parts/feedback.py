@@ -71,13 +71,13 @@ def clipping(method: Method, gradient: Array, scale: float, ctx: Context, work: 
         method: the method.
         gradient: this rank's gradient of one tensor [n], multiplied by the loss scale; read only.
         scale: 1 / loss scale.
-        ctx: rank, world, step and tensor.
+        ctx: rank, world_size, step and tensor.
         work: the array ops.
     """
     if method.local_clip_norm is None or not (norm := work.ops.l2_norm(gradient)):
         return scale
     # The float64 norms of the backends differ in their last bits; rounded to float32 they agree
-    return float(np.float32(min(scale, method.local_clip_norm / math.sqrt(ctx.world) / norm)))
+    return float(np.float32(min(scale, method.local_clip_norm / math.sqrt(ctx.world_size) / norm)))
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class Feedback:
             indices: indices of the tensors among the parts of the vector. None: each gradient covers several parts, and
                 is not scanned.
             spans: (start, stop) of the tensors in the vector.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: buffers, scan results and counters of this exchange, and the array ops.
 
         Returns:
@@ -158,7 +158,7 @@ class Feedback:
 
         Args:
             x: the vector to exchange: ``spare["residual"]`` after :meth:`receive`; without feedback the gradient.
-            ctx: rank, world, step and tensor.
+            ctx: rank, world_size, step and tensor.
             work: buffers, scan results and counters of this exchange, and the array ops.
 
         Yields:

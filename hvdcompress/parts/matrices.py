@@ -97,7 +97,7 @@ def norm(x: Array, ops: Ops) -> float:
     return math.sqrt(len(x) * mean * mean + max(len(x) - 1, 0) * std * std)
 
 
-def shrinkage(length: int, world: int) -> float:
+def shrinkage(length: int, world_size: int) -> float:
     """Return a factor that keeps sums of projections finite: a power of two of at most 1/(p·√length).
 
     For u of norm 1, |⟨x, u⟩| ≤ ‖x‖ ≤ √length·max|x|. After multiplication by the factor, the sum of p such projections
@@ -105,9 +105,9 @@ def shrinkage(length: int, world: int) -> float:
 
     Args:
         length: elements of x.
-        world: number of ranks, p.
+        world_size: number of ranks, p.
     """
-    return 2.0 ** -math.ceil(math.log2(world * math.sqrt(length)))
+    return 2.0 ** -math.ceil(math.log2(world_size * math.sqrt(length)))
 
 
 def all_reduce(
@@ -121,7 +121,7 @@ def all_reduce(
         x: float32 [count], already multiplied by ``shrunk``.
         shrunk: the factor.
         name: name of the number format.
-        ctx: rank, world, step and tensor.
+        ctx: rank, world_size, step and tensor.
         work: buffers, scan results and counters of this exchange, and the array ops.
         stream: index of the sum within the exchange, so that each sum has its own random numbers.
 

@@ -100,11 +100,11 @@ def concatenate_into(parts: list[Array], out: Array | None, ops: Ops) -> Array:
     return out
 
 
-def reduced_num_bytes(count: int, codec: Codec, route: Route, world: int) -> int:
+def reduced_num_bytes(count: int, codec: Codec, route: Route, world_size: int) -> int:
     """Return the payload bytes that a rank passes to its collectives to sum ``count`` values."""
     if route == "gather":
         return wire.NUM_BYTES + codec.num_bytes(count)
-    return (world + 1) * codec.num_bytes(-(-count // world))
+    return (world_size + 1) * codec.num_bytes(-(-count // world_size))
 
 
 def scatter(
@@ -115,7 +115,7 @@ def scatter(
     Args:
         x: float32 [n].
         codec: the number format.
-        ctx: rank, world, step and tensor.
+        ctx: rank, world_size, step and tensor.
         work: buffers, scan results and counters of this exchange, and the array ops.
         stream: index of the sum within the exchange, so that each sum has its own random numbers.
 
@@ -130,11 +130,11 @@ def scatter(
     """
     ops = work.ops
     n = len(x)
-    shard = -(-n // ctx.world)
-    bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world)]
+    shard = -(-n // ctx.world_size)
+    bounds = [(min(n, r * shard), min(n, (r + 1) * shard)) for r in range(ctx.world_size)]
     start, stop = bounds[ctx.rank]
     width = codec.num_bytes(shard)
-    first = stream * (ctx.world + 1)  # a sum needs world + 1 random streams: one per shard, and one for the sum
+    first = stream * (ctx.world_size + 1)  # a sum needs world + 1 random streams: one per shard, and one for the sum
 
     def written(values: Array, number: int, out: Array) -> None:
         edge = codec.num_bytes(len(values))
@@ -148,15 +148,15 @@ def scatter(
             raise wire.WireError(f"received a shard of {len(piece)} bytes, expected {width}")
         return codec.coded(piece[: codec.num_bytes(count)], count, ops)
 
-    payload = work.buffer(f"shards.{stream}", width * ctx.world, "uint8", x)
-    mine = [payload[r * width : (r + 1) * width] for r in range(ctx.world)]
+    payload = work.buffer(f"shards.{stream}", width * ctx.world_size, "uint8", x)
+    mine = [payload[r * width : (r + 1) * width] for r in range(ctx.world_size)]
     for r, (a, b) in enumerate(bounds):
         written(x[a:b], r, mine[r])
     pieces = yield AllToAll(payload)
     summed = work.buffer(f"summed.{stream}", stop - start, "float32", x)
     ops.write(summed, Sum([read(piece, stop - start) for piece in pieces]), 1.0)
     again = work.buffer(f"again.{stream}", width, "uint8", x)
-    written(summed, ctx.world, again)
+    written(summed, ctx.world_size, again)
     shards = yield AllGather(again, fixed_length=True)
     total = Joined([read(piece, b - a) for piece, (a, b) in zip(shards, bounds, strict=True)])
     if not ctx.needs_own:
@@ -183,8 +183,8 @@ class Quantizer(Method):
         """The number format."""
         raise NotImplementedError
 
-    def num_bytes(self, spec: TensorSpec, world: int) -> int:
-        return reduced_num_bytes(spec.size, self.codec, self.route, world)
+    def num_bytes(self, spec: TensorSpec, world_size: int) -> int:
+        return reduced_num_bytes(spec.size, self.codec, self.route, world_size)
 
     def encode(self, x: Array, state: dict[str, Array], ctx: Context, work: Workspace) -> Array:
         payload = self.payload(ctx, work, like=x)

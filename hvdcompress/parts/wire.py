@@ -123,12 +123,12 @@ def check(buffer: bytes, num_bytes: int, expected: Header) -> None:
     )
 
 
-def split(buffer: bytes, world: int) -> list[int]:
+def split(buffer: bytes, world_size: int) -> list[int]:
     """Return the lengths of payloads that were gathered into one buffer.
 
     Args:
         buffer: the concatenated payloads of all ranks.
-        world: number of ranks.
+        world_size: number of ranks.
 
     Returns:
         The bytes of each rank's payload.
@@ -138,12 +138,12 @@ def split(buffer: bytes, world: int) -> list[int]:
     """
     lengths = []
     offset = 0
-    for rank in range(world):
+    for rank in range(world_size):
         try:
             lengths.append(length(buffer[offset : offset + NUM_BYTES]))
         except WireError as error:
             raise WireError(f"payload of rank {rank}, at byte {offset} of {len(buffer)}: {error}") from None
         offset += lengths[-1]
     if offset != len(buffer):
-        raise WireError(f"received {len(buffer)} bytes, but the headers of {world} payloads add up to {offset}")
+        raise WireError(f"received {len(buffer)} bytes, but the headers of {world_size} payloads add up to {offset}")
     return lengths

@@ -8,7 +8,7 @@ records every collective. No test framework is needed, and the checks also work 
 be registered; if it is, its round trip through a plan is checked, too.
 
 >>> import hvdcompress
->>> check_method(hvdcompress.get("topk", density=0.1), worlds=(2,), sizes=(1, 50))
+>>> check_method(hvdcompress.get("topk", density=0.1), world_sizes=(2,), sizes=(1, 50))
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rounding_of(method: Method) -> float:
 def check_method(
     method: Method,
     *,
-    worlds: Sequence[int] = (1, 2, 3, 5),
+    world_sizes: Sequence[int] = (1, 2, 3, 5),
     checks: Sequence[Check] = CHECKS,
     **settings: Unpack[Settings],
 ) -> None:
@@ -96,7 +96,7 @@ def check_method(
 
     Args:
         method: the method, with the hyper-parameters to check.
-        worlds: numbers of ranks to try.
+        world_sizes: numbers of ranks to try.
         checks: the checks to run (default: all).
         **settings: fields of :class:`Settings`: ``sizes`` (default: 0 to 1000 elements), ``steps`` (default: 4),
             ``ops`` (default: the array ops of the CPU drivers), ``rounding`` (default: by the number format of the
@@ -112,11 +112,11 @@ def check_method(
         raise TypeError(f"check_method() got {method!r}; pass {made}")
     settings.setdefault("rounding", rounding_of(method))
     settings.setdefault("unbiased", bool(getattr(method, "unbiased", False)))
-    for world in worlds:
+    for world_size in world_sizes:
         for check in checks:
             try:
-                check(Case(method, world, **settings))
+                check(Case(method, world_size, **settings))
             except Exception as error:
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-                text = f"{method} fails {check.__name__} with {world} ranks: {kind}{error}"
+                text = f"{method} fails {check.__name__} with {world_size} ranks: {kind}{error}"
                 raise AssertionError(text) from error

@@ -27,17 +27,17 @@ def check_bytes(case: Case) -> None:
         (bucket,) = net.plan.buckets([TensorSpec(name, case.shape(n), dtype)])
         # Lengths may depend on the step even with one phase. They do not depend on the dtype
         for step in range(case.steps if len(case.method.phases) > 1 or dtype == "float32" else 1):
-            before = [net.ledger.bytes_sent(rank) for rank in range(case.world)]
+            before = [net.ledger.bytes_sent(rank) for rank in range(case.world_size)]
             method = bucket.program.main
             phase = net.ranks[0].next_step(bucket).phase
             state = net.ranks[0].states.get(name)
             rest = (phase, state.slots if state else None) if len(method.phases) > 1 else ()
             net.log.clear()
             net.allreduce([g.astype(dtype) for g in case.gradients(n, step)], name)
-            formula = method.num_bytes(bucket.spec, case.world, *rest)
+            formula = method.num_bytes(bucket.spec, case.world_size, *rest)
             largest = 0
             hint = "; if lengths may differ between steps, set `variable_length = True`" if step else ""
-            for rank in range(case.world):
+            for rank in range(case.world_size):
                 sent = net.ledger.bytes_sent(rank) - before[rank]
                 payloads = sum(collective.num_bytes[rank] for collective in net.log)
                 where = f"n = {n}, {dtype}, step {step}, rank {rank}"
@@ -51,7 +51,7 @@ def check_bytes(case: Case) -> None:
                 largest == formula,
                 f"n = {n}: num_bytes() returns {formula}, but no rank sent more than {largest} bytes",
             )
-    small = Trial(plan_for(case.method, min_elements=50), case.world, ops=case.ops)
+    small = Trial(plan_for(case.method, min_elements=50), case.world_size, ops=case.ops)
     small.allreduce(case.gradients(49), "small")
     require(
         small.ledger.bytes_sent(0) == 4 * math.prod(case.shape(49)),
@@ -84,8 +84,8 @@ def check_collectives(case: Case) -> None:
                         size = collective.num_bytes[0]
                         require(size % 4 == 0, f"{where}: {size} bytes are not a multiple of 4")
                     if collective.collective == "AllToAll" and not collective.splits:
-                        even = lengths.pop() % case.world == 0
-                        require(even, f"{where}: the payload cannot be cut into {case.world} equal pieces")
+                        even = lengths.pop() % case.world_size == 0
+                        require(even, f"{where}: the payload cannot be cut into {case.world_size} equal pieces")
                     collectives.append((collective.collective, collective.op, dtype))
                 key = (n, case.method.phase_of(step))
                 first = known.setdefault(key, collectives)
@@ -131,7 +131,7 @@ def _restored_generators() -> Iterator[None]:
 def check_nonfinite(case: Case) -> None:
     """Check that a NaN or Inf on one rank gives NaN on all ranks, and does not change state or later steps."""
     for number, bad in enumerate((np.nan, np.inf, -np.inf)):
-        rank = number % case.world
+        rank = number % case.world_size
         net = case.trial()
         clean = case.trial()
         for step in range(case.steps):
@@ -151,7 +151,7 @@ def check_nonfinite(case: Case) -> None:
                 require(same_states(before, net.saved()), f"{bad} on rank {rank} at step {step} changed a state")
             outs = net.allreduce_many(given)
             expected = clean.allreduce_many(given)
-            for r in range(case.world):
+            for r in range(case.world_size):
                 for name in ("a", "b"):
                     same = equal(outs[r][name], expected[r][name])
                     require(same, f"{bad} at step {step}: the next step differs from the same step of a clean run")
@@ -180,7 +180,7 @@ def check_resume(case: Case) -> None:
             for slot, array in slots.items():
                 kind = type(array)
                 require(kind is np.ndarray, f"slot {slot!r} is saved as {kind.__name__}, not as a numpy array")
-    for rank in range(case.world):  # if the saved arrays were views of live state, these steps would change them
+    for rank in range(case.world_size):  # if the saved arrays were views of live state, these steps would change them
         first.allreduce_many(gradients(77 + rank))
     require(same_states(saved, untouched), "saved state changed while the run continued")
     second.restore(saved, specs)
@@ -218,7 +218,7 @@ def check_loss_scale(case: Case) -> None:
             expected = plain.allreduce([g * factor for g in given], "w")[0]
         close = np.allclose(out, expected, rtol=case.rounding, atol=case.rounding * float(factor))
         require(close, f"{where}: the result is {out[:3]}…, expected {expected[:3]}…")
-        for rank in range(case.world):
+        for rank in range(case.world_size):
             kept, other = plain.residual("w", rank), scaled.residual("w", rank)
             close = np.allclose(kept, other, rtol=case.rounding, atol=case.rounding)
             require(close, f"{where}: the residual of rank {rank} depends on the loss scale")
@@ -273,7 +273,7 @@ def check_wire(case: Case) -> None:
     net = case.trial()
     net.allreduce(case.gradients(shape), "w")
     payloads = [np.frombuffer(sent, np.uint8) for c in net.log if c.collective == "AllGather" for sent in c.sent]
-    ctx = Context(0, case.world, 0, TensorSpec("w", shape), case.seed)
+    ctx = Context(0, case.world_size, 0, TensorSpec("w", shape), case.seed)
     ops = net.ops
     n = case.method.num_positions(ctx.spec)
     work = Workspace(ops)

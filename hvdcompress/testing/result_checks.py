@@ -103,13 +103,13 @@ def check_results(case: Case) -> None:
             given = case.gradients(n, step, "heavy" if step % 2 else "normal")
             total = summing.allreduce(given, str(n), op="sum")
             mean = averaging.allreduce(given, str(n))
-            for rank in range(1, case.world):
+            for rank in range(1, case.world_size):
                 require(
                     equal(mean[0], mean[rank]),
                     f"n = {n}, step {step}: ranks 0 and {rank} got different results",
                 )
             spread = 1e-5 * float(np.sum(np.abs(given), axis=0).max(initial=0.0))
-            close = np.allclose(mean[0] * np.float32(case.world), total[0], rtol=1e-5, atol=spread)
+            close = np.allclose(mean[0] * np.float32(case.world_size), total[0], rtol=1e-5, atol=spread)
             require(close, f"n = {n}, step {step}: the average times the number of ranks is not the sum")
             require(
                 all(equal(*pair) for pair in earlier),
@@ -131,7 +131,7 @@ def check_finite(case: Case) -> None:
                 outs = net.allreduce(given, "w")
                 where = f"{kind} gradients, n = {n}, step {step}"
                 require(all(np.isfinite(out).all() for out in outs), f"{where}: the result is not finite")
-                for rank in range(case.world):
+                for rank in range(case.world_size):
                     finite = np.isfinite(net.residual("w", rank)).all()
                     require(finite, f"{where}: the residual of rank {rank} is not finite")
                 if kind == "zero":
@@ -151,7 +151,7 @@ def check_conservation(case: Case) -> None:
         return
     beta = feedback.beta(case.method)
     factor = case.method.momentum
-    ranks = range(case.world)
+    ranks = range(case.world_size)
     for n in case.sizes:
         net = case.trial()
         shape = case.shape(n)
@@ -160,7 +160,7 @@ def check_conservation(case: Case) -> None:
         residuals = np.zeros(shape)
         velocity: Any = np.zeros(shape)
         largest = 0.0
-        for step in range(case.steps + case.world):
+        for step in range(case.steps + case.world_size):
             gradients = case.gradients(n, step, "heavy" if step % 3 == 2 else "normal")
             total = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
             sent = sent + total

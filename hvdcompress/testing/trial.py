@@ -133,7 +133,7 @@ class Trial(Loopback):
 
     Args:
         method: a method, or a plan.
-        world: number of ranks.
+        world_size: number of ranks.
         ops: the array ops, one of :func:`backends` (default: those of the CPU drivers).
         loss_scale: the loss scale, or a function that returns it.
         **settings: plan keys.
@@ -143,10 +143,10 @@ class Trial(Loopback):
     """
 
     def __init__(
-        self, method: Method | Plan, world: int, *, ops: Ops | None = None, loss_scale: Any = 1.0, **settings: Any
+        self, method: Method | Plan, world_size: int, *, ops: Ops | None = None, loss_scale: Any = 1.0, **settings: Any
     ):
         given = {} if ops is None else {"ops": adapted(ops)}
-        super().__init__(plan_for(method, **settings), world, loss_scale=loss_scale, **given)
+        super().__init__(plan_for(method, **settings), world_size, loss_scale=loss_scale, **given)
         self.log: list[Collective] = []
 
     def _carry_out(self, name: str, requests: Sequence[Request]) -> list[Any]:
@@ -332,7 +332,7 @@ class Case:
     """The argument of a check: a method and a number of ranks. See :class:`Settings` for the other fields."""
 
     method: Method
-    world: int = 2
+    world_size: int = 2
     ops: Ops | None = None
     sizes: Sequence[int] = (0, 1, 2, 7, 97, 1000)
     steps: int = 4
@@ -362,12 +362,12 @@ class Case:
     def trial(self, **settings: Any) -> Trial:
         """Return a new :class:`Trial` of the method."""
         settings.setdefault("seed", self.seed)
-        return Trial(self.method, self.world, ops=self.ops, **settings)
+        return Trial(self.method, self.world_size, ops=self.ops, **settings)
 
     def gradients(self, n: int | tuple[int, ...], step: int = 0, kind: Kind = "normal") -> list[Array]:
         """Return the gradients of all ranks, for a number of elements or a shape ``n``."""
         shape = n if isinstance(n, tuple) else self.shape(n)
-        return [numbers(shape, self.seed, rank, step, kind=kind) for rank in range(self.world)]
+        return [numbers(shape, self.seed, rank, step, kind=kind) for rank in range(self.world_size)]
 
 
 def equal(a: Array, b: Array) -> bool:

@@ -42,7 +42,7 @@ class Net(torch.nn.Module):
 
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-rank, world = dist.get_rank(), dist.get_world_size()
+rank, world_size = dist.get_rank(), dist.get_world_size()
 net = Net()
 model = DistributedDataParallel(net)
 compressor = ddp.attach(model, "topk", density=0.05, feedback="plain", min_elements=0)
@@ -54,7 +54,7 @@ if (out / "state").exists():  # three ranks' at first, then two ranks'
     saved = np.load(out / f"model-{first}.npz")
     net.load_state_dict({name: torch.from_numpy(saved[f"parameters.{name}"]) for name in SHAPES})
 pending = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-step, last = first, first + MORE if first and world == 3 else sys.maxsize
+step, last = first, first + MORE if first and world_size == 3 else sys.maxsize
 while step < last:
     time.sleep(PAUSE)
     torch.manual_seed(1000 * step + rank)

@@ -24,7 +24,7 @@ warn_after, end_after = {"new": (1, 10), "number": (1, 10), "late": (3, 60), "en
 
 def wait() -> None:
     """The last rank's part."""
-    if driver.rank == driver.world - 1:
+    if driver.rank == driver.world_size - 1:
         (out / "before").touch()
         if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)

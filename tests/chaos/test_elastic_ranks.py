@@ -30,9 +30,9 @@ def check(folder: Path, output: str) -> None:
     begun = int(ends[0].name.split("-")[0])
     assert begun > 6, "the lost rank's successor came before there was a commit without it"
     last = read(folder, f"{begun}-end", 3)
-    worlds = [read(folder, "0-6", 3), read(folder, f"6-{begun}", 2), last]
+    world_sizes = [read(folder, "0-6", 3), read(folder, f"6-{begun}", 2), last]
     for name in NAMES:
-        given = sum(one[f"pending.{name}"] for world in worlds for one in world)
+        given = sum(one[f"pending.{name}"] for world_size in world_sizes for one in world_size)
         kept = sum(one[f"residual.{name}"].astype(np.float64) for one in last)
         assert np.abs(kept).max() > 0
         np.testing.assert_allclose(kept, given, 1e-4, 1e-3)

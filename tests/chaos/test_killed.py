@@ -49,31 +49,33 @@ def test_a_rank_that_has_joined_is_named_as_the_cause(method: str, tmp_path: Pat
     assert "hvd.join()" in (tmp_path / "error").read_text()
 
 
-def by_hand(words: list[str], world: int) -> list[subprocess.Popen[str]]:
+def by_hand(words: list[str], world_size: int) -> list[subprocess.Popen[str]]:
     """Start ranks of a script without a launcher, each with what it prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world_size)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [
         subprocess.Popen([sys.executable, *words], env=environment("alone", RANK=str(rank), **place), **options)
-        for rank in range(world)
+        for rank in range(world_size)
     ]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_is_an_error_on_all_others_under_ddp(world_size: int, tmp_path: Path) -> None:
     """Ranks are started by hand, as torchrun would end the others before they can say anything."""
-    ranks = by_hand([str(HERE / "ddp_killed.py"), str(tmp_path)], world)
+    ranks = by_hand([str(HERE / "ddp_killed.py"), str(tmp_path)], world_size)
     try:
         status = [rank.wait(100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert (tmp_path / "before").exists() and not (tmp_path / "survivor").exists()
-    assert status == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world)]
-    for rank in set(range(world)) - {1}:
+    assert status == [-signal.SIGKILL if rank == 1 else 1 for rank in range(world_size)]
+    for rank in set(range(world_size)) - {1}:
         seconds, words = (tmp_path / f"error-{rank}").read_text().split(maxsplit=1)
         assert float(seconds) < 10, f"rank {rank} waited {seconds} s; the process group's timeout is 60 s"
         assert f"the process group has failed on rank {rank}" in words

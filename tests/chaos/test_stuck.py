@@ -16,7 +16,7 @@ import pytest
 
 from tests.installed import needs
 from tests.launched.promise_launches import MODULES
-from tests.launching import environment, launch, world_of
+from tests.launching import environment, launch, world_size_of
 
 HERE = Path(__file__).parent
 LAUNCHES = [
@@ -37,7 +37,7 @@ def test_a_rank_that_does_not_come_is_named_by_every_rank(driver: str, kind: str
     said = done.stdout.splitlines()
     assert done.returncode != 0 and (tmp_path / "before").exists(), done.stdout[-3000:]
     assert not [*tmp_path.glob("survivor-*")], "it went on as if nothing had happened"
-    last = world_of(kind) - 1
+    last = world_size_of(kind) - 1
     first = "none" if driver == "ddp" else "scalecom"  # there, tensors that are sent uncompressed are one exchange
     where = "does not answer" if how == "stopped" else "is outside of a step, after 3"
     for rank in range(last):
@@ -91,7 +91,7 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
     needs(*MODULES[driver])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), how, seconds=90, DRIVER=driver)
     assert done.returncode != 0 and not [*tmp_path.glob("survivor-*")], done.stdout[-3000:]
-    for rank in range(world_of(kind) - 1):
+    for rank in range(world_size_of(kind) - 1):
         lines = [line for line in done.stdout.splitlines() if f"rank {rank} has waited" in line]
         assert len(lines) > 1, done.stdout[-3000:]  # where gradients come one by one it may have waited before
         assert all(f" s in step 0 for {what}" in line and missing in line for line in lines), lines
@@ -105,9 +105,9 @@ def test_a_rank_that_never_comes_to_the_first_meeting_ends_the_others(
 def test_a_rank_that_comes_late_to_the_first_step_is_waited_for(driver: str, kind: str, tmp_path: Path) -> None:
     needs(*MODULES[driver])
     done = launch(kind, HERE / "stuck.py", str(tmp_path), "late", seconds=120, DRIVER=driver)
-    assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_of(kind), done.stdout[-3000:]
+    assert done.returncode == 0 and len([*tmp_path.glob("survivor-*")]) == world_size_of(kind), done.stdout[-3000:]
     said = [line for line in done.stdout.splitlines() if "has waited" in line]
-    assert len(said) >= world_of(kind) - 1 and all("s in step 0" in line for line in said), said
+    assert len(said) >= world_size_of(kind) - 1 and all("s in step 0" in line for line in said), said
     if driver == "mpi":  # its ranks have met where they made their Compressors
         assert "missing: rank 2 is outside of a step, after 0" in said[0], said
 

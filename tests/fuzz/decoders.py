@@ -217,7 +217,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)
         rank.load_state_dict(checkpoint.load(folder, 0, 2), np.concatenate, buckets)
 
-    def other_world(bytes_: bytes) -> None:
+    def other_world_size(bytes_: bytes) -> None:
         checkpoint.path_of(folder, 0, 2, 1).write_bytes(bytes_)
         checkpoint.load(folder, 0, 3)
 
@@ -226,7 +226,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     whole = checkpoint.save(saved, folder).read_bytes()
     refuses = (ValueError, FileNotFoundError)
     yield Decoder("checkpoint-folder", (whole, data), load_folder, refuses)
-    yield Decoder("checkpoint-resharded", (whole, data), other_world, refuses)
+    yield Decoder("checkpoint-resharded", (whole, data), other_world_size, refuses)
 
 
 PLAN = b"""method: scalecom

@@ -22,4 +22,4 @@ def test_links_are_measured(tmp_path):
     bare = 8 * longest.work.line / 1e8
     # at full speed 1.05 of it; other programs on the machine may take their share
     assert bare < longest.seconds < 4 * bare, "the link is what takes the time"
-    assert isinstance(longest.work, Work) and longest.work.world == 2
+    assert isinstance(longest.work, Work) and longest.work.world_size == 2

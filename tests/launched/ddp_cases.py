@@ -65,7 +65,7 @@ def against_loopback(
 ) -> None:
     """Reduce the same gradients by DDP and by loopback."""
     compressor = ddp.attach(model, method, **settings)
-    net = Loopback(method, world=dist.get_world_size(), **settings)
+    net = Loopback(method, world_size=dist.get_world_size(), **settings)
     for step in range(steps):
         given = everyone(step, shapes)
         got = reduced(model, given[dist.get_rank()])
@@ -99,7 +99,7 @@ def buckets_and_views_of_ddp_do_not_matter() -> None:
 def no_sync_accumulates() -> None:
     model = DistributedDataParallel(Net(SHAPES))
     compressor = ddp.attach(model, "topk", density=0.05)
-    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    net = Loopback("topk", world_size=dist.get_world_size(), density=0.05)
     for step in range(3):
         sums = [{name: a + b for (name, a), b in zip(one.items(), two.values(), strict=True)}
                 for one, two in zip(everyone(2 * step), everyone(2 * step + 1), strict=True)]  # fmt: skip
@@ -151,7 +151,7 @@ def several_dtypes_and_frozen_parameters() -> None:
     model = DistributedDataParallel(module)
     compressor = ddp.attach(model, "topk", density=0.05)
     assert sorted(compressor.parameters) == sorted(shapes)
-    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    net = Loopback("topk", world_size=dist.get_world_size(), density=0.05)
     for step in range(3):
         given = everyone(step, shapes)
         model.zero_grad()
@@ -195,7 +195,7 @@ def complex_parameters_are_pairs_of_real_numbers() -> None:
         for method, settings in (("none", {}), ("topk", {"density": 0.05}), ("powersgd", {})):
             model = DistributedDataParallel(Complex(dtype), bucket_cap_mb=25 if method == "topk" else 0.001)
             compressor = ddp.attach(model, method, **settings)
-            net = Loopback(method, world=dist.get_world_size(), **settings)
+            net = Loopback(method, world_size=dist.get_world_size(), **settings)
             for step in range(3):
                 given = [
                     {name: array.astype(np.float32 if name == "b" else real) for name, array in one.items()}
@@ -316,7 +316,7 @@ def copies_of_a_model_are_not_compressed() -> None:
     """A deep copy, an average of weights and a pickled model: their gradients are averaged by DDP, in the midst of the
     model's own steps, which are as without them."""
     given = [everyone(step)[dist.get_rank()] for step in range(4)]
-    exact = Loopback("none", world=dist.get_world_size())
+    exact = Loopback("none", world_size=dist.get_world_size())
     alone = DistributedDataParallel(Net(SHAPES))
     ddp.attach(alone, "topk", density=0.05)
     want = [reduced(alone, gradients) for gradients in given]
@@ -559,7 +559,7 @@ def two_arguments_for_register_comm_hook() -> None:
     state, hook = ddp.hook(module, "topk", density=0.05)
     model = DistributedDataParallel(module)
     model.register_comm_hook(state, hook)
-    net = Loopback("topk", world=dist.get_world_size(), density=0.05)
+    net = Loopback("topk", world_size=dist.get_world_size(), density=0.05)
     for step in range(3):
         given = everyone(step)
         got = reduced(model, given[dist.get_rank()])
@@ -743,7 +743,7 @@ class Part(DdpDriver):
 
     def __init__(self, group, folder: str):
         self.group, self.folder = group, OUT / folder
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> DdpHandle:
         return DdpHandle(method, settings, shapes, dtype, op, loss_scale, self.group, passes=2)

@@ -168,7 +168,7 @@ def replicas_get_what_loopback_gives() -> None:
         finally:
             fsdp.Compressor.reduce = plain
         assert len(seen) == 4 * len(LAYERS) == compressor.ledger.steps
-        loopback = Loopback(method, world=REPLICAS, bucket_elements=0, **settings)
+        loopback = Loopback(method, world_size=REPLICAS, bucket_elements=0, **settings)
         for everyone in zip(*gather(seen, group), strict=True):
             name = everyone[0][0]
             want = loopback.allreduce([before for _, before, _ in everyone], name)

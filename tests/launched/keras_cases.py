@@ -280,7 +280,7 @@ class Falling(keras.optimizers.schedules.LearningRateSchedule):
 @case
 def the_optimizer_is_the_programs_own_object() -> None:
     """What its configuration does not say is kept; a schedule or a function need not have one."""
-    world = hvd.size()
+    world_size = hvd.size()
     for make, factors in (
         (lambda: Twisted(twist=3.0, learning_rate=1.0), (3.0, 3.0)),
         (lambda: keras.optimizers.SGD(Falling()), (1.0, 0.5)),
@@ -294,7 +294,9 @@ def the_optimizer_is_the_programs_own_object() -> None:
             given = everyone(step)
             want = net.allreduce_many(given)[0]
             got = applied(given[hvd.rank()])
-            assert_close(got, {n: np.float32(factor) * a for n, a in want.items()}, REORDERED, f"{world} ranks, {step}")
+            assert_close(
+                got, {n: np.float32(factor) * a for n, a in want.items()}, REORDERED, f"{world_size} ranks, {step}"
+            )
     reducing = DistributedOptimizer(keras.optimizers.SGD(0.1), "none")
     refused(ValueError, ["takes it once"], lambda: DistributedOptimizer(reducing, "none"))
 

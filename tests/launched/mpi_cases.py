@@ -25,9 +25,9 @@ SHAPES = {"b": (37, 41), "a": (16, 7, 3, 5), "e": (5,), "d": (1,), "c": (8, 131)
 ROUNDING = summed(WORLD)  # MPI adds more than two in an order of its own
 
 
-def needs(world: int) -> None:
-    if world > WORLD:
-        raise Skip(f"needs {world} ranks")
+def needs(world_size: int) -> None:
+    if world_size > WORLD:
+        raise Skip(f"needs {world_size} ranks")
 
 
 def gradients(step: int, rank: int) -> dict[str, np.ndarray]:
@@ -46,7 +46,7 @@ def must_raise(kind: Any, words: list[str], run: Callable[[], object], same: boo
 
 @case
 def arrays_of_any_layout() -> None:
-    comp, net = Compressor("topk", density=0.1), Loopback("topk", world=WORLD, density=0.1)
+    comp, net = Compressor("topk", density=0.1), Loopback("topk", world_size=WORLD, density=0.1)
     given = [{"w": np.asfortranarray(one["b"])[:, ::2].T} for one in everyone(0)]
     before = given[RANK]["w"].copy()
     given[RANK]["w"].flags.writeable = False
@@ -78,7 +78,7 @@ def a_signal_handler_that_raises_waits_for_the_end_of_the_step() -> None:
                 signal.raise_signal(signal.SIGALRM)
             return object.__getattribute__(self, name)
 
-    comp, net, rings = Compressor("topk", density=0.1), Loopback("topk", world=WORLD, density=0.1), Rings()
+    comp, net, rings = Compressor("topk", density=0.1), Loopback("topk", world_size=WORLD, density=0.1), Rings()
     comp.watch(rings)
     before = signal.signal(signal.SIGALRM, ring)
     try:
@@ -169,7 +169,7 @@ def tensors_that_come_in_changing_company() -> None:
 
 @case
 def tensors_that_come_in_calls_of_their_own() -> None:
-    comp, net = Compressor("topk", density=0.05), Loopback("topk", world=WORLD, density=0.05)
+    comp, net = Compressor("topk", density=0.05), Loopback("topk", world_size=WORLD, density=0.05)
     for step in range(3):
         given = everyone(step)
         for name in ("b", "a"):
@@ -194,7 +194,7 @@ class Part(MpiDriver):
     """The ranks of a communicator."""
 
     def __init__(self, comm: Any, folder: str):
-        self.comm, self.rank, self.world, self.folder = comm, comm.rank, comm.size, OUT / folder
+        self.comm, self.rank, self.world_size, self.folder = comm, comm.rank, comm.size, OUT / folder
 
     def meet(self) -> None:
         self.comm.Barrier()

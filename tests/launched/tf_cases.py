@@ -78,7 +78,7 @@ def a_process_set() -> None:
     comp = Compressor("scalecom", names=list(SHAPES), density=0.02, process_set=PAIR) if PAIR.included() else None
     if comp is None:
         return
-    model, net = Model(comp, process_set=PAIR), reference("scalecom", world=2, density=0.02)
+    model, net = Model(comp, process_set=PAIR), reference("scalecom", world_size=2, density=0.02)
     for step in range(3):
         inputs = [heavy_tailed(SHAPES, step, rank) for rank in range(2)]
         got = model(inputs[PAIR.rank()])

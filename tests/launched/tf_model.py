@@ -41,9 +41,9 @@ class Model(TensorFlowHandle):
         return self.reduce(gradients, step)
 
 
-def reference(method: str, world: int = 0, **settings):
+def reference(method: str, world_size: int = 0, **settings):
     """The loopback, which takes four dimensions for TensorFlow's."""
-    return yardstick(method, world or hvd.size(), **settings)
+    return yardstick(method, world_size or hvd.size(), **settings)
 
 
 def assert_same_on_all_ranks(arrays: dict[str, np.ndarray], what: str) -> None:

@@ -40,7 +40,7 @@ def one_call_attaches_to_an_optimizer() -> None:
     params = parameters("attach")
     sgd = torch.optim.SGD(params.values(), lr=1.0)
     opt = attach(sgd, params.items(), "topk", op=hvd.Sum, density=0.1)
-    net = Loopback("topk", world=hvd.size(), density=0.1)
+    net = Loopback("topk", world_size=hvd.size(), density=0.1)
     for step in range(3):
         everyone = [gradients(params, step, rank) for rank in range(hvd.size())]
         got = reduce_once(opt, params, everyone[hvd.rank()])
@@ -62,7 +62,7 @@ def parameters_without_gradient_and_frozen_ones() -> None:
     params_all = {**params, "none_grad.frozen": frozen}
     comp = Compressor("topk", params_all.items(), density=0.1)
     opt = optimizer(params_all, comp)
-    net = Loopback("topk", world=hvd.size(), density=0.1)
+    net = Loopback("topk", world_size=hvd.size(), density=0.1)
     for step in range(4):
         everyone = [gradients(params, step, r) for r in range(hvd.size())]
         for r, grads in enumerate(everyone):  # rank r has no gradient for parameter number r
@@ -79,7 +79,7 @@ def a_parameter_that_is_frozen_in_the_middle_of_a_training() -> None:
     params = parameters("thaw")
     comp = Compressor("topk", params.items(), density=0.1)
     opt = optimizer(params, comp)
-    net = Loopback("topk", world=hvd.size(), density=0.1)
+    net = Loopback("topk", world_size=hvd.size(), density=0.1)
     name = "thaw.a"
     for step in range(8):
         params[name].requires_grad_(not 2 <= step < 5)
@@ -163,7 +163,7 @@ def a_bucket_with_members_that_get_no_gradient() -> None:
     settings = {"density": 0.1, "bucket_elements": 10_000, "min_elements": 1}
     comp = Compressor("scalecom", params.items(), **settings)
     opt = optimizer(params, comp)
-    net = Loopback("scalecom", world=hvd.size(), **settings)
+    net = Loopback("scalecom", world_size=hvd.size(), **settings)
     for step in range(3):
         everyone = [gradients(params, step, r) for r in range(hvd.size())]
         for grads in everyone:
@@ -177,7 +177,7 @@ def several_backward_passes_per_step() -> None:
     params = parameters("passes")
     comp = Compressor("scalecom", params.items(), density=0.02)
     opt = optimizer(params, comp, backward_passes_per_step=3)
-    net = Loopback("scalecom", world=hvd.size(), density=0.02)
+    net = Loopback("scalecom", world_size=hvd.size(), density=0.02)
     for step in range(4):
         sums = [{n: np.zeros(p.shape, np.float32) for n, p in params.items()} for _ in range(hvd.size())]
         for p in params.values():
@@ -200,7 +200,7 @@ def groups() -> None:
             chosen = 2 if kind == "number" else [list(params.values())[:3]]
             comp = Compressor(method, params.items())
             opt = optimizer(params, comp, groups=chosen)
-            net = Loopback(method, world=hvd.size())
+            net = Loopback(method, world_size=hvd.size())
             for step in range(3):
                 everyone = [gradients(params, step, r) for r in range(hvd.size())]
                 got = reduce_once(opt, params, everyone[hvd.rank()])
@@ -213,7 +213,7 @@ def channels_last() -> None:
     params = {"cl.w": torch.nn.Parameter(torch.zeros(32, 16, 3, 3).to(memory_format=torch.channels_last))}
     comp = Compressor("topk", params.items(), density=0.02)
     opt = optimizer(params, comp)
-    net = Loopback("topk", world=hvd.size(), density=0.02)
+    net = Loopback("topk", world_size=hvd.size(), density=0.02)
     for step in range(3):
         everyone = [gradients(params, step, r) for r in range(hvd.size())]
         params["cl.w"].grad = None
@@ -365,7 +365,7 @@ def a_process_set() -> None:
     params = parameters("set")
     comp = Compressor("scalecom", params.items(), density=0.02, process_set=members)
     opt = optimizer(params, comp, process_set=members)
-    net = Loopback("scalecom", world=2, density=0.02)
+    net = Loopback("scalecom", world_size=2, density=0.02)
     for step in range(4):
         everyone = [gradients(params, step, r) for r in range(2)]
         got = reduce_once(opt, params, everyone[members.rank()])
@@ -377,7 +377,7 @@ class Part(TorchDriver):
 
     def __init__(self, process_set: hvd.ProcessSet, folder: str):
         self.process_set, self.folder = process_set, OUT / folder
-        self.rank, self.world = process_set.rank(), process_set.size()
+        self.rank, self.world_size = process_set.rank(), process_set.size()
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
         return TorchHandle(method, settings, shapes, dtype, op, loss_scale, self.process_set, passes=2)

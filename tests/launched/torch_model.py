@@ -46,7 +46,7 @@ def against_loopback(prefix: str, method: str, steps: int, **options) -> None:
     """Reduce by Horovod and by loopback, from the same gradients, with options of the stock optimizer."""
     params = parameters(prefix)
     opt = optimizer(params, Compressor(method, params.items()), **options)
-    net = Loopback(method, world=hvd.size())
+    net = Loopback(method, world_size=hvd.size())
     for step in range(steps):
         everyone = [gradients(params, step, rank) for rank in range(hvd.size())]
         got = reduce_once(opt, params, everyone[hvd.rank()])

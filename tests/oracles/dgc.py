@@ -8,11 +8,11 @@ import numpy as np
 class Oracle:
     """The paper's momentum correction and factor masking, dense and by sorting, without the package's code."""
 
-    def __init__(self, world: int, n: int, density: float, momentum: float):
+    def __init__(self, world_size: int, n: int, density: float, momentum: float):
         self.momentum = np.float32(momentum)
         self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
-        self.u = [np.zeros(n, np.float32) for _ in range(world)]  # the paper's u: velocity
-        self.v = [np.zeros(n, np.float32) for _ in range(world)]  # the paper's v: velocities not sent yet
+        self.u = [np.zeros(n, np.float32) for _ in range(world_size)]  # the paper's u: velocity
+        self.v = [np.zeros(n, np.float32) for _ in range(world_size)]  # the paper's v: velocities not sent yet
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(len(gradients[0]))

@@ -28,10 +28,10 @@ def weights(length: int) -> np.ndarray:
 class Oracle:
     """The paper's algorithm with matrices in float64, sorting and no bytes, without the package's code."""
 
-    def __init__(self, world: int, n: int, density: float, block: int, feedback: bool = False, bits: int = 0):
+    def __init__(self, world_size: int, n: int, density: float, block: int, feedback: bool = False, bits: int = 0):
         self.parts = np.cumsum([0, *lengths(n, block)])
         self.k = max(1, int(sum(length // 2 + 1 for length in lengths(n, block)) * density + 1e-9))
-        self.memory = [np.zeros(n) for _ in range(world)]
+        self.memory = [np.zeros(n) for _ in range(world_size)]
         self.feedback, self.bits = feedback, bits
 
     def spectrum(self, x: np.ndarray) -> np.ndarray:

@@ -40,8 +40,8 @@ def sent_by_the_authors_rule(u: np.ndarray, density: float) -> np.ndarray:
 class Oracle:
     """The authors' rule with memory, dense, on each rank; entries of different ranks sum."""
 
-    def __init__(self, world: int, n: int, density: float):
-        self.density, self.memory = density, [np.zeros(n, np.float32) for _ in range(world)]
+    def __init__(self, world_size: int, n: int, density: float):
+        self.density, self.memory = density, [np.zeros(n, np.float32) for _ in range(world_size)]
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(len(gradients[0]))

@@ -12,10 +12,10 @@ class Oracle:
     """
 
     def __init__(
-        self, world: int, shape: tuple[int, ...], size: int, lt: int, lc: int, lam: float, d: int | None = None,
+        self, world_size: int, shape: tuple[int, ...], size: int, lt: int, lc: int, lam: float, d: int | None = None,
         each: int | None = None, order: str = "hwio", mean: bool = True, most: int | None = None,
     ):  # fmt: skip
-        self.world, self.shape, self.size = world, shape, size
+        self.world_size, self.shape, self.size = world_size, shape, size
         self.lt, self.lc, self.lam, self.fixed = lt, lc, lam, d
         self.each, self.order, self.mean, self.most = each, order, mean, most or size
         self.t = 0
@@ -55,7 +55,7 @@ class Oracle:
             decoded = []
             for number in range(len(total) // self.size):
                 mu = self.means[number]
-                q = sum(self.u.T @ (self.slices(v)[number] - mu / self.world) for v in vectors)  # the ring
+                q = sum(self.u.T @ (self.slices(v)[number] - mu / self.world_size) for v in vectors)  # the ring
                 decoded.append(self.u @ q + mu)
             total = np.concatenate([*decoded, rest])
         self.t += 1

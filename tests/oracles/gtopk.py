@@ -21,10 +21,10 @@ class Oracle:
     two below the span, and the rest.
     """
 
-    def __init__(self, world: int, n: int, density: float):
-        self.world, self.n = world, n
+    def __init__(self, world_size: int, n: int, density: float):
+        self.world_size, self.n = world_size, n
         self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
-        self.memory = [np.zeros(n) for _ in range(world)]
+        self.memory = [np.zeros(n) for _ in range(world_size)]
 
     def merged(self, start: int, stop: int, mine: list[Entries]) -> Entries:
         if stop - start == 1:
@@ -44,6 +44,6 @@ class Oracle:
             mine.append(largest(dict(enumerate(self.memory[rank].tolist())), self.k))
             self.memory[rank][list(mine[rank])] = 0
         total = np.zeros(self.n)
-        for i, value in self.merged(0, self.world, mine).items():
+        for i, value in self.merged(0, self.world_size, mine).items():
             total[i] = value
         return total

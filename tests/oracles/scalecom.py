@@ -8,9 +8,9 @@ import numpy as np
 class Oracle:
     """The paper's algorithm, dense and with loops, without the package's code."""
 
-    def __init__(self, world: int, n: int, density: float, beta: float, select: str = "chunk"):
-        self.world, self.n, self.density, self.beta, self.select = world, n, density, beta, select
-        self.memory = [np.zeros(n) for _ in range(world)]
+    def __init__(self, world_size: int, n: int, density: float, beta: float, select: str = "chunk"):
+        self.world_size, self.n, self.density, self.beta, self.select = world_size, n, density, beta, select
+        self.memory = [np.zeros(n) for _ in range(world_size)]
         self.t = 0
 
     def clt(self, u: np.ndarray) -> list[int]:
@@ -26,10 +26,10 @@ class Oracle:
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
         u = [m + g for m, g in zip(self.memory, gradients, strict=True)]
-        leader = self.t % self.world
+        leader = self.t % self.world_size
         index = self.clt(u[leader])
         total = np.zeros(self.n)
-        for rank in range(self.world):
+        for rank in range(self.world_size):
             sent = np.zeros(self.n)
             sent[index] = u[rank][index]
             total += sent

@@ -8,8 +8,8 @@ import numpy as np
 class Oracle:
     """The paper's Algorithm 1 on each rank, in float64, without the package's code."""
 
-    def __init__(self, world: int, n: int):
-        self.memory = [np.zeros(n) for _ in range(world)]
+    def __init__(self, world_size: int, n: int):
+        self.memory = [np.zeros(n) for _ in range(world_size)]
 
     def step(self, gradients: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(len(self.memory[0]))

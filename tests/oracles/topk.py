@@ -8,8 +8,8 @@ import numpy as np
 class Oracle:
     """The papers' algorithm, dense and by sorting, without the package's code."""
 
-    def __init__(self, world: int, n: int, density: float):
-        self.memory = [np.zeros(n, np.float32) for _ in range(world)]
+    def __init__(self, world_size: int, n: int, density: float):
+        self.memory = [np.zeros(n, np.float32) for _ in range(world_size)]
         # floor() of the exact decimal number
         self.k = min(n, max(1, int(round(density * 10**9) * n // 10**9)))
 

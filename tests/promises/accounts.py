@@ -27,7 +27,7 @@ def the_ledger_counts_what_is_given(driver: Any) -> None:
 def scalecoms_bytes_do_not_grow_with_the_ranks(driver: Any) -> None:
     """ScaleCom sends as many bytes for each tensor as it does among two ranks."""
     settings = {"density": 0.01}
-    handle, two = driver.make("scalecom", settings, driver.shapes), driver.yardstick("scalecom", settings, world=2)
+    handle, two = driver.make("scalecom", settings, driver.shapes), driver.yardstick("scalecom", settings, world_size=2)
     for step in range(4):
         handle.reduce(driver.gradients(step, driver.shapes))
         two.allreduce_many([driver.gradients(step, driver.shapes, rank=rank) for rank in range(2)])

@@ -33,8 +33,8 @@ def cosine_every_compares_and_changes_nothing(driver: Any) -> None:
                 np.testing.assert_allclose(got[name], wanted[name], rtol, atol * np.abs(wanted[name]).max())
             found = handle.compressor.ledger.last_compared(driver.rank)
             assert (found.step if found else 0) == 2 * ((step + 1) // 2), (method, step, found)
-        everyone = [driver.gradients(3, driver.shapes, rank) for rank in range(driver.world)]
-        mean = {name: sum(each[name].astype(float) for each in everyone) / driver.world for name in driver.shapes}
+        everyone = [driver.gradients(3, driver.shapes, rank) for rank in range(driver.world_size)]
+        mean = {name: sum(each[name].astype(float) for each in everyone) / driver.world_size for name in driver.shapes}
         if "clip_norm" in settings:  # one factor for all tensors: the angles are the same
             assert found.cosine < 1
         elif settings.get("density") or method == "powersgd":

@@ -58,8 +58,8 @@ class Faulty:
 
 
 def _some_ranks(driver: Any) -> list[tuple[int, ...]]:
-    last = driver.world - 1
-    found = {(last,), (0, driver.world // 2), tuple(range(driver.world))}
+    last = driver.world_size - 1
+    found = {(last,), (0, driver.world_size // 2), tuple(range(driver.world_size))}
     return sorted({tuple(sorted(set(ranks))) for ranks in found})
 
 
@@ -100,7 +100,7 @@ def a_failure_in_the_first_round_is_every_ranks(driver: Any) -> None:
     for method, settings, _ in VARIETY[:3] if driver.expensive else VARIETY:
         for ranks in _some_ranks(driver):
             _fail(driver, method, settings, 0, ranks)
-    _fail(driver, "topk", {"density": 0.05}, 0, (driver.world - 1,), good=0)  # in the very first step
+    _fail(driver, "topk", {"density": 0.05}, 0, (driver.world_size - 1,), good=0)  # in the very first step
 
 
 @promise()
@@ -114,7 +114,7 @@ def a_failure_undoes_the_whole_step(driver: Any) -> None:
 def a_failure_in_a_later_round_is_every_ranks(driver: Any) -> None:
     """A method that fails on some ranks when some of its collectives are done: the same error on every rank."""
     for method, settings, last in VARIETY:
-        for rounds in range(1, min(last, driver.world) + 1):
+        for rounds in range(1, min(last, driver.world_size) + 1):
             for ranks in _some_ranks(driver):
                 _fail(driver, method, settings, rounds, ranks)
 
@@ -123,7 +123,7 @@ def a_failure_in_a_later_round_is_every_ranks(driver: Any) -> None:
 def the_message_is_one_and_names_the_cause(driver: Any) -> None:
     """All ranks raise one message, which has the cause, the tensor, the method, the round and the rank."""
     faulty = Faulty("scalecom", {"density": 0.05})
-    handle, rank = driver.make(faulty.plan, {}, driver.shapes), driver.world - 1
+    handle, rank = driver.make(faulty.plan, {}, driver.shapes), driver.world_size - 1
     words = [FAULT, f"tensor 'c' (method scalecom, round 0, rank {rank})"]
     with faulty.failing((rank,), 0):
         driver.must_raise(driver.error, words, lambda: handle.reduce(driver.gradients(0, driver.shapes)))
@@ -151,7 +151,7 @@ def a_bad_loss_scale_at_a_later_step(driver: Any) -> None:
         for step in range(3):
             handle.reduce(driver.gradients(step, driver.shapes))
         kept = {name: handle.residual(name) for name in driver.shapes}
-        if driver.rank == driver.world - 1 or driver.shared:
+        if driver.rank == driver.world_size - 1 or driver.shared:
             now["scale"] = bad
         given = driver.gradients(3, driver.shapes)
         driver.must_raise(
@@ -170,7 +170,7 @@ def a_wrong_input_at_a_later_step(driver: Any) -> None:
         given = driver.gradients(step, driver.shapes)
         assert_close(handle.reduce(given), control.reduce(given), (0.0, 0.0), f"step {step}")
         wrong = dict(given)
-        if driver.rank == step % driver.world:
+        if driver.rank == step % driver.world_size:
             wrong["b"] = np.arange(12)
         driver.must_raise(Exception, ["int64", "'b'"], lambda w=wrong: handle.reduce(w), same=False)
         assert_same_state(handle.state(), control.state(), f"after the error in step {step}")

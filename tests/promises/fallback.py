@@ -35,7 +35,7 @@ def _make(driver: Any, compressed: float, dense: float, **settings: Any) -> Any:
 
 
 def _gradients(driver: Any, step: int) -> list[dict[str, np.ndarray]]:
-    return [heavy_tailed(SHAPES, step, rank) for rank in range(driver.world)]
+    return [heavy_tailed(SHAPES, step, rank) for rank in range(driver.world_size)]
 
 
 def _mean(everyone: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -59,7 +59,7 @@ def compression_is_given_up_where_it_does_not_pay(driver: Any) -> None:
         got = handle.reduce(everyone[driver.rank])
         mean = _mean(everyone)
         if was_exact:
-            assert_close(got, mean, summed(driver.world), f"step {step}")
+            assert_close(got, mean, summed(driver.world_size), f"step {step}")
         if before is Verdict.FLUSH:
             flushed = step
         for name in SHAPES:
@@ -81,7 +81,7 @@ def compression_is_given_up_where_it_does_not_pay(driver: Any) -> None:
     other = driver.make(SETTINGS, {}, SHAPES)
     other.compressor.load_state_dict(saved)
     everyone = _gradients(driver, STEPS)
-    assert_close(other.reduce(everyone[driver.rank]), _mean(everyone), summed(driver.world), "after loading")
+    assert_close(other.reduce(everyone[driver.rank]), _mean(everyone), summed(driver.world_size), "after loading")
     other.close()
 
 
@@ -99,7 +99,7 @@ def compression_is_kept_where_it_pays(driver: Any) -> None:
         got = handle.reduce(everyone[driver.rank])
         if is_exact:
             uncompressed += 1
-            assert_close(got, _mean(everyone), summed(driver.world), f"step {step}")
+            assert_close(got, _mean(everyone), summed(driver.world_size), f"step {step}")
         else:
             want = plain.reduce(everyone[driver.rank])
             for name in SHAPES:

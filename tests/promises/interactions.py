@@ -71,14 +71,14 @@ def all_features_at_once(driver: Any) -> None:
             handle = make()
             handle.load(driver.folder / "together")
         if step == RESHARDED:
-            more = reshard(net.saved(), driver.world + 1)
+            more = reshard(net.saved(), driver.world_size + 1)
             if driver.rank == 0:
                 for saved in more:
                     checkpoint.save(saved, driver.folder / "more")
             driver.meet()
             handle = make()
             handle.load(driver.folder / "more")
-            net.restore(reshard(more, driver.world), driver.specs(driver.shapes))
+            net.restore(reshard(more, driver.world_size), driver.specs(driver.shapes))
         got = handle.reduce({name: array * np.float32(scale[0]) for name, array in given[driver.rank].items()})
         want = net.allreduce_many(given)[driver.rank]
         if tolerance is not None:

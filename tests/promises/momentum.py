@@ -90,14 +90,14 @@ def _check(driver: Any, method: str, settings: dict[str, Any]) -> None:
             handle = make()
             handle.load(driver.folder / f"momentum-{method}")
         if step == RESHARDED:
-            more = reshard(net.saved(), driver.world + 1)
+            more = reshard(net.saved(), driver.world_size + 1)
             for saved in more if driver.rank == 0 else ():
                 checkpoint.save(saved, driver.folder / f"more-{method}")
             driver.meet()
             handle = make()
             handle.load(driver.folder / f"more-{method}")
             for other in (net, plain):
-                again = reshard(reshard(other.saved(), driver.world + 1), driver.world)
+                again = reshard(reshard(other.saved(), driver.world_size + 1), driver.world_size)
                 other.restore(again, driver.specs(driver.shapes))
         got, want = handle.reduce(given[driver.rank]), net.allreduce_many(given)[0]
         reduced = plain.allreduce_many(given)[0]

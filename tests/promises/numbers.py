@@ -91,7 +91,7 @@ def denormal_numbers_are_kept(driver: Any) -> None:
     for method, settings in (("none", {}), ("topk", {"density": 0.2}), ("scalecom", {"density": 0.3})):
         handle, net = driver.make(method, settings, shapes), driver.yardstick(method, settings)
         for step in range(3):
-            everyone = [{"w": np.float32([1e-40 * (r + 1), 3e-42, 1e-38, 2.0] * 300)} for r in range(driver.world)]
+            everyone = [{"w": np.float32([1e-40 * (r + 1), 3e-42, 1e-38, 2.0] * 300)} for r in range(driver.world_size)]
             want = net.allreduce_many(everyone)[driver.rank]
             got = handle.reduce(everyone[driver.rank])
             if driver.exact:
@@ -141,7 +141,7 @@ def _with_bad_steps(driver: Any, method: str, names: list[str]) -> None:
         want, got = control.reduce(given), handle.reduce(given)
         assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, tolerance, f"{method}, step {step}")
         before, bad = handle.state(), {name: array.copy() for name, array in given.items()}
-        if driver.rank == driver.world - 1:
+        if driver.rank == driver.world_size - 1:
             bad["a"].flat[3] = np.inf if step % 2 else np.nan
         got, after = handle.reduce(bad), handle.state()
         assert all(np.isnan(got[name]).all() for name in names), f"{method}: NaN on every rank"

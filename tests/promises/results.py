@@ -54,7 +54,7 @@ class Compared:
 
 def expect(driver: Any, method: str, settings: Settings, steps: int, **more: Any) -> Expected:
     """The loopback's side; ``more``: shapes, op, dtype."""
-    shapes, net, ranks = more.get("shapes", driver.shapes), driver.yardstick(method, settings), range(driver.world)
+    shapes, net, ranks = more.get("shapes", driver.shapes), driver.yardstick(method, settings), range(driver.world_size)
     everyone = (driver.everyone(step, shapes, more.get("dtype", "float32")) for step in range(steps))
     results = [net.allreduce_many(given, op=more.get("op", "average"))[0] for given in everyone]
     residuals = [{name: net.residual(name, rank) for name in shapes} if driver.exact else {} for rank in ranks]
@@ -135,10 +135,10 @@ _compared: dict[Any, list[Compared]] = {}
 
 def all_variants(driver: Any) -> list[Compared]:
     """Every variant compared; done once, as several promises ask for it. Each rank runs the loopback for some."""
-    key = driver.name, driver.world, driver.rank
+    key = driver.name, driver.world_size, driver.rank
     if key not in _compared:
         variants = [(number, *one, _steps(one[1])) for number, one in enumerate(driver.variants())]
-        mine = variants[driver.rank :: driver.world]
+        mine = variants[driver.rank :: driver.world_size]
         expected = {number: expect(driver, method, settings, steps) for number, method, settings, steps in mine}
         for others in driver.gather(expected):
             expected.update(others)

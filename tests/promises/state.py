@@ -107,9 +107,9 @@ def what_was_loaded_can_be_saved_again(driver: Any) -> None:
 def another_number_of_ranks_takes_over(driver: Any) -> None:
     """States of another number of ranks are re-sharded: the sum of residuals over ranks stays."""
     shapes, settings = {"a": (37, 41), "c": (8, 131)}, {"density": 0.02}
-    others = driver.yardstick("topk", settings, world=driver.world + 1)
+    others = driver.yardstick("topk", settings, world_size=driver.world_size + 1)
     for step in range(2):
-        others.allreduce_many([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world + 1)])
+        others.allreduce_many([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world_size + 1)])
     if driver.rank == 0:
         for saved in others.saved():
             checkpoint.save(saved, driver.folder / "more-ranks")
@@ -118,7 +118,7 @@ def another_number_of_ranks_takes_over(driver: Any) -> None:
     handle.load(driver.folder / "more-ranks")
     handle.reduce(driver.gradients(2, shapes))  # from here on they are known to have the sum
     net = driver.yardstick("topk", settings)
-    net.restore(reshard(others.saved(), driver.world), driver.specs(shapes))
+    net.restore(reshard(others.saved(), driver.world_size), driver.specs(shapes))
     net.allreduce_many(driver.everyone(2, shapes))
     assert handle.state()["steps"] == {"a": 3, "c": 3}
     if driver.exact:
@@ -127,8 +127,8 @@ def another_number_of_ranks_takes_over(driver: Any) -> None:
     everyone = driver.gather(handle.state())
     for name in shapes:
         total = sum(one["state"][name]["residual"].astype(np.float64) for one in everyone)
-        for one in reshard(everyone, driver.world + 2):
-            np.testing.assert_allclose(one["state"][name]["residual"] * (driver.world + 2), total, 1e-4, 1e-5)
+        for one in reshard(everyone, driver.world_size + 2):
+            np.testing.assert_allclose(one["state"][name]["residual"] * (driver.world_size + 2), total, 1e-4, 1e-5)
 
 
 @promise()
@@ -137,7 +137,7 @@ def states_that_do_not_fit_are_refused(driver: Any) -> None:
     handle = driver.make("topk", {"density": 0.05}, driver.shapes)
     handle.reduce(driver.gradients(0, driver.shapes))
     saved = handle.state()
-    for key, value in (("rank", driver.rank + 1), ("world", driver.world + 1), ("format", 99)):
+    for key, value in (("rank", driver.rank + 1), ("world", driver.world_size + 1), ("format", 99)):
         words = [key, str(value)]
         for other in (handle, driver.make("topk", {"density": 0.05}, driver.shapes)):
             driver.must_raise(ValueError, words, lambda o=other, k=key, v=value: o.load_state({**saved, k: v}), False)
@@ -177,9 +177,9 @@ def the_newest_state_of_all_ranks_is_loaded(driver: Any) -> None:
     handle.reduce(driver.gradients(0, shapes))
     handle.save(folder)
     driver.meet()
-    others = driver.yardstick("topk", settings, world=driver.world + 1)
+    others = driver.yardstick("topk", settings, world_size=driver.world_size + 1)
     for step in range(3):
-        others.allreduce_many([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world + 1)])
+        others.allreduce_many([driver.gradients(step, shapes, rank=rank) for rank in range(driver.world_size + 1)])
     if driver.rank == 0:
         for saved in others.saved():
             checkpoint.save(saved, folder)
@@ -190,10 +190,10 @@ def the_newest_state_of_all_ranks_is_loaded(driver: Any) -> None:
     if driver.rank == 0:  # the others are ended before they have saved
         checkpoint.save(handle.state(), folder)
     driver.meet()
-    if driver.world > 1:
+    if driver.world_size > 1:
         with warnings.catch_warnings(record=True):
             handle.load(folder)
-    assert handle.state()["steps"] == ({"a": 3, "c": 3} if driver.world > 1 else {"a": 4, "c": 4})
+    assert handle.state()["steps"] == ({"a": 3, "c": 3} if driver.world_size > 1 else {"a": 4, "c": 4})
 
 
 @promise()

@@ -180,7 +180,7 @@ def keep(promise: Promise, driver: Any) -> None:
         Skip: it is not promised, or needs more ranks.
         AssertionError: it is not kept.
     """
-    if driver.world < promise.ranks:
+    if driver.world_size < promise.ranks:
         raise Skip(f"needs {promise.ranks} ranks")
     exempt = EXCEPTIONS.get((driver.name, promise.name))
     if exempt is None:

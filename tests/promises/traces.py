@@ -105,7 +105,7 @@ def trace(driver: Any, method: str, settings: Settings, dtype: str, shapes: Any)
         given = driver.gradients(step, shapes)
         if step == TRIGGERED and driver.rank == 0:
             handle.trigger()
-        if step == BAD and driver.rank == driver.world - 1:
+        if step == BAD and driver.rank == driver.world_size - 1:
             for array in given.values():
                 array.flat[-1] = np.nan
         results = handle.reduce(given)
@@ -123,7 +123,7 @@ def trace(driver: Any, method: str, settings: Settings, dtype: str, shapes: Any)
 def traces_are_those_that_were_recorded(driver: Any) -> None:
     """Of every method: each collective's tensor, kind, dtype, length and content, the results, what is kept, and the
     ledger; with tensors together and by themselves, in other dtypes, with a trigger, a NaN and adapted momentum."""
-    if driver.world != 2:
+    if driver.world_size != 2:
         raise Skip("recorded of two ranks")
     shapes = TF_SHAPES if driver.name == "tensorflow" else SHAPES
     found = {name: trace(driver, *one, LARGE if "large" in name else shapes) for name, one in scenarios(driver).items()}

@@ -24,7 +24,7 @@ def _against_loopback(
     tolerance = driver.tolerance("gradiveq", SETTINGS)
     for step in range(10):
         if step in acts:
-            acts[step](handle, driver.rank == driver.world - 1)
+            acts[step](handle, driver.rank == driver.world_size - 1)
             acts[step](net, True)
         everyone = driver.everyone(step, driver.shapes)
         if step in bad_steps:  # every tensor, as TensorFlow's are undone one by one

@@ -82,7 +82,7 @@ class Watchdog:
 
     Args:
         rank: this rank.
-        world: number of ranks.
+        world_size: number of ranks.
         progress: returns the progress of this rank, or None when the group of ranks no longer exists. The thread calls
             it.
         pulse: returns a value that changes whenever the step makes progress. The thread calls it.
@@ -95,14 +95,14 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        world: int,
+        world_size: int,
         progress: Callable[[], Progress | None],
         pulse: Callable[[], Any],
         limits: Limits = Limits(),  # noqa: B008  (it is a value)
     ):
         self.rank = rank
-        self.world = world
-        self.on = limits.on and world > 1
+        self.world_size = world_size
+        self.on = limits.on and world_size > 1
         self.warn_after = limits.warn_after
         self.end_after = limits.end_after
         self.elastic = limits.elastic
@@ -200,7 +200,7 @@ class Watchdog:
 
     @property
     def _liveness_interval(self) -> float:
-        return max(LIVENESS_INTERVAL, self.world / 10)
+        return max(LIVENESS_INTERVAL, self.world_size / 10)
 
     def _ended(self, progress: Progress) -> list[int]:
         """Ask from time to time whether all ranks are alive. Return the ranks that have ended."""
@@ -223,7 +223,7 @@ class Watchdog:
         Returns:
             The progress of each rank; None for a rank that does not answer.
         """
-        found: list[Progress | None] = [None] * self.world
+        found: list[Progress | None] = [None] * self.world_size
         found[self.rank] = self.progress()
 
         def find(rank: int) -> None:
@@ -291,11 +291,13 @@ class Watchdog:
         arrived: Sequence[int] = ()
         with contextlib.suppress(RuntimeError):  # the store of torch.distributed may be gone
             arrived = self._arrived()
-        away = "; ".join(f"rank {rank} has not arrived" for rank in range(self.world) if rank not in arrived)
+        away = "; ".join(f"rank {rank} has not arrived" for rank in range(self.world_size) if rank not in arrived)
         who = f"missing: {away}" if away else "no rank is missing any more"
         if not arrived:
             who = "which ranks are missing is unknown before they have connected"
-        return f"the {self.world} ranks connect here for the first time; {who}; check the log and stack of every rank"
+        return (
+            f"the {self.world_size} ranks connect here for the first time; {who}; check the log and stack of every rank"
+        )
 
 
 def print_error(text: str) -> None:

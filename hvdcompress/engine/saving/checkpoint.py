@@ -38,9 +38,9 @@ _NAME = re.compile(r"(?:step-(\d+)-)?rank-(\d+)-of-(\d+)\.safetensors")
 _UNREADABLE = (SafetensorError, KeyError, TypeError, ValueError, RecursionError)
 
 
-def path_of(folder: str | Path, rank: int, world: int, step: int) -> Path:
+def path_of(folder: str | Path, rank: int, world_size: int, step: int) -> Path:
     """Return the path of one rank's file after ``step`` steps."""
-    return Path(folder) / f"step-{step}-rank-{rank}-of-{world}.safetensors"
+    return Path(folder) / f"step-{step}-rank-{rank}-of-{world_size}.safetensors"
 
 
 def to_bytes(saved: Mapping[str, Any]) -> bytes:
@@ -92,12 +92,12 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
         OSError: writing failed, for example because the disk is full. Earlier files are unchanged.
     """
     rank = saved["rank"]
-    world = saved["world"]
-    path = path_of(folder, rank, world, max(saved["steps"].values(), default=0))
+    world_size = saved["world"]
+    path = path_of(folder, rank, world_size, max(saved["steps"].values(), default=0))
     head, arrays = _flattened(saved)
     # safetensors chooses its own temporary file names, so write into a temporary folder. Its name does not change, so
     # that the next save removes what a killed rank has left
-    unfinished = path.with_name(f"rank-{rank}-of-{world}.tmp")
+    unfinished = path.with_name(f"rank-{rank}-of-{world_size}.tmp")
     try:
         _remove(unfinished)
         unfinished.mkdir(parents=True)
@@ -110,7 +110,7 @@ def save(saved: Mapping[str, Any], folder: str | Path) -> Path:
     finally:
         with contextlib.suppress(OSError):
             _remove(unfinished)
-    _clear(path.parent, rank, world)
+    _clear(path.parent, rank, world_size)
     return path
 
 
@@ -131,7 +131,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _clear(folder: Path, rank: int, world: int) -> None:
+def _clear(folder: Path, rank: int, world_size: int) -> None:
     """Remove this rank's older files. Rank 0 also removes files of ranks that no longer exist."""
     own = [file for file in _files(folder) if file.rank == rank]
     for file in sorted(own, key=lambda file: (_modified(file.path), file.step or 0))[:-KEPT]:
@@ -139,8 +139,8 @@ def _clear(folder: Path, rank: int, world: int) -> None:
     left = list(folder.glob(f"rank-{rank}-of-*.tmp")) + list(folder.glob(f"rank-{rank}-of-*.*.tmp"))
     if rank == 0:
         files = _files(folder)
-        begun = {(file.step, file.world) for file in files if file.rank == 0}
-        left += [file.path for file in files if file.rank >= world and (file.step, file.world) not in begun]
+        begun = {(file.step, file.world_size) for file in files if file.rank == 0}
+        left += [file.path for file in files if file.rank >= world_size and (file.step, file.world_size) not in begun]
     for path in left:
         _remove(path)
 
@@ -195,7 +195,7 @@ class _File(NamedTuple):
     path: Path
     step: int | None
     rank: int
-    world: int
+    world_size: int
 
 
 class _Head(NamedTuple):
@@ -211,8 +211,8 @@ def _files(folder: str | Path) -> list[_File]:
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if parts := _NAME.fullmatch(path.name):
-            step, rank, world = parts.groups()
-            found.append(_File(path, None if step is None else int(step), int(rank), int(world)))
+            step, rank, world_size = parts.groups()
+            found.append(_File(path, None if step is None else int(step), int(rank), int(world_size)))
     return found
 
 
@@ -236,7 +236,7 @@ def _head(file: _File) -> _Head:
         saved = int(metadata[_TIME]) if _TIME in metadata else _modified(file.path)
     except (*_UNREADABLE, OSError) as error:
         raise ValueError(f"{file.path} is not a state saved by hvdcompress: {error}") from None
-    if (head["rank"], head["world"]) != (file.rank, file.world):
+    if (head["rank"], head["world"]) != (file.rank, file.world_size):
         raise ValueError(f"{file.path} contains the state of rank {head['rank']} of {head['world']}")
     return _Head(head["steps"], saved)
 
@@ -253,7 +253,7 @@ class _Set:
     def __init__(self, files: Iterable[_File], local_only: bool):
         self.files = {file.rank: file.path for file in files}
         first = next(iter(files))
-        self.world = first.world
+        self.world_size = first.world_size
         self.wrong = None
         self.missing = False
         heads = []
@@ -266,12 +266,12 @@ class _Set:
         times = [head.saved for head in heads] or [_modified(path) for path in self.files.values()]
         self.step = max((step for head in heads for step in head.steps.values()), default=first.step or 0)
         self.order = max(times), self.step
-        lacking = list(itertools.islice((rank for rank in range(self.world) if rank not in self.files), 8))
+        lacking = list(itertools.islice((rank for rank in range(self.world_size) if rank not in self.files), 8))
         if lacking and not local_only:
             self.missing = not wrong
             prefix = "" if first.step is None else f"step-{first.step}-"
-            names = ", ".join(f"{prefix}rank-{rank}-of-{self.world}.safetensors" for rank in lacking)
-            wrong.append(f"{first.path.parent} lacks {names}; the residuals of all {self.world} ranks are needed")
+            names = ", ".join(f"{prefix}rank-{rank}-of-{self.world_size}.safetensors" for rank in lacking)
+            wrong.append(f"{first.path.parent} lacks {names}; the residuals of all {self.world_size} ranks are needed")
         if any(head.steps != heads[0].steps for head in heads):
             names = ", ".join(path.name for path in self.files.values())
             wrong.append(f"{first.path.parent} contains states of different steps: {names}")
@@ -279,7 +279,7 @@ class _Set:
             self.wrong = "; ".join(wrong)
 
 
-def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:
+def load(folder: str | Path, rank: int, world_size: int) -> dict[str, Any]:
     """Load the state of one rank from the newest complete set in a folder, re-sharded if necessary.
 
     A warning names the problems of newer sets that are incomplete or damaged. A folder that contains only files of this
@@ -288,26 +288,26 @@ def load(folder: str | Path, rank: int, world: int) -> dict[str, Any]:
     Args:
         folder: the folder.
         rank: this rank.
-        world: number of ranks.
+        world_size: number of ranks.
 
     Raises:
         FileNotFoundError: the folder has no saved state, or no set of all ranks.
         ValueError: all sets are damaged, of an unknown format, or mix different steps.
     """
     files = _files(folder)
-    local_only = all((file.rank, file.world) == (rank, world) for file in files)
+    local_only = all((file.rank, file.world_size) == (rank, world_size) for file in files)
     groups: dict[tuple[int | None, int], list[_File]] = {}
     for file in files:
-        groups.setdefault((file.step, file.world), []).append(file)
+        groups.setdefault((file.step, file.world_size), []).append(file)
     sets = sorted((_Set(group, local_only) for group in groups.values()), key=lambda one: one.order, reverse=True)
     if not sets:
-        raise FileNotFoundError(f"no saved state in {folder}: expected step-*-rank-{rank}-of-{world}.safetensors")
+        raise FileNotFoundError(f"no saved state in {folder}: expected step-*-rank-{rank}-of-{world_size}.safetensors")
     good = next((one for one in sets if one.wrong is None), None)
     wrong = "; ".join(one.wrong for one in sets[: None if good is None else sets.index(good)] if one.wrong)
     if good is None:
         raise (FileNotFoundError if all(one.missing for one in sets) else ValueError)(wrong)
     if wrong:
         warnings.warn(f"{wrong}; loading the earlier state of step {good.step} instead", stacklevel=2)
-    if good.world == world:
+    if good.world_size == world_size:
         return read(good.files[rank])
-    return snapshot.reshard([read(good.files[old]) for old in range(good.world)], world)[rank]
+    return snapshot.reshard([read(good.files[old]) for old in range(good.world_size)], world_size)[rank]

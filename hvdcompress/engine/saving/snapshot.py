@@ -58,14 +58,14 @@ def check(saved: Saved) -> None:
         raise ValueError("the saved state's 'merge' and 'state' have different arrays")
 
 
-def check_origin(saved: Saved, world: int, rank: int) -> None:
+def check_origin(saved: Saved, world_size: int, rank: int) -> None:
     """Raise an error unless a value is a saved state of this rank and number of ranks.
 
     Raises:
         ValueError: format, number of ranks or rank do not match. The message says which.
     """
     check(saved)
-    for key, mine in (("world", world), ("rank", rank)):
+    for key, mine in (("world", world_size), ("rank", rank)):
         if saved[key] != mine:
             hint = "; Compressor.load() re-shards a folder with the states of all ranks" if key == "world" else ""
             raise ValueError(f"the saved state has {key} {saved[key]!r}, but {key} is {mine!r} here{hint}")
@@ -304,8 +304,8 @@ def renamed(saved: Saved, names: Sequence[str]) -> Saved:
     return {**saved, **{table: {new.get(name, name): one for name, one in saved[table].items()} for table in TABLES}}
 
 
-def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
-    """Convert the saved states of all ranks into states for ``world`` ranks.
+def reshard(saved: Sequence[Saved], world_size: int) -> list[dict[str, Any]]:
+    """Convert the saved states of all ranks into states for ``world_size`` ranks.
 
     Summed slots are divided equally among the new ranks, so that no gradient is lost or counted twice.
 
@@ -324,7 +324,7 @@ def reshard(saved: Sequence[Saved], world: int) -> list[dict[str, Any]]:
 
     def merged(name: str, slot: str) -> Array:
         arrays = [one["state"][name][slot] for one in saved]
-        return sum(arrays) / world if first["merge"][name][slot] == "sum" else arrays[0]
+        return sum(arrays) / world_size if first["merge"][name][slot] == "sum" else arrays[0]
 
     state = {name: {slot: merged(name, slot) for slot in slots} for name, slots in first["state"].items()}
-    return [{**first, "world": world, "rank": rank, "state": state} for rank in range(world)]
+    return [{**first, "world": world_size, "rank": rank, "state": state} for rank in range(world_size)]

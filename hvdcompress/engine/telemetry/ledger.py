@@ -54,12 +54,12 @@ class Ledger(Observer):
     In the methods below, ``rank=None`` means the rank that the ledger was created for.
 
     Attributes:
-        world: number of ranks.
+        world_size: number of ranks.
         rank: the default rank.
         steps: number of steps that all ranks have committed.
     """
 
-    world: int
+    world_size: int
     rank: int = 0
     steps: int = 0
     _ranks: dict[int, Entry] = field(default_factory=lambda: defaultdict(Entry))
@@ -77,7 +77,7 @@ class Ledger(Observer):
 
     def sent(self, rank: int, name: str, what: Sent) -> None:
         """Add a collective."""
-        p = self.world
+        p = self.world_size
         if what.collective in ("AllReduce", "Broadcast"):
             wire = 2 * (p - 1) / p * what.num_bytes
         elif what.collective == "AllToAll":
@@ -135,7 +135,7 @@ class Ledger(Observer):
     def compression_ratio(self, rank: int | None = None) -> float:
         """Return dense bytes / bytes sent; NaN before the first collective. Warns if there is only one rank."""
         sent = self.bytes_sent(rank)
-        if self.world == 1 and not sent:
+        if self.world_size == 1 and not sent:
             warnings.warn(
                 "one rank alone sends nothing, so there is no compression ratio; start several: `horovodrun -np 2 "
                 "python train.py`, `torchrun --nproc-per-node 2 train.py` or `mpirun -np 2 python train.py`",

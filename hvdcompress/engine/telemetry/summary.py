@@ -40,7 +40,7 @@ def summary(groups: Sequence[Figures], ledger: Ledger, rank: int) -> str:
     whole.residual = math.hypot(*kept) if kept else None
     lines.append(_line("total", _cells(whole)))
     lines.append(
-        f"rank {rank} of {ledger.world}, {ledger.steps} steps: {seconds['codec']:.2f} s in the codec, "
+        f"rank {rank} of {ledger.world_size}, {ledger.steps} steps: {seconds['codec']:.2f} s in the codec, "
         f"{seconds['wait']:.2f} s waiting"
     )
     if compared := ledger.last_compared(rank):

@@ -104,5 +104,5 @@ class StepTimes:
         ledger = self._ledger
         rank = self._rank
         seconds = ledger.seconds(rank)
-        dense = 2 * (ledger.world - 1) / ledger.world * ledger.dense_bytes(rank)
+        dense = 2 * (ledger.world_size - 1) / ledger.world_size * ledger.dense_bytes(rank)
         return seconds["codec"], seconds["wait"], ledger.bytes_on_wire(rank), dense

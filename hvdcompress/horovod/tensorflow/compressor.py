@@ -262,7 +262,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
     def _rehearsals(self, bucket: Bucket) -> dict[tuple[int, int], tuple[Round, ...]]:
         """Return the sequence of collectives for each (stage of the plan, phase of the method)."""
         return {
-            (stage, phase): rehearse(method, phase, self.local.world, bucket.spec)
+            (stage, phase): rehearse(method, phase, self.local.world_size, bucket.spec)
             for stage, (_, method) in enumerate(bucket.program.stages)
             for phase in range(len(method.phases))
         }
@@ -507,7 +507,7 @@ class Compressor(compressor.Compressor, hvd.compression.Compressor, tf.train.exp
         return self._segments.waits_for()
 
     def _is_over(self) -> bool:
-        return compressor.process_set_changed(self.process_set, self.local.world)
+        return compressor.process_set_changed(self.process_set, self.local.world_size)
 
     # -- state -------------------------------------------------------------------------------------------
 

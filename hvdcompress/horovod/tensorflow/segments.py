@@ -96,7 +96,7 @@ class Segments:
     def __init__(self, local: RankState, loss_scale: Callable[[], float]):
         self.local = local
         self.loss_scale = loss_scale
-        self.group = Group(local.rank, local.world)
+        self.group = Group(local.rank, local.world_size)
         self.exchanges: dict[str, Exchange] = {}
         self.errors: dict[str, Exception] = {}
         self.failure: PeerError | None = None
@@ -198,7 +198,7 @@ class Segments:
                 splits = None
             if planned.collective != "AllToAll":
                 return [payload]
-            equal = [len(payload) // self.local.world] * self.local.world
+            equal = [len(payload) // self.local.world_size] * self.local.world_size
             return [payload, np.array(splits or equal, np.int32)]
 
     def receive(self, bucket: Bucket, result: Array) -> None:
@@ -238,7 +238,7 @@ class Segments:
             payload = probe[:-PROBE]
             probe = probe[-PROBE:]
             try:
-                factor = factor_of(probe, self.local.world)
+                factor = factor_of(probe, self.local.world_size)
                 non_finite, triggered, failed, failed_rank = (value / factor for value in probe[2:])
                 if error or failed > 0.5:
                     raise self._failed(name, error, failed, failed_rank)
@@ -302,7 +302,7 @@ class Segments:
 
         Observers are told about an all-gather later, in :meth:`_incoming`, when its lengths are known.
         """
-        request = lower(collective, self.local.rank, self.local.world, fast, np.zeros(0))
+        request = lower(collective, self.local.rank, self.local.world_size, fast, np.zeros(0))
         payload = np.ascontiguousarray(request.payload)
         if isinstance(collective, Broadcast):
             mine = self.local.rank == int(collective.root)
@@ -316,10 +316,10 @@ class Segments:
         """Return the result of a collective in the form that the method expects."""
         pieces: Sequence[int] = ()
         if isinstance(collective, AllGather):
-            pieces = gathered_lengths(result, collective, self.local.world, fast)
+            pieces = gathered_lengths(result, collective, self.local.world_size, fast)
             self._sent(name, Sent("AllGather", collective.x, len(collective.x), pieces))
         elif isinstance(collective, AllToAll):
-            pieces = collective.receives or [len(result) // self.local.world] * self.local.world
+            pieces = collective.receives or [len(result) // self.local.world_size] * self.local.world_size
         return lift(collective, result, pieces, fast)
 
     def _sent(self, name: str, what: Sent) -> None:
@@ -333,7 +333,7 @@ class Segments:
         if length is None:
             upcoming = self.local.next_step(bucket)
             with suppress(Exception):  # the rehearsal runs the method, which may fail again
-                length = lengths(upcoming.method, upcoming.phase, self.group.world, bucket.spec)[number]
+                length = lengths(upcoming.method, upcoming.phase, self.group.world_size, bucket.spec)[number]
                 length //= 4 if planned.collective == "Broadcast" else 1
         return np.zeros(length or 0, dtype)
 

@@ -172,7 +172,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             raise ValueError("call hvd.init() before making a Compressor")
         plan = plan_of(method, **settings)
         rank = process_set.rank()
-        world = process_set.size()
+        world_size = process_set.size()
         pairs = named(named_parameters)
         trained = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
         for name, parameter in trained:
@@ -181,13 +181,15 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
                     f"{name!r} is {parameter.dtype}: Horovod cannot reduce complex gradients; store the parameter as "
                     "real numbers (torch.view_as_real)"
                 )
-        super().__init__(plan, rank, world, trained, loss_scale, ops)
+        super().__init__(plan, rank, world_size, trained, loss_scale, ops)
         self.model_parameters = dict(pairs)
         self.process_set = process_set
         self._arrivals: Arrivals | None = None
         number = _number(process_set, self.watchdog)  # collective, so ranks may wait for each other here
         self.prefix = f"hvdcompress.set{process_set.process_set_id}.compressor{number}"
-        self._probe = torch.tensor([1.0 / world, (self.local.rank + 1.0) / world**2], dtype=torch.float32, device="cpu")
+        self._probe = torch.tensor(
+            [1.0 / world_size, (self.local.rank + 1.0) / world_size**2], dtype=torch.float32, device="cpu"
+        )
         self._last_order: list[str] = []  # order of the gradients in the last step, as a guess for the next one
         self._plans_compared = False  # True after the first step, in which the ranks compare their plans
         self._hooked_parameters: set[int] = set()  # ids of the parameters that Horovod has hooked for this Compressor
@@ -303,9 +305,9 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
     def _open_step(self) -> Arrivals:
         """Return the open step. Discard an unfinished one and start a new one."""
         if self._arrivals is None or self._arrivals.launched:
-            if self.process_set.size() != self.local.world:
+            if self.process_set.size() != self.local.world_size:
                 raise RuntimeError(
-                    f"the Compressor was made for {self.local.world} ranks, and the process set has "
+                    f"the Compressor was made for {self.local.world_size} ranks, and the process set has "
                     f"{self.process_set.size()} now; make the Compressor and the optimizer again"
                 )
             self._discard_step()
@@ -342,7 +344,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
         return arrivals.step.waits_for() if arrivals else None
 
     def _is_over(self) -> bool:
-        return process_set_changed(self.process_set, self.local.world)
+        return process_set_changed(self.process_set, self.local.world_size)
 
     def _discard_step(self) -> None:
         """Discard the open step, if there is one. State stays as it was before the step."""
@@ -411,7 +413,7 @@ class Compressor(TensorCompressor, hvd.compression.Compressor):
             if output.data_ptr() != ctx.gradient.data_ptr():
                 ctx.gradient.detach().copy_(output)
         elif step.factor is None:
-            step.factor = factor_of(output[-2:].tolist(), self.local.world)
+            step.factor = factor_of(output[-2:].tolist(), self.local.world_size)
         with step.defer_errors:
             if ctx.carried and step.factor:
                 step.receive_carried(ctx.carried, self.framework.flat(output[:-2]))

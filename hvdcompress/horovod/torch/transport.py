@@ -47,7 +47,7 @@ class HorovodTransport:
         self.prefix = prefix
         self.set = process_set
         self.rank = process_set.rank()
-        self.world = process_set.size()
+        self.world_size = process_set.size()
 
     def start(self, name: str, request: Request) -> Handle:
         """Start a collective; return without waiting for it."""

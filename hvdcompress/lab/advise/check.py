@@ -56,7 +56,7 @@ def measure(
 
 
 def _turn(fabric: Fabric, workload: Workload, plan: Plan | None, seconds: float) -> list[float]:
-    model, loss = workload.make(fabric.rank, fabric.world)
+    model, loss = workload.make(fabric.rank, fabric.world_size)
     module, optimizer, compressor = fabric.wrap(model, plan, workload.optimizer(model))
     steps = (_step(fabric, module, optimizer, loss, workload.waits) for _ in itertools.count())
     last = max(fabric.share(next(steps)))

@@ -75,7 +75,7 @@ class Case:
         tensors: shapes by name.
         times: when gradients are ready.
         link: what collectives cost.
-        world: the number of ranks.
+        world_size: the number of ranks.
         codecs: gives a method's codec.
         shared: ranks that share a processor.
         grouping: which tensors travel together under a plan. The dense step is the framework's own.
@@ -87,13 +87,13 @@ class Case:
         tensors: Mapping[str, tuple[int, ...]],
         times: Times,
         link: Link,
-        world: int,
+        world_size: int,
         codecs: Codecs,
         shared: float = 1.0,
         grouping: Grouping = BY_NAME,
         handling: float = 0.0,
     ):
-        self.tensors, self.times, self.world, self.codecs, self.shared = tensors, times, world, codecs, shared
+        self.tensors, self.times, self.world_size, self.codecs, self.shared = tensors, times, world_size, codecs, shared
         self.grouping, self.handling = grouping, handling
         self.given, self.link = link, replace(link, call=link.call * shared)
         self.dense = load({"method": "none"})
@@ -122,7 +122,7 @@ class Case:
         for bucket in buckets:
             key = (bucket.program, bucket.members, bucket.automatic)
             if key not in self._units:
-                unit = unit_of(bucket, self.world, self.codecs, self.shared)
+                unit = unit_of(bucket, self.world_size, self.codecs, self.shared)
                 self._units[key] = unit if self.grouping is BY_NAME else replace(unit, extra=())  # Horovod's alone
             found.append(self._units[key])
         return found
@@ -133,11 +133,11 @@ class Case:
 
     def _step(self, plan: Plan, buckets: Sequence[Bucket], rate: float | None = None) -> Step:
         link = replace(self.link, rate=rate) if rate else self.link
-        last, units = status(plan, self.world), []
+        last, units = status(plan, self.world_size), []
         for unit in self.units(buckets):
             half = self.handling * self.shared * len(unit.members) / 2 if last else 0.0
             units.append(replace(unit, encode=unit.encode + half, decode=unit.decode + half) if half else unit)
-        return simulate(self.times, units, link, self.world, last)
+        return simulate(self.times, units, link, self.world_size, last)
 
     def candidate(self, label: str, plan: Plan, partly: bool = False) -> Candidate:
         """A plan, and what is predicted of it."""

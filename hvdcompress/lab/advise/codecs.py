@@ -24,7 +24,7 @@ from hvdcompress.plan import plan_of
 __all__ = ["Known", "time_codec"]
 
 LARGE = ((1 << 22,), (2048, 2048), (512, 912, 3, 3))  # no cache holds it, as none holds a net's gradients
-WORLDS = (2, 4)
+WORLD_SIZES = (2, 4)
 REPEATS = 4
 LONGEST_WARM_UP = 200  # steps until a method is in its last phase; of longer ones the first phase is timed
 
@@ -45,17 +45,17 @@ def time_codec(method: Method, device: str = "cpu") -> MeasuredCodec:
         if spec is None:
             continue
         random = np.random.default_rng(spec.size)
-        for world in WORLDS:
-            side = Side(plan, [spec], world, at)
-            given = [at.array(random.normal(size=spec.size).astype(np.float32)) for _ in range(world)]
-            own, found = [at.empty(spec.size) for _ in range(world)], []
+        for world_size in WORLD_SIZES:
+            side = Side(plan, [spec], world_size, at)
+            given = [at.array(random.normal(size=spec.size).astype(np.float32)) for _ in range(world_size)]
+            own, found = [at.empty(spec.size) for _ in range(world_size)], []
             for step in range(warm + REPEATS):
                 for to, x in zip(own, given, strict=True):
                     at.copy(to, x)
                 spent = side.step([[x] for x in own])
                 if step >= warm:
                     found.append(spent)
-            pieces, num_bytes = cost.gathered(imagined.imagine(method, phase, world, spec), world)
+            pieces, num_bytes = cost.gathered(imagined.imagine(method, phase, world_size, spec), world_size)
             for part, of in (("encode", ("encode",)), ("decode", ("decode", "apply"))):
                 seconds = statistics.median(sum(each.parts[one].seconds for one in of) for each in found)
                 if seconds > 0:

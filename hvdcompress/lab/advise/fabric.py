@@ -17,7 +17,7 @@ __all__ = ["Fabric", "Gloo", "Horovod", "join", "launched"]
 def launched() -> str | None:
     """By what this process finds other ranks: "Horovod", "DDP", or None if it is alone."""
     place = started()
-    return place.driver if place and place.world > 1 else None
+    return place.driver if place and place.world_size > 1 else None
 
 
 class Fabric(ABC):
@@ -25,7 +25,7 @@ class Fabric(ABC):
 
     driver: str
     rank: int
-    world: int
+    world_size: int
 
     @abstractmethod
     def all_reduce(self, arrays: list[torch.Tensor]) -> Any:
@@ -71,7 +71,7 @@ class Horovod(Fabric):
         import horovod.torch as hvd
 
         hvd.init()
-        self.hvd, self.rank, self.world = hvd, hvd.rank(), hvd.size()
+        self.hvd, self.rank, self.world_size = hvd, hvd.rank(), hvd.size()
 
     def all_reduce(self, arrays: list[torch.Tensor]) -> Any:
         """Start them in place."""
@@ -114,7 +114,7 @@ class Gloo(Fabric):
 
         if not dist.is_initialized():
             Ranks.init()
-        self.dist, self.rank, self.world = dist, dist.get_rank(), dist.get_world_size()
+        self.dist, self.rank, self.world_size = dist, dist.get_rank(), dist.get_world_size()
 
     def all_reduce(self, arrays: list[torch.Tensor]) -> Any:
         """Start them in place."""
@@ -127,7 +127,7 @@ class Gloo(Fabric):
 
     def all_gather(self, array: torch.Tensor) -> None:
         """Gather everyone's array."""
-        self.dist.all_gather([torch.empty_like(array) for _ in range(self.world)], array)
+        self.dist.all_gather([torch.empty_like(array) for _ in range(self.world_size)], array)
 
     def share(self, value: Any) -> list[Any]:
         """Everyone's value, by rank."""

@@ -49,8 +49,8 @@ def times(workload: Workload, fabric: Fabric | None = None) -> tuple[dict[str, t
         ready = workload.planned()
         waited = MeasuredTimes(forward=0.0, backward=max(ready.values()), update=0.0, waits=True, ready=ready)
         return dict(workload.tensors), waited
-    rank, world = (fabric.rank, fabric.world) if fabric else (0, 1)
-    model, loss = workload.make(rank, world)
+    rank, world_size = (fabric.rank, fabric.world_size) if fabric else (0, 1)
+    model, loss = workload.make(rank, world_size)
     optimizer = workload.optimizer(model)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     came: dict[str, float] = {}
@@ -128,7 +128,7 @@ def link(fabric: Fabric, shared: float) -> MeasuredLink:
         fabric: the ranks.
         shared: how many of them share a processor.
     """
-    p = fabric.world
+    p = fabric.world_size
     small = _median(fabric, lambda: fabric.wait(fabric.all_reduce([torch.zeros(SMALL // 4)])))
     gather = _median(fabric, lambda: fabric.all_gather(torch.zeros(SMALL // 4)))
     many = [torch.zeros(SMALL // 4) for _ in range(FEW)]
@@ -250,7 +250,7 @@ def profile(
     return Profile.made_of(
         name=re.sub(r"[^\w.-]+", "-", workload.name) or "model",
         made=time.strftime("%Y-%m-%d"),
-        ranks=fabric.world if fabric else 1,
+        ranks=fabric.world_size if fabric else 1,
         shared=shared,
         memory=psutil.virtual_memory().available,
         driver=fabric.driver if fabric else "Horovod",

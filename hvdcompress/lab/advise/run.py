@@ -73,7 +73,7 @@ def report_of(
     found = candidates(case, entries, say)
     if is_as_measured(profile, link, ranks, shared):
         found = _with_measured(found, profile)
-    return Report(profile, case.given, case.world, case.shared, advise(case, found, error), case)
+    return Report(profile, case.given, case.world_size, case.shared, advise(case, found, error), case)
 
 
 def decided(report: Report, profile: Profile) -> Report:
@@ -97,8 +97,8 @@ def case_of(
     say: Callable[[str], None] = lambda words: None,
 ) -> Case:
     """The training that a profile tells of, over its link or another one; see :func:`report_of`."""
-    world = ranks or profile.ranks
-    if world < 2:
+    world_size = ranks or profile.ranks
+    if world_size < 2:
         raise ValueError("one rank exchanges nothing: give --ranks, or measure among several (--hosts, horovodrun)")
     if link is None and profile.link is None:
         raise ValueError(
@@ -107,7 +107,9 @@ def case_of(
     found = link or profile.link.link  # type: ignore[union-attr]
     sharing = shared or (profile.shared if ranks in (None, profile.ranks) else 1.0)
     grouping = IN_ORDER if profile.driver == "DDP" else BY_NAME
-    case = Case(profile.shapes, profile.times_if(sharing), found, world, Known(profile.codecs, say), sharing, grouping)
+    case = Case(
+        profile.shapes, profile.times_if(sharing), found, world_size, Known(profile.codecs, say), sharing, grouping
+    )
     if not (is_as_measured(profile, link, ranks, shared) and profile.dense):
         return case
     case = case.over(calibrate(case, profile.dense))

@@ -49,17 +49,19 @@ class Link:
         """Bits per second by which the link is known: 10 Gbit/s of a link that is sold as such."""
         return self.rate / self.share
 
-    def seconds(self, kind: Kind, lengths: Sequence[int], line: float, world: int) -> float:
+    def seconds(self, kind: Kind, lengths: Sequence[int], line: float, world_size: int) -> float:
         """Seconds of collectives of one kind that travel together.
 
         Args:
             kind: as ``cost.kind`` says.
             lengths: bytes that a rank hands over to each.
             line: bytes that pass one after the other, of all of them.
-            world: the number of ranks.
+            world_size: the number of ranks.
         """
         collective, _, partners = kind
-        return self.round + self.message * cost.messages(collective, lengths, world, partners) + 8 * line / self.rate
+        return (
+            self.round + self.message * cost.messages(collective, lengths, world_size, partners) + 8 * line / self.rate
+        )
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ class _Asked:
 class _Run:
     """The state of one simulated step."""
 
-    def __init__(self, link: Link, world: int):
-        self.link, self.world = link, world
+    def __init__(self, link: Link, world_size: int):
+        self.link, self.world_size = link, world_size
         self.now = self.until = 0.0  # of the processor; until when the link is busy
         self.queue: list[_Asked] = []
         self.flying: list[_Asked] = []
@@ -170,7 +172,7 @@ class _Run:
         together = [each for each in self.queue if each.call.kind == kind]
         self.queue = [each for each in self.queue if each.call.kind != kind]
         line = sum(each.call.line for each in together)
-        seconds = self.link.seconds(kind, [each.call.num_bytes for each in together], line, self.world)
+        seconds = self.link.seconds(kind, [each.call.num_bytes for each in together], line, self.world_size)
         self.until = time + seconds - self.link.window
         self.busy += seconds
         self.latency += seconds - 8 * line / self.link.rate
@@ -198,19 +200,19 @@ class _Run:
             self.drive()
 
 
-def simulate(times: Times, units: Sequence[Unit], link: Link, world: int, last: Sequence[Call] = ()) -> Step:
+def simulate(times: Times, units: Sequence[Unit], link: Link, world_size: int, last: Sequence[Call] = ()) -> Step:
     """Predict one step.
 
     Args:
         times: when gradients are ready.
         units: what is exchanged; each begins when the last of its tensors is ready.
         link: what collectives cost.
-        world: the number of ranks.
+        world_size: the number of ranks.
         last: collectives that are asked for when the backward pass has ended, such as a driver's status.
     """
-    if world < 2:
+    if world_size < 2:
         return Step(times.alone, 0.0, 0.0, 0.0)
-    run = _Run(link, world)
+    run = _Run(link, world_size)
     of = {name: number for number, unit in enumerate(units) for name in unit.members}
     missing = [len(unit.members) for unit in units]
     left = sum(len(unit.calls) + len(unit.extra) for unit in units) + len(last)

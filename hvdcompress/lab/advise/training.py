@@ -68,7 +68,7 @@ class Trainings:
     def train(self, label: str, plan: Plan | None, seed: int) -> Curve:
         """Train once; on all ranks."""
         gc.collect()  # hooks and optimizers of the training before hold each other
-        setup = self.workload.setup(self.fabric.rank, self.fabric.world, seed)
+        setup = self.workload.setup(self.fabric.rank, self.fabric.world_size, seed)
         module, optimizer, compressor = self.fabric.wrap(setup.model, plan, setup.optimizer)
         words = f"training {self.workload.name} with {label}, seed {seed + 1} of {self.seeds}"
         times, losses = self._steps(setup, module, optimizer, words)

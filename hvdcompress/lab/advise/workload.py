@@ -57,10 +57,10 @@ class Workload(ABC):
     untrained = ""
 
     @abstractmethod
-    def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    def make(self, rank: int, world_size: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """A new model, and the function that gives the loss of the next batch; all ranks' models are equal."""
 
-    def setup(self, rank: int, world: int, seed: int) -> Setup:
+    def setup(self, rank: int, world_size: int, seed: int) -> Setup:
         """Return a training before its first step; the seed gives the weights and each rank's batches.
 
         Raises:
@@ -111,7 +111,7 @@ class UserModel(Workload):
         self._optimizer = found_by(optimizer, "--optimizer") if optimizer else None
         self.untrained = "" if optimizer else "they depend on the optimizer, and --optimizer is not given"
 
-    def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    def make(self, rank: int, world_size: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """A model that the user's function makes, with one batch of the user's, which is used in every step."""
         torch.manual_seed(0)
         model, batch = self._make_model(), self._data()
@@ -123,16 +123,16 @@ class UserModel(Workload):
             raise ValueError(f"--model: {self.name} must make a torch.nn.Module, not a {type(model).__name__}")
         return model
 
-    def setup(self, rank: int, world: int, seed: int) -> Setup:
+    def setup(self, rank: int, world_size: int, seed: int) -> Setup:
         """Return the user's model and optimizer; each batch is another call of the user's function."""
         if self._optimizer is None:
-            return super().setup(rank, world, seed)
+            return super().setup(rank, world_size, seed)
         _seed_all(seed)
         model = self._make_model()
         optimizer = self._optimizer(model)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError(f"--optimizer must make a torch.optim.Optimizer, not a {type(optimizer).__name__}")
-        _seed_all(1 + seed * world + rank)
+        _seed_all(1 + seed * world_size + rank)
         return Setup(model, optimizer, (self._data() for _ in itertools.count()), self._loss)
 
 
@@ -160,12 +160,12 @@ class TaskNet(Workload):
             raise ValueError(f"unknown task {task!r}; known: {', '.join(tasks.TASKS)}")
         self.name, self.batch_size = task, batch_size
 
-    def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    def make(self, rank: int, world_size: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """The task's net, and its batches."""
-        found = self.setup(rank, world, 0)
+        found = self.setup(rank, world_size, 0)
         return found.model, lambda module: found.loss(module, next(found.batches))
 
-    def setup(self, rank: int, world: int, seed: int) -> Setup:
+    def setup(self, rank: int, world_size: int, seed: int) -> Setup:
         """Return the task's net, and SGD with momentum."""
         from hvdcompress.lab.training import models_torch, tasks
 
@@ -175,10 +175,10 @@ class TaskNet(Workload):
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
         def held_out(module: torch.nn.Module) -> tuple[float, int]:
-            batches = list(data.held_out(rank, world))
+            batches = list(data.held_out(rank, world_size))
             return sum(_task_loss(module, batch, "sum").item() for batch in batches), sum(y.size for _, y in batches)
 
-        return Setup(model, optimizer, data.batches(rank, world, seed, self.batch_size), _task_loss, held_out)
+        return Setup(model, optimizer, data.batches(rank, world_size, seed, self.batch_size), _task_loss, held_out)
 
 
 def _task_loss(model: torch.nn.Module, batch: tuple[np.ndarray, np.ndarray], reduction: str = "mean") -> torch.Tensor:
@@ -211,7 +211,7 @@ class Shapes(Workload):
             found[name] = now
         return found
 
-    def make(self, rank: int, world: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
+    def make(self, rank: int, world_size: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
         """Parameters that take no memory, and gradients that differ from step to step."""
         model = _Tensors(self.tensors)
         first = gradients.make_gradients({name: list(shape) for name, shape in self.tensors.items()}, rank)

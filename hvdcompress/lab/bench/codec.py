@@ -48,7 +48,7 @@ class Asked:
         methods: labels and plans, as :func:`asked_for` reads them.
         elements: of the one tensor, or a few less, so that it is a matrix that is nearly square.
         net: in :data:`hvdcompress.lab.nets.NETS`: its tensors, compared with one tensor of their size.
-        world: ranks in lockstep.
+        world_size: ranks in lockstep.
         runs: steps that are measured.
         device: in ``devices.DEVICES``.
         peers: whether to measure what methods are compared with.
@@ -57,7 +57,7 @@ class Asked:
     methods: Mapping[str, Mapping[str, Any]]
     elements: int = 25_000_000
     net: str | None = None
-    world: int = 2
+    world_size: int = 2
     runs: int = 9
     device: str = "cpu"
     peers: bool = True
@@ -192,8 +192,8 @@ class Ours:
     """A method on tensors of these shapes."""
 
     def __init__(self, plan: Plan, specs: Sequence[TensorSpec], asked: Asked, draws: Draws, at: Device):
-        self.side, self.draws = Side(plan, specs, asked.world, at), draws
-        self.gradients = [[at.empty(spec.size) for spec in specs] for _ in range(asked.world)]
+        self.side, self.draws = Side(plan, specs, asked.world_size, at), draws
+        self.gradients = [[at.empty(spec.size) for spec in specs] for _ in range(asked.world_size)]
 
     def prepare(self) -> None:
         """Give every rank its next gradients; not measured."""
@@ -301,7 +301,7 @@ def measure(asked: Asked, label: str) -> Measured:
     draws = Draws(elements, at)
     ours = [Ours(plan, specs, asked, draws, at) for specs in ([spec], many) if specs]
     gradient, to = at.empty(spec.size), at.empty(spec.size)
-    peers = peers_of(plan.program.main, spec, asked.world, at) if asked.peers else []
+    peers = peers_of(plan.program.main, spec, asked.world_size, at) if asked.peers else []
     theirs = [Theirs(peer.call, gradient, draws, at) for peer in peers]
 
     def copy() -> float:

@@ -190,7 +190,7 @@ def sections(asked: Asked, measured: Sequence[Measured]) -> list[tuple[Table[Row
     """The tables, and what is to be said of them: methods, what they are compared with, a net's tensors."""
     spec, many = specs_of(asked)
     size, total = spec.size, sum(each.size for each in many)
-    where = f"{asked.world} ranks, {asked.device}"
+    where = f"{asked.world_size} ranks, {asked.device}"
     shape = " × ".join(map(str, spec.shape))
     ones = [Row(group, group.one, size) for group in measured]
     peers = [Row(group, peer, size) for group in measured for peer in group.peers]

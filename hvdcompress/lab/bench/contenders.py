@@ -24,9 +24,9 @@ __all__ = ["Contender", "OverDDP", "OverHorovod", "OverMPI"]
 class Contender(ABC):
     """A way to reduce the gradients of a set."""
 
-    def __init__(self, rank: int, world: int):
-        self.rank, self.world = rank, world
-        self.ledger = Ledger(world, rank)
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self.ledger = Ledger(world_size, rank)
         self.splits = True  #: whether its time can be split into codec and waiting
         self.counts = True  #: whether its ledger has bytes
 
@@ -53,8 +53,8 @@ class Contender(ABC):
 class OverTorch(Contender):
     """Parameters of a set's shapes, which get their gradients from a backward pass."""
 
-    def __init__(self, key: str, tensors: Shapes, rank: int, world: int, device: str = "cpu"):
-        super().__init__(rank, world)
+    def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
+        super().__init__(rank, world_size)
         # never read or written, so they take no memory
         made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
         self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
@@ -181,7 +181,7 @@ class OverMPI(Contender):
 
         self.compressor = Compressor(what["settings"])
         self.compressor.watch(clock)
-        super().__init__(self.compressor.local.rank, self.compressor.local.world)
+        super().__init__(self.compressor.local.rank, self.compressor.local.world_size)
         self.names, self.ledger = list(tensors), self.compressor.ledger
         self.reduced: dict[str, Any] = {}
         if what["alone"]:
@@ -217,14 +217,14 @@ def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, A
     Returns:
         The state after the steps, for ``compressor.load_state_dict``.
     """
-    net = Loopback(compressor.plan, world=1)
+    net = Loopback(compressor.plan, world_size=1)
     gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
     before = f"{key}." if key else ""
     for step in range(steps):
         rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
         net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
     saved = net.ranks[0].state_dict()
-    return saved | {"world": compressor.local.world, "rank": compressor.local.rank}
+    return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}
 
 
 def in_torch(saved: dict[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Tensor:
     @classmethod
     def of(cls, name: str, xs: Sequence[Vector], density: float) -> Tensor:
         """Take the medians over vectors [n] of one tensor."""
-        net, figures = Loopback("fft", world=1, density=density, values="fp32", min_elements=1), []
+        net, figures = Loopback("fft", world_size=1, density=density, values="fp32", min_elements=1), []
         for x in xs:
             square = np.square(x, dtype=np.float64)
             left_out = np.sort(square)[: len(x) - num_kept(density, len(x))].sum() / square.sum()

@@ -35,10 +35,10 @@ class Peer:
     at_most: float | None = None
 
 
-def peers_of(method: Method, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
+def peers_of(method: Method, spec: TensorSpec, world_size: int, device: Device) -> list[Peer]:
     """The peers of a method, for a tensor of two dimensions on a device; none for most methods."""
     make = MAKERS.get(method.id)
-    return make(method, spec, world, device) if make else []
+    return make(method, spec, world_size, device) if make else []
 
 
 def _torch(device: Device) -> Any:
@@ -57,13 +57,13 @@ def _on_tensors(torch: Any, call: Callable[[Any], Any]) -> Callable[[Array], Any
     return lambda x: call(torch.from_numpy(x) if isinstance(x, np.ndarray) else x)
 
 
-def _topk(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
+def _topk(method: Any, spec: TensorSpec, world_size: int, device: Device) -> list[Peer]:
     n, torch = spec.size, _torch(device)
     k = select.num_kept(method.density, n)
     found = []
     if torch:
         found += [
-            Peer("top-k as GRACE publishes it", _on_tensors(torch, grace_topk(torch, k, world))),
+            Peer("top-k as GRACE publishes it", _on_tensors(torch, grace_topk(torch, k, world_size))),
             Peer("torch.topk of |x|", _on_tensors(torch, lambda x: torch.topk(x.abs(), k, sorted=False))),
         ]
     if isinstance(device, Cpu):
@@ -76,7 +76,7 @@ def _topk(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Pee
     return found
 
 
-def grace_topk(torch: Any, k: int, world: int) -> Callable[[Any], Any]:
+def grace_topk(torch: Any, k: int, world_size: int) -> Callable[[Any], Any]:
     """Top-k with a residual memory, as in Xu et al., "GRACE: A Compressed Communication Framework for Distributed
     Machine Learning", ICDCS 2021, §4: compensate, compress, update the memory; then decompress what every rank sent,
     and add it up. Each of the ranks is taken to have sent the same.
@@ -92,7 +92,7 @@ def grace_topk(torch: Any, k: int, world: int) -> Callable[[Any], Any]:
         index = torch.topk(x.abs(), k, sorted=False).indices
         values = torch.gather(x, 0, index)
         residual = x - dense(x, index, values)
-        return sum(dense(x, index, values) for _ in range(world)) / world
+        return sum(dense(x, index, values) for _ in range(world_size)) / world_size
 
     return step
 
@@ -100,7 +100,7 @@ def grace_topk(torch: Any, k: int, world: int) -> Callable[[Any], Any]:
 def _halves(name: str) -> Callable[[Any, TensorSpec, int, Device], list[Peer]]:
     """Rounding to 16 bits and back, by PyTorch's conversions to a dtype of that name."""
 
-    def make(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
+    def make(method: Any, spec: TensorSpec, world_size: int, device: Device) -> list[Peer]:
         if not (torch := _torch(device)):
             return []
         dtype = getattr(torch, name)
@@ -112,7 +112,7 @@ def _halves(name: str) -> Callable[[Any, TensorSpec, int, Device], list[Peer]]:
     return make
 
 
-def _fft(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
+def _fft(method: Any, spec: TensorSpec, world_size: int, device: Device) -> list[Peer]:
     block = method.block_length(spec.size)
     whole, found = spec.size // block * block, []
     if isinstance(device, Cpu):
@@ -129,7 +129,7 @@ def _fft(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer
     return found
 
 
-def _powersgd(method: Any, spec: TensorSpec, world: int, device: Device) -> list[Peer]:
+def _powersgd(method: Any, spec: TensorSpec, world_size: int, device: Device) -> list[Peer]:
     (rows, columns), rank, torch = method.matrix(spec), method.matrix_rank, _torch(device)
     random = np.random.default_rng(0)
     p, q = (device.array(random.standard_normal((rank, extent), np.float32)) for extent in (rows, columns))

@@ -48,7 +48,7 @@ class Side:
     Args:
         plan: what each tensor gets.
         specs: the tensors, in the order of the net.
-        world: number of ranks.
+        world_size: number of ranks.
         device: where their gradients lie.
 
     Attributes:
@@ -56,10 +56,10 @@ class Side:
         ranks: their states.
     """
 
-    def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world: int, device: Device):
-        self.plan, self.world, self.device = plan, world, device
+    def __init__(self, plan: Plan, specs: Sequence[TensorSpec], world_size: int, device: Device):
+        self.plan, self.world_size, self.device = plan, world_size, device
         self.buckets = plan.buckets(specs, BY_NAME)
-        self.ranks = [RankState(plan, rank, world) for rank in range(world)]
+        self.ranks = [RankState(plan, rank, world_size) for rank in range(world_size)]
         places = {
             member.name: (bucket, place) for bucket in self.buckets for place, member in enumerate(bucket.members)
         }
@@ -81,14 +81,14 @@ class Side:
                 self._exchange([each[bucket.spec.name] for each in exchanges], spent)
         for rank, (own, passed) in zip(self.ranks, received, strict=True):
             for exchange in own.values():
-                self._measured(spent, "apply", exchange.deliver, 1.0 / self.world)
+                self._measured(spent, "apply", exchange.deliver, 1.0 / self.world_size)
             self._measured(spent, "apply", commit_step, rank, own.values(), passed, Outcome())
         return spent
 
     def _measured(self, spent: Spent, part: str, call: Any, *arguments: Any) -> Any:
         """``call(*arguments)``, a rank's share of its cost added to a part."""
         result, cost = self._gauge(call, *arguments)
-        spent.parts[part].add(cost, 1.0 / self.world)
+        spent.parts[part].add(cost, 1.0 / self.world_size)
         return result
 
     def _receive(
@@ -115,7 +115,7 @@ class Side:
         """Take a gradient as under Horovod."""
         exchange = exchanges.get(bucket.spec.name)
         if exchange is None:
-            exchange = Exchange(Setup(rank, Group(rank.rank, self.world), bucket, gradient, self.device.ops))
+            exchange = Exchange(Setup(rank, Group(rank.rank, self.world_size), bucket, gradient, self.device.ops))
             exchanges[exchange.name] = exchange
         exchange.add([index], [gradient])
         if exchange.is_full:
@@ -132,7 +132,7 @@ class Side:
             collectives: list[Any] = [exchange.collective for exchange in exchanges]
             if isinstance(collective, Broadcast):
                 made = self.device.fetch(self._measured(spent, "encode", collectives[collective.root].make))
-                collectives = [replace(collective, make=lambda made=made: made)] * self.world  # type: ignore[misc]
+                collectives = [replace(collective, make=lambda made=made: made)] * self.world_size  # type: ignore[misc]
             else:
                 collectives = [replace(each, x=self.device.fetch(each.x)) for each in collectives]
             for exchange, result in zip(exchanges, carry_out(collectives), strict=True):
@@ -141,7 +141,7 @@ class Side:
     def _advance(self, exchange: Exchange, result: Any, spent: Spent) -> None:
         """Hand a result to a rank. Only then is it known whether that was the last collective."""
         _, cost = self._gauge(exchange.resume, result)
-        spent.parts["decode" if exchange.collective is None else "encode"].add(cost, 1.0 / self.world)
+        spent.parts["decode" if exchange.collective is None else "encode"].add(cost, 1.0 / self.world_size)
 
     def _lifted(self, result: Any) -> Any:
         """A collective's result on the device: an array, or a list of them."""

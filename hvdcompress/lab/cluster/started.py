@@ -26,12 +26,12 @@ class Started:
     Attributes:
         driver: by what its ranks find each other: "Horovod" (over MPI or Gloo) or "DDP".
         rank: its number.
-        world: how many there are.
+        world_size: how many there are.
     """
 
     driver: str
     rank: int
-    world: int
+    world_size: int
 
 
 def started() -> Started | None:
@@ -40,7 +40,7 @@ def started() -> Started | None:
         if number not in os.environ or (driver == "DDP" and "MASTER_ADDR" not in os.environ):
             continue
         found = Started(driver, int(os.environ[number]), int(os.environ.get(count, "1")))
-        if number != "SLURM_PROCID" or found.world > 1:  # a batch script and `srun --pty bash` have it, too
+        if number != "SLURM_PROCID" or found.world_size > 1:  # a batch script and `srun --pty bash` have it, too
             return found
     return None
 

@@ -39,7 +39,7 @@ class Clock(Observer):
             self.seconds += seconds
 
 
-def measure(methods: Sequence[str], world: int) -> Table[dict[str, Any]]:
+def measure(methods: Sequence[str], world_size: int) -> Table[dict[str, Any]]:
     """Return a table: seconds of handing over, in copies of the gradients, and the memory that is kept for it.
 
     Both forms of a method take turns, step by step.
@@ -49,13 +49,16 @@ def measure(methods: Sequence[str], world: int) -> Table[dict[str, Any]]:
     """
     rng = np.random.default_rng(0)
     gradients = [
-        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()} for _ in range(world)
+        {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+        for _ in range(world_size)
     ]
     size = sum(gradient.size for gradient in gradients[0].values())
     rows = []
     for name in methods:
         settings = METHODS.get(name, {"method": name})
-        nets = {how: Loopback(settings, world, optimizer=SGD(0.9), optimizer_momentum=how) for how in ("keep", "adapt")}
+        nets = {
+            how: Loopback(settings, world_size, optimizer=SGD(0.9), optimizer_momentum=how) for how in ("keep", "adapt")
+        }
         clocks = {how: Clock() for how in nets}
         for how, net in nets.items():
             net.watch(clocks[how])
@@ -69,7 +72,7 @@ def measure(methods: Sequence[str], world: int) -> Table[dict[str, Any]]:
         times = {what: statistics.median(each[WARM:]) for what, each in found.items()}
         arrays = {how: _state(net) for how, net in nets.items()}
         rows.append({"method": name, **times, "memory": arrays["adapt"] - arrays["keep"]})
-    return Table(COLUMNS, rows, f"{size / 1e6:.1f} million elements, {world} ranks in one process, a thread each")
+    return Table(COLUMNS, rows, f"{size / 1e6:.1f} million elements, {world_size} ranks in one process, a thread each")
 
 
 def _copy(size: int) -> float:

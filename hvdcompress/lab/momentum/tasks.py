@@ -217,14 +217,16 @@ def evaluate(net: nn.Module, data: Images | Bytes, metric: Metric) -> float:
 
 
 @torch.no_grad()
-def held_out_sums(net: nn.Module, data: Images | Bytes, rank: int = 0, world: int = 1) -> tuple[float, float, float]:
+def held_out_sums(
+    net: nn.Module, data: Images | Bytes, rank: int = 0, world_size: int = 1
+) -> tuple[float, float, float]:
     """Return a metric's sums over a rank's share of the held-out set: log loss in nats, hits and examples.
 
     Leaves the net in training mode.
     """
     net.eval()
     nll = correct = count = 0.0
-    for x, y in _held_out(data, rank, world):
+    for x, y in _held_out(data, rank, world_size):
         inputs, labels = _on_device_of(net, (x, y))
         logits = net(inputs).flatten(0, -2)
         labels = labels.flatten()
@@ -235,9 +237,9 @@ def held_out_sums(net: nn.Module, data: Images | Bytes, rank: int = 0, world: in
     return nll, correct, count
 
 
-def _held_out(data: Images | Bytes, rank: int, world: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+def _held_out(data: Images | Bytes, rank: int, world_size: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Return batches of the held-out set; images in larger batches than the data's own, which is faster."""
     if isinstance(data, Bytes):
-        return data.held_out(rank, world)
-    parts = [slice(start, start + CHUNK) for start in range(rank * CHUNK, len(data.y_held_out), world * CHUNK)]
+        return data.held_out(rank, world_size)
+    parts = [slice(start, start + CHUNK) for start in range(rank * CHUNK, len(data.y_held_out), world_size * CHUNK)]
     return ((training.prepare(data.x_held_out[part]), data.y_held_out[part]) for part in parts)

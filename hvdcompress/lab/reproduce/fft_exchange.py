@@ -66,10 +66,10 @@ def codecs(net: str, small: str, methods: Mapping[str, Settings], seed: int, run
     return found
 
 
-def sides(method: Settings, shapes: nets.Shapes, world: int, draws: Draws, runs: int) -> list[Settings]:
+def sides(method: Settings, shapes: nets.Shapes, world_size: int, draws: Draws, runs: int) -> list[Settings]:
     """A rank's seconds in each run, and those of the run's parts."""
     specs = [TensorSpec(name, shape) for name, shape in shapes.items()]
-    asked = Asked({method["method"]: method}, world=world)
+    asked = Asked({method["method"]: method}, world_size=world_size)
     ours = Ours(load(method), specs, asked, draws, draws.device)
     ours.warm_up(WARM)
     found = []
@@ -135,7 +135,7 @@ def fitted() -> Model:
 
 
 def exchanges(
-    net: str, timed: Mapping[str, tuple[Settings, Settings]], rates: Sequence[str], world: int, faster: float
+    net: str, timed: Mapping[str, tuple[Settings, Settings]], rates: Sequence[str], world_size: int, faster: float
 ) -> dict[str, dict[str, float]]:
     """Predict an exchange of a net's tensors.
 
@@ -143,17 +143,17 @@ def exchanges(
         net: whose tensors.
         timed: by method's label its plan, and what :func:`codecs` found.
         rates: of the links.
-        world: ranks.
+        world_size: ranks.
         faster: codecs take so many times less than here.
 
     Returns:
         Seconds by rate and label, with ``none`` for stock Horovod.
     """
     shapes, constants = nets.get(net), fitted().constants
-    works = {"none": cost.stock(shapes, world)}
+    works = {"none": cost.stock(shapes, world_size)}
     for label, (method, found) in timed.items():
-        seconds = found["seconds"] + (world - FEW) * found["further"]
-        works[label] = replace(cost.work(load(method), shapes, world), codec=seconds / faster)
+        seconds = found["seconds"] + (world_size - FEW) * found["further"]
+        works[label] = replace(cost.work(load(method), shapes, world_size), codec=seconds / faster)
     return {
         rate: {label: constants.seconds(work, Rate.parse(rate).slower) for label, work in works.items()}
         for rate in rates

@@ -175,7 +175,7 @@ def formats(rows: Sequence[Row], what: str, words: str) -> Picture:
         return picture(figure, f"formats-{what}", title, f"Error of number formats on {words}, by bits.")
 
 
-def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], world: int) -> Picture:
+def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], world_size: int) -> Picture:
     """Predicted seconds of AlexNet's exchange by link, a panel per host, a line per method."""
     hosts = grouped(rows, "host")
     speeds = [Rate.parse(rate).slower / 1e9 for rate in rates]
@@ -198,7 +198,9 @@ def exchanges(rows: Sequence[Row], rates: Sequence[str], labels: Sequence[str], 
         panels[0].set_ylabel("seconds (logarithmic), predicted")
         handles, names = panels[0].get_legend_handles_labels()
         figure.legend(handles, names, frameon=False, fontsize=8, loc="outside lower center", ncols=3)
-        title = f"Model: AlexNet's exchange, 61 million elements, {world} ranks; codecs timed with {seeds_of(rows)}"
+        title = (
+            f"Model: AlexNet's exchange, 61 million elements, {world_size} ranks; codecs timed with {seeds_of(rows)}"
+        )
         caption = "Predicted time of AlexNet's exchange by link, with the codec of one core and with a faster one."
         return picture(figure, "alexnet", title, caption)
 

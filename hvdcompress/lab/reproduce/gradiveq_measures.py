@@ -93,7 +93,9 @@ def watched(
             if not start <= moment.step < start + length:
                 continue
             if moment.step == start:
-                nets = {name: Loopback({"min_elements": 1, **entry}, world=ranks) for name, entry in entries.items()}
+                nets = {
+                    name: Loopback({"min_elements": 1, **entry}, world_size=ranks) for name, entry in entries.items()
+                }
                 open_[start] = Window(start, nets)
             age = moment.step - start - dense_steps
             _step(open_[start], moment, tensors, age, every)

@@ -80,18 +80,18 @@ def ring_codecs(contenders: Contenders, spec: TensorSpec, ctx: Context) -> dict[
         method = GradiVeQ(min_rate=rate)
         size, d = method.slice_of(spec), method.max_components(spec)
         vectors = np.linalg.qr(np.random.default_rng(0).standard_normal((size, d)))[0].T
-        projection = Projection(np.ascontiguousarray(vectors, np.float32), ctx.world)
+        projection = Projection(np.ascontiguousarray(vectors, np.float32), ctx.world_size)
         found[name] = projection if values == "fp32" else Coded(projection, codec, ctx)
     return found
 
 
-def fit_seconds(method: GradiVeQ, specs: Sequence[TensorSpec], world: int) -> float:
+def fit_seconds(method: GradiVeQ, specs: Sequence[TensorSpec], world_size: int) -> float:
     """Seconds that the busiest rank spends on the bases of all layers; each is one rank's work, by its name.
 
     Layers of a shape are timed once. The broadcast of the basis is left out: one step in Lt + Lc has it.
     """
     random, known = np.random.default_rng(0), {}  # type: ignore[var-annotated]
-    busy = [0.0] * world
+    busy = [0.0] * world_size
     for spec in specs:
         size, count, most = method.slice_of(spec), method.num_samples(spec), method.max_components(spec)
         if (size, count) not in known:
@@ -101,7 +101,7 @@ def fit_seconds(method: GradiVeQ, specs: Sequence[TensorSpec], world: int) -> fl
             mixed = fast.combine(weights[: most * count], samples, count, method.mean)
             fast.orthonormalise(mixed, most)
             known[size, count] = time.perf_counter() - began
-        busy[zlib.crc32(spec.name.encode()) % world] += known[size, count]
+        busy[zlib.crc32(spec.name.encode()) % world_size] += known[size, count]
     return max(busy)
 
 

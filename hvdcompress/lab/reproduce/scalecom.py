@@ -407,11 +407,11 @@ def converges(results: Sequence[Result]) -> Report:
 def flat(results: Sequence[Result]) -> Report:
     """Do a rank's bytes grow with the number of ranks?"""
     found: dict[str, list[Row]] = defaultdict(list)
-    worlds, n = results[0].unit.settings["worlds"], results[0].unit.settings["n"]
+    world_sizes, n = results[0].unit.settings["world_sizes"], results[0].unit.settings["n"]
     for r in results:
         method = r.unit.settings["method"]
         found[method.get("select", method["method"])].append(r.found)
-    ring = [2 * (p - 1) / p for p in worlds]
+    ring = [2 * (p - 1) / p for p in world_sizes]
     lines, cells = [], {}
     for name, each in found.items():
         wire = each[0]["wire"]
@@ -427,21 +427,21 @@ def flat(results: Sequence[Result]) -> Report:
             {
                 "method": name,
                 "sent": num_bytes(each[0]["sent"][0]),
-                **{str(p): num_bytes(w) for p, w in zip(worlds, wire, strict=True)},
+                **{str(p): num_bytes(w) for p, w in zip(world_sizes, wire, strict=True)},
                 "union": f"{percent(each[0]['union'][0])} to {percent(each[0]['union'][-1])}",
             }
         )
     columns = [text("method", "method", "left"), text("sent", "handed over")]
-    columns += [text(str(p), f"on the wire, {p} ranks") for p in worlds]
-    columns += [text("union", f"of the result not zero, {worlds[0]} to {worlds[-1]} ranks")]
+    columns += [text(str(p), f"on the wire, {p} ranks") for p in world_sizes]
+    columns += [text("union", f"of the result not zero, {world_sizes[0]} to {world_sizes[-1]} ranks")]
     growth = {name: [one["wire"][-1] / one["wire"][0] for one in each] for name, each in found.items()}
     return Report(
         judge(cells, "its bytes grow with the ranks"),
-        f"From {worlds[0]} to {worlds[-1]} ranks, what a rank transmits grows by a factor of "
+        f"From {world_sizes[0]} to {world_sizes[-1]} ranks, what a rank transmits grows by a factor of "
         + "; ".join(f"{spread(each)} ({name})" for name, each in growth.items())
         + f"; a ring's 2(p − 1)/p by {number(ring[-1] / ring[0])}.",
         [Table(columns, lines, f"One exchange of n = {n:,} elements, k/n = 1 %, the first seed's.")],
-        [figures.traffic(found, worlds, n)],
+        [figures.traffic(found, world_sizes, n)],
     )
 
 

@@ -222,7 +222,7 @@ def convergence(squares: Mapping[str, Sequence[Sequence[float]]], lengths: Seque
     return found[0]
 
 
-def traffic(found: Mapping[str, Sequence[Row]], worlds: Sequence[int], n: int) -> Picture:
+def traffic(found: Mapping[str, Sequence[Row]], world_sizes: Sequence[int], n: int) -> Picture:
     """Bytes on the wire, and the share of the result that is not zero, by the number of ranks."""
     into: list[Picture] = []
     title = f"One exchange of n = {n:,}, k/n = 1 %, {len(next(iter(found.values())))} seeds"
@@ -230,8 +230,8 @@ def traffic(found: Mapping[str, Sequence[Row]], worlds: Sequence[int], n: int) -
     with drawing(3.2, "traffic", title, caption, into) as figure:
         left, right = figure.subplots(1, 2)
         for number, (name, each) in enumerate(found.items(), 1):
-            line(left, worlds, [one["wire"] for one in each], number, name)
-            line(right, worlds, [one["union"] for one in each], number, name)
+            line(left, world_sizes, [one["wire"] for one in each], number, name)
+            line(right, world_sizes, [one["union"] for one in each], number, name)
         for axes, label in ((left, "bytes (logarithmic)"), (right, "share not zero (logarithmic)")):
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

@@ -113,7 +113,7 @@ def contraction(mean: Vector, reduced: Vector, density: float) -> dict[str, floa
 # -- convergence ---------------------------------------------------------------------------------
 
 
-def convergence(method: Settings, world: int, seed: int, lengths: Sequence[int], rate: float) -> dict[str, Any]:
+def convergence(method: Settings, world_size: int, seed: int, lengths: Sequence[int], rate: float) -> dict[str, Any]:
     """The mean of ‖∇f‖² over trainings of T steps at the constant learning rate ``rate``/√T, as the theorem has it.
 
     A net of two layers on scikit-learn's digits, 8 examples per rank and step, no momentum; ∇f is of all examples, at
@@ -125,13 +125,13 @@ def convergence(method: Settings, world: int, seed: int, lengths: Sequence[int],
     x, y, *_ = load()
     squares = []
     for steps in lengths:
-        net, w = Loopback(plan_of(method), world, min_elements=100), workers.initial(seed)
+        net, w = Loopback(plan_of(method), world_size, min_elements=100), workers.initial(seed)
         random, found = np.random.default_rng(seed), []
         step_size = np.float32(rate / np.sqrt(steps))
         for step in range(steps):
             if step % 10 == 0:
                 found.append(sum(float(np.vdot(g, g)) for g in loss_and_gradient(w, x, y)[1].values()))
-            batches = random.integers(0, len(x), size=(world, workers.BATCH))
+            batches = random.integers(0, len(x), size=(world_size, workers.BATCH))
             mean = net.allreduce_many([loss_and_gradient(w, x[rows], y[rows])[1] for rows in batches])[0]
             for name in w:
                 w[name] = w[name] - step_size * mean[name]
@@ -151,7 +151,7 @@ def slope(lengths: Sequence[float], squares: Sequence[float]) -> float:
 # -- bytes ---------------------------------------------------------------------------------------
 
 
-def traffic(method: Settings, worlds: Sequence[int], seed: int, n: int) -> dict[str, Any]:
+def traffic(method: Settings, world_sizes: Sequence[int], seed: int, n: int) -> dict[str, Any]:
     """Bytes of one exchange of independent Normal gradients [n] by the number of ranks.
 
     Returns:
@@ -159,11 +159,11 @@ def traffic(method: Settings, worlds: Sequence[int], seed: int, n: int) -> dict[
         ``union``: the share of positions in which the result is not zero, which is top-k's build-up.
     """
     sent, wire, union = [], [], []
-    for world in worlds:
-        net = Loopback(plan_of(method), world, min_elements=1)
-        random = np.random.default_rng([seed, world])
-        out = net.allreduce([random.normal(size=n).astype(np.float32) for _ in range(world)], "w")[0]
-        sent.append(max(map(net.ledger.bytes_sent, range(world))))
-        wire.append(max(map(net.ledger.bytes_on_wire, range(world))))
+    for world_size in world_sizes:
+        net = Loopback(plan_of(method), world_size, min_elements=1)
+        random = np.random.default_rng([seed, world_size])
+        out = net.allreduce([random.normal(size=n).astype(np.float32) for _ in range(world_size)], "w")[0]
+        sent.append(max(map(net.ledger.bytes_sent, range(world_size))))
+        wire.append(max(map(net.ledger.bytes_on_wire, range(world_size))))
         union.append(np.count_nonzero(out) / n)
     return {"sent": sent, "wire": wire, "union": union}

@@ -167,7 +167,7 @@ def converging(scale: Scale) -> list[Unit]:
         Unit(
             f"converge {name} seed {seed}".replace(",", ""),
             scalecom_measures.convergence,
-            {"method": method, "world": 4, "seed": seed, "lengths": lengths, "rate": 2.0},
+            {"method": method, "world_size": 4, "seed": seed, "lengths": lengths, "rate": 2.0},
             seconds=5.5 if scale.quick else 46,
         )
         for name, method in methods
@@ -186,7 +186,7 @@ def travelling(scale: Scale) -> list[Unit]:
         Unit(
             f"traffic {name} seed {seed}",
             scalecom_measures.traffic,
-            {"method": method, "worlds": [2, 4, 8, 16, 32, 64, 128, 256], "seed": seed, "n": 16384},
+            {"method": method, "world_sizes": [2, 4, 8, 16, 32, 64, 128, 256], "seed": seed, "n": 16384},
             seconds=1,
         )
         for name, method in methods.items()

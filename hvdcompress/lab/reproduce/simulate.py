@@ -145,8 +145,8 @@ def train(
 
 def wire_rate(net: Loopback) -> float:
     """The bytes that dense rings would have transmitted, by those that were: of the last rank; NaN for one rank."""
-    rank = net.world - 1
-    dense = net.ledger.dense_bytes(rank) * 2 * (net.world - 1) / net.world
+    rank = net.world_size - 1
+    dense = net.ledger.dense_bytes(rank) * 2 * (net.world_size - 1) / net.world_size
     return dense / sent if (sent := net.ledger.bytes_on_wire(rank)) else math.nan
 
 

@@ -72,7 +72,7 @@ class Work:
     must follow each other; ``messages``: how many of their messages must. ``codec``: seconds.
     """
 
-    world: int
+    world_size: int
     sent: float
     on_wire: float
     line: float
@@ -96,43 +96,43 @@ class Codec:
         return self.tensor + self.element * elements + self.piece * pieces + self.byte * num_bytes
 
 
-def on_wire(asked: Asked, world: int) -> float:
+def on_wire(asked: Asked, world_size: int) -> float:
     """Bytes that a rank transmits for a collective, by the ledger's formulas."""
-    ledger = Ledger(world)
+    ledger = Ledger(world_size)
     splits = None if asked.keeps is None else (asked.keeps,)
     ledger.sent(0, "", Sent(asked.collective, None, asked.num_bytes, splits=splits))
     return ledger.tensors(0)[""].on_wire
 
 
-def gathered(rounds: Rounds, world: int) -> tuple[int, float]:
+def gathered(rounds: Rounds, world_size: int) -> tuple[int, float]:
     """Payloads, and their bytes, that rank 0 reads one by one: those of all-gathers and all-to-alls."""
     pieces, num_bytes = 0, 0.0
     for asked, *_ in rounds:
         if asked.collective == "AllGather":
-            pieces, num_bytes = pieces + world, num_bytes + world * asked.num_bytes
+            pieces, num_bytes = pieces + world_size, num_bytes + world_size * asked.num_bytes
         elif asked.collective == "AllToAll":
             even = asked.keeps is None
-            pieces += world if even else asked.pieces
+            pieces += world_size if even else asked.pieces
             num_bytes += asked.num_bytes if even else asked.recv_bytes
     return pieces, num_bytes
 
 
-def messages(collective: str, lengths: Sequence[int], world: int, partners: int | None = None) -> int:
+def messages(collective: str, lengths: Sequence[int], world_size: int, partners: int | None = None) -> int:
     """Messages that wait for each other when collectives of one kind begin together, and Horovod fuses what it can.
 
     ``partners``: with how many others a rank has to do in each all-to-all, where that is not all of them.
     """
     if collective == "AllToAll":
-        return len(lengths) * (world - 1 if partners is None else partners)
-    times = world if collective == "AllGather" else 1
+        return len(lengths) * (world_size - 1 if partners is None else partners)
+    times = world_size if collective == "AllGather" else 1
     fused = min(len(lengths), max(1, ceil(times * sum(lengths) / FUSED)))
-    return fused * (world - 1) * (1 if collective == "AllGather" else 2)
+    return fused * (world_size - 1) * (1 if collective == "AllGather" else 2)
 
 
 def work(
     plan: Plan,
     tensors: Mapping[str, tuple[int, ...]],
-    world: int,
+    world_size: int,
     codec: Callable[[Method], Codec] | None = None,
     driver: Driver | None = "horovod",
 ) -> Work:
@@ -141,7 +141,7 @@ def work(
     Args:
         plan: the methods.
         tensors: shapes by name.
-        world: the number of ranks.
+        world_size: the number of ranks.
         codec: gives a method's codec; without it, the codec's seconds are 0.
         driver: include what this one adds: a status or two and, under Horovod, a placeholder for each tensor. None: the
             methods' collectives alone, of each tensor by itself.
@@ -155,19 +155,19 @@ def work(
         for place in (0, 1):
             one = each[min(place, len(each) - 1)]
             sent[place] += one.num_bytes
-            wire[place] += on_wire(one, world)
-        passing += line(each, world)
+            wire[place] += on_wire(one, world_size)
+        passing += line(each, world_size)
         together.setdefault((number, kind(each)), []).append(max(one.num_bytes for one in each))
 
     grouping = GROUPINGS[driver] if driver else None
     for bucket in plan.buckets((TensorSpec(name, shape) for name, shape in tensors.items()), grouping):
-        exchange = exchange_of(bucket, world)
+        exchange = exchange_of(bucket, world_size)
         for number, each in enumerate(exchange.rounds):
             add(number, each)
         rounds = max(rounds, len(exchange.rounds))
         if codec:
             one = codec(exchange.method)
-            seconds += sum(one.seconds(size, *gathered(asked, world)) for size, asked in exchange.parts)
+            seconds += sum(one.seconds(size, *gathered(asked, world_size)) for size, asked in exchange.parts)
         if driver == "horovod":
             for _ in range(exchange.placeholders):
                 add(0, [PLACEHOLDER])
@@ -176,9 +176,10 @@ def work(
         add(-1 - number, [STATUS])
         rounds += 1
     passed = sum(
-        messages(collective, lengths, world, partners) for (_, (collective, _, partners)), lengths in together.items()
+        messages(collective, lengths, world_size, partners)
+        for (_, (collective, _, partners)), lengths in together.items()
     )
-    return Work(world, max(sent), max(wire), passing, calls, rounds, passed, seconds)
+    return Work(world_size, max(sent), max(wire), passing, calls, rounds, passed, seconds)
 
 
 #: what collectives must have alike to travel as one: the collective, the dtype, and of uneven all-to-alls the partners
@@ -192,9 +193,9 @@ def kind(each: Sequence[Asked]) -> Kind:
     return collective, each[0].dtype, max(1, *(one.pieces for one in each)) if uneven else None
 
 
-def line(each: Sequence[Asked], world: int) -> float:
+def line(each: Sequence[Asked], world_size: int) -> float:
     """Bytes of a collective that pass one after the other."""
-    return max(max(on_wire(one, world), one.recv_bytes) for one in each)
+    return max(max(on_wire(one, world_size), one.recv_bytes) for one in each)
 
 
 @dataclass(frozen=True)
@@ -213,14 +214,14 @@ class Exchange:
     rides: bool
 
 
-def exchange_of(bucket: Bucket, world: int) -> Exchange:
+def exchange_of(bucket: Bucket, world_size: int) -> Exchange:
     """What a bucket asks for among so many ranks, in its method's last phase."""
     method = bucket.program.main
     phase = imagined.last_phase(method)
     rides = len(bucket.members) == 1 and imagined.piggyback(method, phase, bucket.spec)
     passes = rides and method.identity and method.feedback == "none"
     specs = bucket.members if bucket.runs_per_tensor(method) else [bucket.spec]
-    parts = [(spec.size, imagined.imagine(method, phase, world, spec)) for spec in specs]
+    parts = [(spec.size, imagined.imagine(method, phase, world_size, spec)) for spec in specs]
     rounds = [
         [_one(each) for each in zip(*every, strict=True)] for every in zip(*(asked for _, asked in parts), strict=True)
     ]
@@ -235,12 +236,12 @@ def _one(together: Sequence[Asked]) -> Asked:
     return Asked(first.collective, first.op, first.dtype, num_bytes, keeps, gets, max(one.pieces for one in together))
 
 
-def stock(tensors: Mapping[str, tuple[int, ...]], world: int) -> Work:
+def stock(tensors: Mapping[str, tuple[int, ...]], world_size: int) -> Work:
     """The work of stock Horovod, dense in float32."""
     num_bytes = 4 * sum(prod(shape) for shape in tensors.values())
-    wire = on_wire(Asked("AllReduce", "sum", "float32", num_bytes), world)
-    passed = messages("AllReduce", [4 * prod(shape) for shape in tensors.values()], world)
-    return Work(world, num_bytes, wire, wire, len(tensors), 1, passed)
+    wire = on_wire(Asked("AllReduce", "sum", "float32", num_bytes), world_size)
+    passed = messages("AllReduce", [4 * prod(shape) for shape in tensors.values()], world_size)
+    return Work(world_size, num_bytes, wire, wire, len(tensors), 1, passed)
 
 
 # -- what it costs -------------------------------------------------------------------------------------
@@ -355,5 +356,5 @@ def errors(constants: Constants, points: Iterable[Point]) -> Errors:
     if not found:
         raise ValueError("no measured exchange was held out")
     worst, label, point = max(found, key=lambda each: each[:2])
-    where = f"{label} on {point.set}, {point.work.world} hosts, {point.rate / 1e6:g} Mbit/s"
+    where = f"{label} on {point.set}, {point.work.world_size} hosts, {point.rate / 1e6:g} Mbit/s"
     return Errors(statistics.median(each[0] for each in found), worst, where, len(found))

@@ -47,35 +47,35 @@ def piggyback(method: Method, phase: int, spec: TensorSpec) -> bool:
     return method.piggyback(spec, phase, blank_state(method, spec, _components(method, phase, spec))) is not None
 
 
-def imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
+def imagine(method: Method, phase: int, world_size: int, spec: TensorSpec) -> Rounds:
     """The collectives of a method in full size, without running all ranks.
 
     Rank 0 runs, and rank 1 where ranks' payloads differ in length; the others are assumed to send the same. So it takes
     the memory of two ranks at most, and gathered payloads are not decoded where nothing is sent after that. If 2, 3
-    and 5 ranks ask for the same collectives, and ``num_bytes`` is the same for ``world``, they are not run for it.
+    and 5 ranks ask for the same collectives, and ``num_bytes`` is the same for ``world_size``, they are not run for it.
 
     Args:
         method: whose collectives.
         phase: the method's phase.
-        world: the number of ranks.
+        world_size: the number of ranks.
         spec: the tensor.
     """
     plain = anonymous(method, spec)
-    if world > max(TRIED):
+    if world_size > max(TRIED):
         few = [_imagine(method, phase, p, plain) for p in TRIED]
-        totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world)}
+        totals = {_num_bytes(method, phase, p, plain) for p in (*TRIED, world_size)}
         if len(totals) == 1 and few[0] == few[1] == few[2]:
             return few[0]
-    return _imagine(method, phase, world, plain)
+    return _imagine(method, phase, world_size, plain)
 
 
 @cache
-def _imagine(method: Method, phase: int, world: int, spec: TensorSpec) -> Rounds:
-    return watch(method, phase, world, spec, np.zeros(spec.size, spec.dtype), to_the_end=False)[0]
+def _imagine(method: Method, phase: int, world_size: int, spec: TensorSpec) -> Rounds:
+    return watch(method, phase, world_size, spec, np.zeros(spec.size, spec.dtype), to_the_end=False)[0]
 
 
 def watch(
-    method: Method, phase: int, world: int, spec: TensorSpec, x: Array, to_the_end: bool = True
+    method: Method, phase: int, world_size: int, spec: TensorSpec, x: Array, to_the_end: bool = True
 ) -> tuple[Rounds, float]:
     """Run rank 0 (and 1), as if all ranks sent what it sends, and time it.
 
@@ -84,7 +84,7 @@ def watch(
     Args:
         method: the method.
         phase: its phase.
-        world: the number of ranks.
+        world_size: the number of ranks.
         spec: the tensor.
         x: each rank's gradient, [n].
         to_the_end: also decode what the last collective brings.
@@ -97,8 +97,8 @@ def watch(
         sum(round.collective == "AllGather" for round in small) if small and small[-1].collective == "AllGather" else -1
     )
     whole = _components(method, phase, spec)
-    crew = range(min(world, 2 if method.variable_length else 1))
-    exchanges = [begin(method, context_of(method, phase, rank, world, spec), x, whole) for rank in crew]
+    crew = range(min(world_size, 2 if method.variable_length else 1))
+    exchanges = [begin(method, context_of(method, phase, rank, world_size, spec), x, whole) for rank in crew]
     asked: list[tuple[Asked, ...]] = []
     seen: dict[int, Array] = {}
     results: list[Any] = [None for _ in crew]
@@ -117,12 +117,12 @@ def watch(
             if gathers == 0 and not to_the_end:
                 return tuple(asked), seconds
             began = time.perf_counter()
-            results = _answers(collectives, world, seen)
+            results = _answers(collectives, world_size, seen)
             if isinstance(collectives[0], Broadcast):  # all wait for what its root computes
                 seconds += time.perf_counter() - began
     except StopIteration as stop:
         out, began = np.full(spec.size, 0.0, spec.dtype), time.perf_counter()
-        fast.write(out, stop.value.total, 1.0 / world)
+        fast.write(out, stop.value.total, 1.0 / world_size)
         return tuple(asked), seconds + time.perf_counter() - began
     finally:
         for exchange in exchanges:
@@ -137,7 +137,7 @@ def _asked(collective: Collective) -> Asked:
     return Asked(*round, num_bytes)
 
 
-def _answers(collectives: Sequence[Any], world: int, seen: dict[int, Array]) -> list[Any]:
+def _answers(collectives: Sequence[Any], world_size: int, seen: dict[int, Array]) -> list[Any]:
     """The result of a collective for each rank that runs; ``seen``: payloads by length."""
     first = collectives[0]
     if isinstance(first, AllReduce):
@@ -146,9 +146,9 @@ def _answers(collectives: Sequence[Any], world: int, seen: dict[int, Array]) -> 
         root = int(first.root)
         return [collectives[root if root < len(collectives) else 0].make()] * len(collectives)
     if isinstance(first, AllGather):
-        return [[collectives[min(rank, len(collectives) - 1)].x for rank in range(world)]] * len(collectives)
+        return [[collectives[min(rank, len(collectives) - 1)].x for rank in range(world_size)]] * len(collectives)
     if first.receives is None:
-        return [[np.split(collective.x, world)[rank]] * world for rank, collective in enumerate(collectives)]
+        return [[np.split(collective.x, world_size)[rank]] * world_size for rank, collective in enumerate(collectives)]
     for collective in collectives:
         seen |= {len(piece): piece for piece in np.split(collective.x, np.cumsum(collective.splits)[:-1])}
     return [
@@ -157,10 +157,12 @@ def _answers(collectives: Sequence[Any], world: int, seen: dict[int, Array]) -> 
     ]
 
 
-def _num_bytes(method: Method, phase: int, world: int, spec: TensorSpec, state: dict[str, Array] | None = None) -> int:
+def _num_bytes(
+    method: Method, phase: int, world_size: int, spec: TensorSpec, state: dict[str, Array] | None = None
+) -> int:
     if len(method.phases) == 1:
-        return method.num_bytes(spec, world)
-    return method.num_bytes(spec, world, phase, state)  # type: ignore[call-arg]
+        return method.num_bytes(spec, world_size)
+    return method.num_bytes(spec, world_size, phase, state)  # type: ignore[call-arg]
 
 
 @cache

@@ -27,7 +27,7 @@ SIZES = (  # tensors that codecs are timed on, of three sizes: the first that a 
     ((65536,), (256, 256), (64, 64, 3, 3)),
     ((1 << 20,), (1024, 1024), (256, 512, 3, 3)),
 )
-WORLDS = (2, 8)  # that codecs are timed for
+WORLD_SIZES = (2, 8)  # that codecs are timed for
 REPEATS = 5
 FOLDS = 4
 
@@ -46,9 +46,9 @@ def time_codec(method: Method) -> Codec:
         if spec is None:
             continue
         x = np.random.default_rng(spec.size).normal(size=spec.size).astype(np.float32)
-        for world in WORLDS:
-            tried = [imagined.watch(method, phase, world, spec, x) for _ in range(1 + REPEATS)][1:]
-            pieces, num_bytes = cost.gathered(tried[0][0], world)
+        for world_size in WORLD_SIZES:
+            tried = [imagined.watch(method, phase, world_size, spec, x) for _ in range(1 + REPEATS)][1:]
+            pieces, num_bytes = cost.gathered(tried[0][0], world_size)
             rows.append((1.0, spec.size, pieces, num_bytes, statistics.median(seconds for _, seconds in tried)))
     if not rows:
         return Codec()
@@ -182,15 +182,17 @@ def held_out(points: Sequence[Point]) -> dict[str, Errors]:
     for name, part in splits.items():
         with contextlib.suppress(ValueError):  # too few
             result[name] = _in_turn(points, exchanges, part)
-    most = max((point.work.world for point in exchanges), default=0)
-    held = [point for point in exchanges if point.work.world == most]
+    most = max((point.work.world_size for point in exchanges), default=0)
+    held = [point for point in exchanges if point.work.world_size == most]
     with contextlib.suppress(ValueError):
-        result[f"{most} hosts, from fewer"] = cost.errors(cost.fit([p for p in points if p.work.world < most]), held)
+        result[f"{most} hosts, from fewer"] = cost.errors(
+            cost.fit([p for p in points if p.work.world_size < most]), held
+        )
     return result
 
 
 def _what(point: Point) -> tuple[Any, ...]:
-    return point.set, point.label, point.work.world, point.rate
+    return point.set, point.label, point.work.world_size, point.rate
 
 
 def _in_turn(points: Sequence[Point], exchanges: Sequence[Point], part: Callable[[Point], Any]) -> Errors:

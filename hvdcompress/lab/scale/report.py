@@ -159,7 +159,7 @@ def notes(prediction: Prediction) -> list[str]:
     )
     if prediction.timed:
         said.append(f"Codecs that were timed just now, on this machine: {', '.join(prediction.timed)}.")
-    largest = max(point.work.world for point in model.points) if model.points else 0
+    largest = max(point.work.world_size for point in model.points) if model.points else 0
     said.append(f"Beyond {largest} workers nothing was measured: those figures are extrapolations by the formulas.")
     return said
 

@@ -156,7 +156,7 @@ class Projection(Linear):
     """
 
     basis: Array
-    world: int
+    world_size: int
     mean: Array | None = None
 
     @property
@@ -167,7 +167,7 @@ class Projection(Linear):
     @property
     def shrinkage(self) -> float:
         """The power of two by which payloads are smaller."""
-        return matrices.shrinkage(4 * self.grain, self.world)
+        return matrices.shrinkage(4 * self.grain, self.world_size)
 
     def num_values(self, start: int, stop: int) -> int:
         """D of each slice, and what fills none."""
@@ -181,7 +181,7 @@ class Projection(Linear):
         shrunk: Array = x * np.float32(self.shrinkage)
         centred = shrunk[:whole]
         if self.mean is not None:
-            centred = centred - self.mean[start : start + whole] * np.float32(self.shrinkage / self.world)
+            centred = centred - self.mean[start : start + whole] * np.float32(self.shrinkage / self.world_size)
         if slices:
             centred = fast.matmul_transposed(centred, self.basis.reshape(-1), slices, len(self.basis))
         return np.concatenate([centred, shrunk[whole:]])
@@ -230,16 +230,16 @@ class Recoded:
 # -- the algorithm -----------------------------------------------------------------------------------
 
 
-def segments(n: int, world: int, grain: int = 1) -> list[tuple[int, int]]:
+def segments(n: int, world_size: int, grain: int = 1) -> list[tuple[int, int]]:
     """(start, stop) of each rank's segment of n elements: whole grains, as equal as can be; some may be empty."""
     grains = -(-n // grain)
-    stops = [min(n, grains * (number + 1) // world * grain) for number in range(world)]
+    stops = [min(n, grains * (number + 1) // world_size * grain) for number in range(world_size)]
     return list(zip([0, *stops], stops, strict=False))
 
 
-def ring(x: Array, codec: SegmentCodec, rank: int, world: int) -> Generator[Begin | End, Any, RingSum]:
-    """One rank's part in the sum of ``x`` [n] float32 over ``world`` ranks."""
-    bounds = segments(len(x), world, codec.grain)
+def ring(x: Array, codec: SegmentCodec, rank: int, world_size: int) -> Generator[Begin | End, Any, RingSum]:
+    """One rank's part in the sum of ``x`` [n] float32 over ``world_size`` ranks."""
+    bounds = segments(len(x), world_size, codec.grain)
     num_bytes = [codec.num_bytes(start, stop) if stop > start else 0 for start, stop in bounds]
     total = np.empty(len(x), np.float32)
     sent = 0
@@ -257,43 +257,43 @@ def ring(x: Array, codec: SegmentCodec, rank: int, world: int) -> Generator[Begi
             total[start:stop] = codec.decode(payload, start, stop)
 
     payload = together(None, own(rank), 0)
-    for hop in range(1, world):  # reduce-scatter
-        coming = (rank - hop) % world
+    for hop in range(1, world_size):  # reduce-scatter
+        coming = (rank - hop) % world_size
         sent += len(payload)
         yield Begin(payload, num_bytes[coming])
         mine = own(coming)  # while the others' is on its way
         arrived = yield End()
         payload = together(arrived, mine, hop)
-    for hop in range(1, world):  # all-gather: payload is the whole sum of a segment
-        here, coming = (rank + 2 - hop) % world, (rank + 1 - hop) % world
+    for hop in range(1, world_size):  # all-gather: payload is the whole sum of a segment
+        here, coming = (rank + 2 - hop) % world_size, (rank + 1 - hop) % world_size
         sent += len(payload)
         yield Begin(payload, num_bytes[coming])
         unpack(here, payload)  # while the next is on its way
         payload = yield End()
-    unpack((rank + 2) % world if world > 1 else 0, payload)
+    unpack((rank + 2) % world_size if world_size > 1 else 0, payload)
     return RingSum(total, sum(num_bytes), sent)
 
 
 def simulate(xs: Sequence[Array], codecs: Sequence[SegmentCodec]) -> list[RingSum]:
     """All ranks in lockstep in one process: each one's vector and codec -> each one's result."""
-    world = len(xs)
-    ranks = [ring(x, codec, rank, world) for rank, (x, codec) in enumerate(zip(xs, codecs, strict=True))]
-    under_way: list[Any] = [None] * world
-    answers: list[Any] = [None] * world
-    sums: list[RingSum | None] = [None] * world
+    world_size = len(xs)
+    ranks = [ring(x, codec, rank, world_size) for rank, (x, codec) in enumerate(zip(xs, codecs, strict=True))]
+    under_way: list[Any] = [None] * world_size
+    answers: list[Any] = [None] * world_size
+    sums: list[RingSum | None] = [None] * world_size
     while None in sums:
-        asked: list[Begin | End | None] = [None] * world
+        asked: list[Begin | End | None] = [None] * world_size
         for rank, one in enumerate(ranks):
             try:
                 asked[rank] = one.send(answers[rank])
             except StopIteration as stop:
                 sums[rank] = stop.value
         if all(isinstance(collective, Begin) for collective in asked):
-            under_way = [asked[rank - 1].payload for rank in range(world)]  # type: ignore[union-attr]
+            under_way = [asked[rank - 1].payload for rank in range(world_size)]  # type: ignore[union-attr]
             for collective, arriving in zip(asked, under_way, strict=True):
                 if len(arriving) != collective.num_bytes:  # type: ignore[union-attr]
                     raise RuntimeError(f"{len(arriving)} bytes arrive, {collective.num_bytes} were expected")  # type: ignore[union-attr]
-            answers = [None] * world
+            answers = [None] * world_size
         else:
             answers = under_way
     return [one for one in sums if one is not None]

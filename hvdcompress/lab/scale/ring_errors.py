@@ -22,10 +22,10 @@ from hvdcompress.parts.sums import Codec, Quantizer
 
 
 class Growth(NamedTuple):
-    """‖sum − exact sum‖ / ‖exact sum‖ of one codec on ``world`` ranks, by three routes (see ``parts/sums.py``)."""
+    """‖sum − exact sum‖ / ‖exact sum‖ of one codec on ``world_size`` ranks, by three routes (see ``parts/sums.py``)."""
 
     codec: str
-    world: int
+    world_size: int
     gather: float
     scatter: float
     ring: float
@@ -33,35 +33,37 @@ class Growth(NamedTuple):
 
 COLUMNS: tuple[Column[Growth], ...] = (
     Column("codec", "codec", lambda row: row.codec, align="left"),
-    Column("ranks", "ranks", lambda row: str(row.world), lambda row: row.world),
+    Column("ranks", "ranks", lambda row: str(row.world_size), lambda row: row.world_size),
     Column("gather", "gather", lambda row: f"{row.gather:.2%}", lambda row: row.gather),
     Column("scatter", "scatter", lambda row: f"{row.scatter:.2%}", lambda row: row.scatter),
     Column("ring", "ring", lambda row: f"{row.ring:.2%}", lambda row: row.ring),
 )
 
 
-def error_growth(codecs: Mapping[str, Codec], worlds: Iterable[int], n: int = 65536, seed: int = 0) -> list[Growth]:
+def error_growth(
+    codecs: Mapping[str, Codec], world_sizes: Iterable[int], n: int = 65536, seed: int = 0
+) -> list[Growth]:
     """The errors of each codec in each world, on n values per rank from a normal distribution."""
-    rows, worlds = [], list(worlds)
+    rows, world_sizes = [], list(world_sizes)
     for name, codec in codecs.items():
-        for world in worlds:
-            rng = np.random.default_rng([seed, world])
-            xs = [rng.standard_normal(n, np.float32) for _ in range(world)]
+        for world_size in world_sizes:
+            rng = np.random.default_rng([seed, world_size])
+            xs = [rng.standard_normal(n, np.float32) for _ in range(world_size)]
             exact = np.sum(xs, axis=0, dtype=np.float64)
-            turns = [Context(rank, world, 0, TensorSpec("ring", (n,)), seed) for rank in range(world)]
+            turns = [Context(rank, world_size, 0, TensorSpec("ring", (n,)), seed) for rank in range(world_size)]
             once = [
                 codec.decode(codec.encode(x, ctx, Workspace(fast)), n, fast) for x, ctx in zip(xs, turns, strict=True)
             ]
             gathered = fast.add_all(once)
             twice = [
-                codec.decode(codec.encode(gathered[a:b], ctx, Workspace(fast), stream=world), b - a, fast)
-                for ctx, (a, b) in zip(turns, segments(n, world), strict=True)
+                codec.decode(codec.encode(gathered[a:b], ctx, Workspace(fast), stream=world_size), b - a, fast)
+                for ctx, (a, b) in zip(turns, segments(n, world_size), strict=True)
                 if b > a
             ]
             rung = simulate(xs, [Recoded(codec, ctx) for ctx in turns])[0].total
             sums = (gathered, np.concatenate(twice), rung)
             errors = [float(np.linalg.norm(total - exact) / np.linalg.norm(exact)) for total in sums]
-            rows.append(Growth(name, world, *errors))
+            rows.append(Growth(name, world_size, *errors))
     return rows
 
 
@@ -77,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of errors."""
     about = "How errors grow around a ring."
     parser = argparse.ArgumentParser(prog="python -m hvdcompress.lab.scale.ring_errors", description=about)
-    parser.add_argument("--worlds", default="2,4,8,16,32", help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--world-sizes", default="2,4,8,16,32", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--elements", type=int, default=65536, help="of each rank's vector (default: %(default)s)")
     given = parser.parse_args(arguments)
-    rows = error_growth(known_codecs(), map(int, given.worlds.split(",")), given.elements)
+    rows = error_growth(known_codecs(), map(int, given.world_sizes.split(",")), given.elements)
     Table(COLUMNS, rows).show(Console())
 
 

@@ -56,10 +56,10 @@ class Contender:
 
 def contenders(x: Array, plans: Mapping[str, Any], comm: Any) -> list[Contender]:
     """MPI's all-reduce; the ring with each codec; methods, by their plans, on the vector as a matrix."""
-    n, world = len(x), comm.size
+    n, world_size = len(x), comm.size
     found = [Contender("MPI all-reduce", True, lambda: _native(x, comm))]
     found.append(Contender("ring, fp32", True, lambda: _rung(ring_allreduce(x, Dense(), comm))))
-    ctx = Context(comm.rank, world, 0, TensorSpec("ring", (n,)), 0)
+    ctx = Context(comm.rank, world_size, 0, TensorSpec("ring", (n,)), 0)
     for name in CODECS:
         codec: Codec = codecs.codec(name)
         coded = Recoded(codec, ctx)

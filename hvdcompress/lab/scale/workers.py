@@ -57,12 +57,12 @@ TRAINED: dict[str, dict[str, Any]] = {
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def counted(settings: dict[str, Any], world: int) -> tuple[int, int]:
-    """Bytes that the busiest of ``world`` simulated workers hands to its collectives, and that it transmits."""
-    net = Loopback(plan_of(settings), world, min_elements=1)
-    rng = np.random.default_rng(world)
-    net.allreduce([rng.normal(size=SHAPE).astype(np.float32) for _ in range(world)], name="w")
-    return max(map(net.ledger.bytes_sent, range(world))), max(map(net.ledger.bytes_on_wire, range(world)))
+def counted(settings: dict[str, Any], world_size: int) -> tuple[int, int]:
+    """Bytes that the busiest of ``world_size`` simulated workers hands to its collectives, and that it transmits."""
+    net = Loopback(plan_of(settings), world_size, min_elements=1)
+    rng = np.random.default_rng(world_size)
+    net.allreduce([rng.normal(size=SHAPE).astype(np.float32) for _ in range(world_size)], name="w")
+    return max(map(net.ledger.bytes_sent, range(world_size))), max(map(net.ledger.bytes_on_wire, range(world_size)))
 
 
 def bytes_table(workers: Sequence[int]) -> Table[Any]:
@@ -111,14 +111,14 @@ def initial(seed: int) -> Weights:
     }
 
 
-def train(settings: dict[str, Any], world: int, rate: float, seed: int, steps: int = STEPS) -> dict[str, float]:
+def train(settings: dict[str, Any], world_size: int, rate: float, seed: int, steps: int = STEPS) -> dict[str, float]:
     """Training loss and held-out accuracy (percent) of the last weights; bytes per step on the busiest rank's wire."""
     x, y, held_x, held_y = load()
-    net, w = Loopback(plan_of(settings), world, min_elements=100), initial(seed)
+    net, w = Loopback(plan_of(settings), world_size, min_elements=100), initial(seed)
     rng = np.random.default_rng(1000 + seed)
     speed = {name: np.zeros_like(value) for name, value in w.items()}
     for step in range(steps):
-        batches = rng.integers(0, len(x), size=(world, BATCH))
+        batches = rng.integers(0, len(x), size=(world_size, BATCH))
         mean = net.allreduce_many([loss_and_gradient(w, x[rows], y[rows])[1] for rows in batches])[0]
         now = rate * min(1.0, (step + 1) / WARM_UP) * (1 - step / steps)
         for name in w:
@@ -126,7 +126,7 @@ def train(settings: dict[str, Any], world: int, rate: float, seed: int, steps: i
             w[name] = w[name] - np.float32(now) * speed[name]
     hidden = np.maximum(held_x @ w["fc1.weight"] + w["fc1.bias"], 0)
     right = (hidden @ w["fc2.weight"] + w["fc2.bias"]).argmax(axis=1) == held_y
-    wire = max(map(net.ledger.bytes_on_wire, range(world))) / steps
+    wire = max(map(net.ledger.bytes_on_wire, range(world_size))) / steps
     return {"loss": loss_and_gradient(w, x, y)[0], "accuracy": 100 * float(right.mean()), "wire": wire}
 
 

@@ -41,7 +41,7 @@ class Ddp:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
         self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
+        self.world_size = dist.get_world_size()
         self.device = device
 
     def wait(self) -> None:
@@ -70,7 +70,7 @@ class Horovod:
 
         hvd.init()
         self.rank = hvd.rank()
-        self.world = hvd.size()
+        self.world_size = hvd.size()
 
     def wait(self) -> None:
         """Return at once: nothing is asynchronous on the CPU."""
@@ -90,7 +90,7 @@ RANKS: dict[str, Callable[[str], Ddp | Horovod]] = {"ddp": Ddp, "horovod": Horov
 
 def batches_of(race: Race, ranks: Ddp | Horovod, seed: int) -> Iterator[Batch]:
     """Return this rank's batches."""
-    return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world, seed, race.task.batch)
+    return tasks.DATA[race.task.data]().batches(ranks.rank, ranks.world_size, seed, race.task.batch)
 
 
 def prepare(ranks: Ddp | Horovod, race: Race, driver: str, name: str, seed: int) -> Trainer:
@@ -117,7 +117,9 @@ def train(ranks: Ddp | Horovod, race: Race, driver: str, contender: str, seed: i
         ranks.wait()
         seconds.append(time.perf_counter() - began)
         if step % race.every == 0 or step == race.steps:
-            sums = ranks.sum(tasks.held_out_sums(trainer.net, tasks.DATA[race.task.data](), ranks.rank, ranks.world))
+            sums = ranks.sum(
+                tasks.held_out_sums(trainer.net, tasks.DATA[race.task.data](), ranks.rank, ranks.world_size)
+            )
             say(ranks, {"step": step, "seconds": round(sum(seconds), 4), "score": race.task.metric.value(*sums)})
     say(ranks, {"done": True})
     trainer.close()
@@ -142,7 +144,7 @@ def measure(ranks: Ddp | Horovod, race: Race, driver: str, contenders: Sequence[
             trainer.step(next(batches))
         times = _times(ranks, trainer, batches, WARM_UP + 2)
         # Every rank must take as many steps
-        mean = ranks.sum([float(np.median(times[WARM_UP:]))])[0] / ranks.world
+        mean = ranks.sum([float(np.median(times[WARM_UP:]))])[0] / ranks.world_size
         lengths[name] = max(2, round(turn / mean))
     found: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(rounds):

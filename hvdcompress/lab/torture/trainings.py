@@ -33,7 +33,7 @@ class Training(ABC):
     """A training on this rank. Making one joins the ranks; :meth:`begin` makes parameters and Compressor."""
 
     rank: int
-    world: int
+    world_size: int
     compressor: Any
     lost: tuple[type[Exception], ...] = ()  #: errors after which no step can succeed, as a peer is gone
     by_tensor = False  #: a NaN undoes its tensor's exchange alone, and the others' results are to be used
@@ -69,7 +69,7 @@ class Mpi(Training):
 
         from mpi4py import MPI  # isort: skip
 
-        self.module, self.rank, self.world = hvdcompress.mpi, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        self.module, self.rank, self.world_size = hvdcompress.mpi, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
         """As :class:`Training` says."""
@@ -140,7 +140,7 @@ class Ddp(_Torch):
         from hvdcompress import ddp
 
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.lost = (ddp.PeerLost,)
 
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class Torch(_Torch):
         import horovod.torch as hvd
 
         hvd.init()
-        self.hvd, self.rank, self.world = hvd, hvd.rank(), hvd.size()
+        self.hvd, self.rank, self.world_size = hvd, hvd.rank(), hvd.size()
 
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
         """As :class:`Training` says."""
@@ -210,7 +210,7 @@ class TensorFlow(Training):
         import horovod.tensorflow as hvd
 
         hvd.init()
-        self.hvd, self.rank, self.world = hvd, hvd.rank(), hvd.size()
+        self.hvd, self.rank, self.world_size = hvd, hvd.rank(), hvd.size()
 
     def begin(self, shapes: Shapes, method: str, settings: dict[str, Any]) -> None:
         """As :class:`Training` says."""

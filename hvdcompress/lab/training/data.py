@@ -26,10 +26,10 @@ class Images:
         0.0  # share of the labels that are drawn at random, again each time: none can be learned by heart
     )
 
-    def batches(self, rank: int, world: int, seed: int, size: int) -> Iterator[Batch]:
+    def batches(self, rank: int, world_size: int, seed: int, size: int) -> Iterator[Batch]:
         """Endless batches from this rank's shard, reshuffled every epoch; they depend on nothing else."""
         random = np.random.default_rng([seed, rank])
-        mine = np.arange(rank, len(self.y), world)
+        mine = np.arange(rank, len(self.y), world_size)
         order = random.permutation(mine)
         while True:
             while len(order) < size:
@@ -46,9 +46,9 @@ class Images:
         drawn = random.integers(0, self.classes, len(y))
         return np.where(random.random(len(y)) < self.label_noise, drawn, y)
 
-    def held_out(self, rank: int, world: int) -> Iterator[Batch]:
+    def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's share of the held-out set."""
-        for start in range(rank * HELD_OUT_BATCH, len(self.y_held_out), world * HELD_OUT_BATCH):
+        for start in range(rank * HELD_OUT_BATCH, len(self.y_held_out), world_size * HELD_OUT_BATCH):
             part = slice(start, start + HELD_OUT_BATCH)
             yield prepare(self.x_held_out[part]), self.y_held_out[part]
 
@@ -67,17 +67,17 @@ class Bytes:
         window = text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
         return window[:, :-1], window[:, 1:]
 
-    def batches(self, rank: int, world: int, seed: int, size: int) -> Iterator[Batch]:
+    def batches(self, rank: int, world_size: int, seed: int, size: int) -> Iterator[Batch]:
         """Endless batches of windows at random places of this rank's part of the text."""
         random = np.random.default_rng([seed, rank])
-        mine = np.array_split(self.text, world)[rank]
+        mine = np.array_split(self.text, world_size)[rank]
         while True:
             yield self._windows(mine, random.integers(0, len(mine) - self.context, size))
 
-    def held_out(self, rank: int, world: int) -> Iterator[Batch]:
+    def held_out(self, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's share of windows spread evenly over the held-out text."""
         last = len(self.text_held_out) - self.context - 1
-        starts = np.linspace(0, last, self.windows_held_out).astype(np.int64)[rank::world]
+        starts = np.linspace(0, last, self.windows_held_out).astype(np.int64)[rank::world_size]
         for start in range(0, len(starts), HELD_OUT_BATCH):
             yield self._windows(self.text_held_out, starts[start : start + HELD_OUT_BATCH])
 

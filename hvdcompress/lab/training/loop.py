@@ -105,7 +105,7 @@ def sums_over_ranks(hvd: Any, mine: Sequence[float], name: str) -> list[float]:
 
 def train(hvd: Any, run: Run, data: Images | Bytes, trainer: Trainer, events: Events, notes: dict[str, Any]) -> None:
     """One run from its first step to its ``finished`` event."""
-    task, metric, world = run.task, TASKS[run.task.task].metric, hvd.size()
+    task, metric, world_size = run.task, TASKS[run.task.task].metric, hvd.size()
     compressor, ledger = trainer.compressor, trainer.compressor.ledger
     sizes = [parameter.size for parameter in trainer.parameters().values()]
     print(f"[{run.id}] {compressor.describe()}", flush=True)
@@ -115,13 +115,13 @@ def train(hvd: Any, run: Run, data: Images | Bytes, trainer: Trainer, events: Ev
         spec=run.spec(),
         density=run.method.density,
         plan=compressor.plan.to_dict(),
-        world=world,
+        world_size=world_size,
         parameters=sum(sizes),
         tensors=len(sizes),
         describe=compressor.describe(),
         **notes,
     )
-    batches = data.batches(hvd.rank(), world, run.seed, task.batch_size)
+    batches = data.batches(hvd.rank(), world_size, run.seed, task.batch_size)
     # The first steps compile kernels and fill Horovod's caches, so they are on a clock of their own.
     untimed, warm, clock = min(UNTIMED_STEPS, task.steps // 2), Clock(), Clock()
     losses = []
@@ -130,7 +130,7 @@ def train(hvd: Any, run: Run, data: Images | Bytes, trainer: Trainer, events: Ev
         losses.append(trainer.step(next(batches), rate, warm if step < untimed else clock))
         compressor.observe(learning_rate=rate)
         if (step + 1) % task.log_every == 0 or step + 1 == task.steps:
-            mean = sums_over_ranks(hvd, [sum(losses) / len(losses)], "report.average")[0] / world
+            mean = sums_over_ranks(hvd, [sum(losses) / len(losses)], "report.average")[0] / world_size
             if not math.isfinite(mean):
                 raise Diverged(f"the loss is {mean} at step {step + 1}: try a lower learning_rate")
             losses = []
@@ -154,7 +154,7 @@ def train(hvd: Any, run: Run, data: Images | Bytes, trainer: Trainer, events: Ev
         **{f"{what}_seconds": spent / (task.steps - untimed) for what, spent in asdict(clock).items()},
     }
     every = hvd.allgather_object(mine, name="report.totals")
-    value = metric.value(*held_out(hvd, trainer, data.held_out(hvd.rank(), world)))
+    value = metric.value(*held_out(hvd, trainer, data.held_out(hvd.rank(), world_size)))
     events.write(
         "finished",
         steps=task.steps,

@@ -127,7 +127,7 @@ class Driver(ABC):
 
     name: str
     rank: int
-    world: int
+    world_size: int
     folder: Path  #: of this launch, the same on every rank
     shapes: Shapes = {"a": (37, 41), "b": (16, 7, 3, 5), "c": (8, 131), "d": (1,), "e": (5,)}
     error: type[Exception] = Exception  #: what all ranks raise when one has failed
@@ -166,7 +166,7 @@ class Driver(ABC):
     @property
     def exact(self) -> bool:
         """Whether sums are the loopback's to the bit: two numbers are added alike in any order."""
-        return self.world <= 2
+        return self.world_size <= 2
 
     def exact_with(self, method: str | Plan) -> bool:
         """The same of a method's results. On a device, a matrix product's rounding depends on where the matrix lies."""
@@ -175,7 +175,7 @@ class Driver(ABC):
     def variants(self) -> list[tuple[str, Settings]]:
         """The methods and settings that this driver is tried with: two ranks get one of each method and of each route,
         as MPI and the loopback are tried with every option."""
-        return VARIANTS if self.world != 2 else [*METHODS.items(), *ROUTES]
+        return VARIANTS if self.world_size != 2 else [*METHODS.items(), *ROUTES]
 
     def tolerance(self, method: str | Plan, settings: Settings) -> tuple[float, float] | None:
         """How far results may be from the loopback's: relative, and of a tensor's greatest number. None: any."""
@@ -191,12 +191,12 @@ class Driver(ABC):
         depends on which tensors go together."""
         return (0.0, 0.0) if self.sums_in_order else self.tolerance(method, settings)
 
-    def yardstick(self, method: str | Plan, settings: Settings, world: int | None = None) -> Trial:
+    def yardstick(self, method: str | Plan, settings: Settings, world_size: int | None = None) -> Trial:
         """The loopback with the same plan; all its collectives are noted."""
         plan = plan_of(method, **settings)
         if self.grouping:
             plan = Grouped.of(plan, self.grouping)
-        return Trial(plan, world or self.world)
+        return Trial(plan, world_size or self.world_size)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         """The tensors as the loopback knows them."""
@@ -210,7 +210,7 @@ class Driver(ABC):
 
     def everyone(self, step: int, shapes: Shapes, dtype: str = "float32") -> list[Arrays]:
         """Every rank's gradients of a step."""
-        drawn = [self.gradients(step, shapes, rank) for rank in range(self.world)]
+        drawn = [self.gradients(step, shapes, rank) for rank in range(self.world_size)]
         return [{name: array.astype(dtype) for name, array in one.items()} for one in drawn]
 
     def meet(self) -> None:

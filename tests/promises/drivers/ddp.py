@@ -105,13 +105,13 @@ class DdpDriver(Driver):
             torch.cuda.set_device(0)
             os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # else NCCL refuses two ranks on one GPU
         dist.init_process_group("gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
-        self.rank, self.world, self.folder = dist.get_rank(), dist.get_world_size(), folder
+        self.rank, self.world_size, self.folder = dist.get_rank(), dist.get_world_size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> DdpHandle:
         return DdpHandle(method, settings, shapes, dtype, op, loss_scale)
 
     def gather(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world
+        everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, value)
         return everyone
 

@@ -25,9 +25,9 @@ SECONDS = 100
 class Meeting:
     """Where the threads of one world meet."""
 
-    def __init__(self, world: int):
-        self.barrier = threading.Barrier(world, timeout=SECONDS)
-        self.values: list[Any] = [None] * world
+    def __init__(self, world_size: int):
+        self.barrier = threading.Barrier(world_size, timeout=SECONDS)
+        self.values: list[Any] = [None] * world_size
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -95,7 +95,7 @@ class LoopbackHandle(Handle):
         checkpoint.save(self.state(), folder)
 
     def load(self, folder: Path) -> None:
-        self.load_state(checkpoint.load(folder, self.driver.rank, self.driver.world))
+        self.load_state(checkpoint.load(folder, self.driver.rank, self.driver.world_size))
 
     def describe(self) -> str:
         return describe(self.compressor.plan.buckets(self.driver.specs(self.shapes)))
@@ -114,8 +114,8 @@ class LoopbackDriver(Driver):
     name = "loopback"
     recovers = shared = exact = sums_in_order = True  # type: ignore[assignment]
 
-    def __init__(self, rank: int, world: int, folder: Path, meeting: Meeting):
-        self.rank, self.world, self.folder, self.meeting = rank, world, folder, meeting
+    def __init__(self, rank: int, world_size: int, folder: Path, meeting: Meeting):
+        self.rank, self.world_size, self.folder, self.meeting = rank, world_size, folder, meeting
         self._made: list[LoopbackHandle] = []
 
     def together(self, value: Any, act: Callable[[list[Any]], Any]) -> Any:
@@ -124,7 +124,7 @@ class LoopbackDriver(Driver):
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> LoopbackHandle:
         plan = plan_of(method, **settings)
         net = self.together(
-            (plan, loss_scale), lambda everyone: Trial(everyone[0][0], self.world, loss_scale=everyone[0][1])
+            (plan, loss_scale), lambda everyone: Trial(everyone[0][0], self.world_size, loss_scale=everyone[0][1])
         )
         self._made.append(LoopbackHandle(self, net, shapes, dtype, op))
         return self._made[-1]
@@ -136,9 +136,9 @@ class LoopbackDriver(Driver):
         """All, as ranks are threads."""
         return VARIANTS
 
-    def yardstick(self, method, settings, world=None) -> Trial:
+    def yardstick(self, method, settings, world_size=None) -> Trial:
         """The loopback with the reference backend, to the bit."""
-        return Trial(plan_of(method, **settings), world or self.world, ops=reference)
+        return Trial(plan_of(method, **settings), world_size or self.world_size, ops=reference)
 
     @contextmanager
     def counting(self) -> Iterator[Counter]:
@@ -148,18 +148,18 @@ class LoopbackDriver(Driver):
             counter.num_bytes += sum(one.num_bytes[self.rank] for one in handle.compressor.log)
 
 
-def in_threads(world: int, folder: Path, check: Callable[[LoopbackDriver], None]) -> None:
+def in_threads(world_size: int, folder: Path, check: Callable[[LoopbackDriver], None]) -> None:
     """Run a check on every rank; raises the first rank's error that is not of another's."""
-    meeting, errors = Meeting(world), [None] * world
+    meeting, errors = Meeting(world_size), [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            check(LoopbackDriver(rank, world, folder, meeting))
+            check(LoopbackDriver(rank, world_size, folder, meeting))
         except BaseException as error:
             errors[rank] = error  # type: ignore[call-overload]
             meeting.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

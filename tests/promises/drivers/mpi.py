@@ -68,7 +68,7 @@ class MpiDriver(Driver):
 
     def __init__(self, folder: Path):
         self.comm: Any = MPI.COMM_WORLD
-        self.rank, self.world, self.folder = self.comm.rank, self.comm.size, folder
+        self.rank, self.world_size, self.folder = self.comm.rank, self.comm.size, folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> MpiHandle:
         return MpiHandle(self.comm, method, settings, shapes, dtype, op, loss_scale)
@@ -80,7 +80,7 @@ class MpiDriver(Driver):
         """Those of all drivers, and, as a Compressor costs nothing, every option of every method: all where sums are
         equal to the bit, some of them elsewhere."""
         every = [(id, one) for id in hvdcompress.available() for one in variants(registry.classes()[id]).values()]
-        return [*VARIANTS, *(every if self.world == 2 else every[self.world % 5 :: 5])]
+        return [*VARIANTS, *(every if self.world_size == 2 else every[self.world_size % 5 :: 5])]
 
     def tolerance(self, method, settings) -> tuple[float, float] | None:
         if self.exact:

@@ -34,10 +34,10 @@ class TensorFlowPlan(Plan):
         return super().buckets([replace(spec, layout="hwio") for spec in specs], *more, **named)
 
 
-def yardstick(method: Any, world: int, **settings: Any) -> Trial:
+def yardstick(method: Any, world_size: int, **settings: Any) -> Trial:
     """The loopback that TensorFlow is held against."""
     plan = plan_of(method, **settings)
-    return Trial(TensorFlowPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)}), world)
+    return Trial(TensorFlowPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)}), world_size)
 
 
 @tf.custom_gradient
@@ -90,9 +90,9 @@ class TensorFlowDriver(Driver):
     def __init__(self, folder: Path):
         tf.config.threading.set_inter_op_parallelism_threads(2)
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
-        hvd.init(process_sets=[PAIR] if world > 2 else None)
-        self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
+        world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+        hvd.init(process_sets=[PAIR] if world_size > 2 else None)
+        self.rank, self.world_size, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TensorFlowHandle:
         comp = Compressor(method, names=list(shapes), loss_scale=loss_scale, optimizer=SGD(0.0), **settings)
@@ -101,8 +101,8 @@ class TensorFlowDriver(Driver):
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value)
 
-    def yardstick(self, method, settings, world=None) -> Trial:
-        return yardstick(method, world or self.world, **settings)
+    def yardstick(self, method, settings, world_size=None) -> Trial:
+        return yardstick(method, world_size or self.world_size, **settings)
 
     def specs(self, shapes: Shapes) -> list[TensorSpec]:
         return [replace(spec, layout="hwio") for spec in super().specs(shapes)]

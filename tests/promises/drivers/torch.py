@@ -95,9 +95,9 @@ class TorchDriver(Driver):
 
     def __init__(self, folder: Path):
         torch.set_num_threads(1)
-        world = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
-        hvd.init(process_sets=[PAIR] if world > 2 else None)
-        self.rank, self.world, self.folder = hvd.rank(), hvd.size(), folder
+        world_size = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
+        hvd.init(process_sets=[PAIR] if world_size > 2 else None)
+        self.rank, self.world_size, self.folder = hvd.rank(), hvd.size(), folder
 
     def make(self, method, settings, shapes, *, dtype="float32", op="average", loss_scale=1.0) -> TorchHandle:
         return TorchHandle(method, settings, shapes, dtype, op, loss_scale)

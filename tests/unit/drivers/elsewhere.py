@@ -121,8 +121,8 @@ class Horovod:
 
     Sum, Average, Max = "sum", "average", "max"
 
-    def __init__(self, world: int):
-        self.world, self.mixed, self.came, self.done = world, [], {}, {}
+    def __init__(self, world_size: int):
+        self.world_size, self.mixed, self.came, self.done = world_size, [], {}, {}
         self.turns: Counter[tuple[str, int]] = Counter()  # names are used again in every step
         self.lock, self.rank = threading.Condition(), threading.local()
         self.handles: dict[int, tuple[str, int]] = {}
@@ -131,7 +131,7 @@ class Horovod:
 
     # -- a process set, of which each thread is a rank
     def size(self) -> int:
-        return self.world
+        return self.world_size
 
     # -- collectives
     def is_initialized(self) -> bool:
@@ -145,8 +145,10 @@ class Horovod:
             ranks[self.rank.number] = (kind, tensor, detail)
             if len({isinstance(given, Elsewhere) for _, given, _ in ranks.values()}) > 1:
                 self.mixed.append(name)
-            if len(ranks) == self.world:  # at once: a rank whose own result is there may write over what it gave
-                self.done[name] = self._carry_out(*([ranks[rank][at] for rank in range(self.world)] for at in range(3)))
+            if len(ranks) == self.world_size:  # at once: a rank whose own result is there may write over what it gave
+                self.done[name] = self._carry_out(
+                    *([ranks[rank][at] for rank in range(self.world_size)] for at in range(3))
+                )
             self.lock.notify_all()
             self.handles[handle := len(self.handles)] = (name, self.rank.number)
             return handle
@@ -178,10 +180,10 @@ class Horovod:
             given = [plain(one) for one in given]
             if kinds[0] == "all to all":
                 pieces = [one.split(splits.tolist()) for one, splits in zip(given, details, strict=True)]
-                results = [torch.cat([piece[rank] for piece in pieces]) for rank in range(self.world)]
+                results = [torch.cat([piece[rank] for piece in pieces]) for rank in range(self.world_size)]
             elif kinds[0] == "gather":
                 results = [torch.cat(given) for _ in given]
             else:
                 total = torch.stack(given).amax(0) if details[0] == "max" else sum(given[1:], given[0])
-                results = [total / self.world if details[0] == "average" else total.clone() for _ in given]
+                results = [total / self.world_size if details[0] == "average" else total.clone() for _ in given]
             return [result.as_subclass(where) for result in results]

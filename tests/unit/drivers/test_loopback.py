@@ -20,19 +20,19 @@ def test_takes_an_id_a_method_a_plan_or_a_dict() -> None:
     method = hvdcompress.get("topk", density=0.5)
     plan = hvdcompress.load({"method": "topk", "density": 0.5, "min_elements": 1})
     nets = [
-        Loopback("topk", world=1, density=0.5, min_elements=1),
-        Loopback(method, world=1, min_elements=1),
-        Loopback(plan, world=1),
+        Loopback("topk", world_size=1, density=0.5, min_elements=1),
+        Loopback(method, world_size=1, min_elements=1),
+        Loopback(plan, world_size=1),
         Loopback({"method": "topk", "density": 0.5}, 1, min_elements=1),
     ]
     assert len({net.allreduce([np.float32([1, 2])])[0].tobytes() for net in nets}) == 1
     assert isinstance(nets[0].plan, Plan)
 
 
-@pytest.mark.parametrize("world", [0, -1])
-def test_world_is_one_or_more(world: int) -> None:
-    with pytest.raises(ValueError, match=f"world = {world}"):
-        Loopback("topk", world=world)
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_world_is_one_or_more(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size = {world_size}"):
+        Loopback("topk", world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_world_is_one_or_more(world: int) -> None:
     ],
 )
 def test_refuses_what_does_not_fit(arrays: list[Any], words: str) -> None:
-    net = Loopback("topk", world=2, min_elements=1)
+    net = Loopback("topk", world_size=2, min_elements=1)
     with pytest.raises(ValueError, match=words):
         net.allreduce(arrays, "w")
     net.allreduce([np.ones(3, np.float32)] * 2, "w")
 
 
 def test_ranks_must_bring_the_same_names() -> None:
-    net, g = Loopback("topk", world=2), np.ones(3, np.float32)
+    net, g = Loopback("topk", world_size=2), np.ones(3, np.float32)
     with pytest.raises(ValueError, match="rank 1 lacks b"):
         net.allreduce_many([{"a": g, "b": g}, {"a": g}])
     with pytest.raises(ValueError, match="'b', rank 1"):
@@ -65,12 +65,12 @@ def test_ranks_must_bring_the_same_names() -> None:
 
 def test_op_must_be_average_or_sum() -> None:
     with pytest.raises(ValueError, match='"max" must be "average" or "sum"|op'):
-        Loopback("topk", world=1).allreduce([np.ones(3, np.float32)], op="max")  # type: ignore[arg-type]
+        Loopback("topk", world_size=1).allreduce([np.ones(3, np.float32)], op="max")  # type: ignore[arg-type]
 
 
 def test_a_tensor_may_not_change_its_shape() -> None:
     """Its residual would be of another tensor; the message says so, and names it."""
-    net = Loopback("topk", world=1, min_elements=1)
+    net = Loopback("topk", world_size=1, min_elements=1)
     net.allreduce([np.ones(4, np.float32)], "w")
     for shape in ((5,), (1,), (2, 2)):
         with pytest.raises(ValueError, match=r"tensor 'w' had shape \(4,\) before"):
@@ -79,7 +79,7 @@ def test_a_tensor_may_not_change_its_shape() -> None:
 
 
 def test_residual_of_an_unknown_tensor_names_the_known() -> None:
-    net = Loopback("topk", world=1, min_elements=1)
+    net = Loopback("topk", world_size=1, min_elements=1)
     with pytest.raises(KeyError, match="none"):
         net.residual("w", 0)
     net.allreduce([np.ones(4, np.float32)], "w")
@@ -88,13 +88,13 @@ def test_residual_of_an_unknown_tensor_names_the_known() -> None:
 
 
 def test_residual_has_the_tensors_shape() -> None:
-    net = Loopback("topk", world=2, density=0.1, min_elements=1)
+    net = Loopback("topk", world_size=2, density=0.1, min_elements=1)
     net.allreduce([numbers((3, 4), rank) for rank in range(2)], "w")
     assert net.residual("w", 1).shape == (3, 4) and np.count_nonzero(net.residual("w", 1)) == 11
 
 
 def test_small_tensors_have_residuals_of_zeros() -> None:
-    net = Loopback("topk", world=2)
+    net = Loopback("topk", world_size=2)
     net.allreduce([np.ones((4, 5), np.float32)] * 2, "w")
     assert net.residual("w", 0).shape == (4, 5) and not net.residual("w", 0).any()
 
@@ -103,14 +103,14 @@ def test_small_tensors_have_residuals_of_zeros() -> None:
 @pytest.mark.parametrize("method", ["none", "topk", "bf16"])
 def test_memory_layout_makes_no_difference(method: str, layout: Any) -> None:
     g = [numbers((6, 8), rank) for rank in range(2)]
-    expected = Loopback(method, world=2, density=0.2, min_elements=1) if method == "topk" else Loopback(method, 2)
-    net = Loopback(method, world=2, density=0.2, min_elements=1) if method == "topk" else Loopback(method, 2)
+    expected = Loopback(method, world_size=2, density=0.2, min_elements=1) if method == "topk" else Loopback(method, 2)
+    net = Loopback(method, world_size=2, density=0.2, min_elements=1) if method == "topk" else Loopback(method, 2)
     for plain, other in zip(expected.allreduce(g, "w"), net.allreduce([layout(x) for x in g], "w"), strict=True):
         np.testing.assert_array_equal(plain, other)
 
 
 def test_results_are_new_arrays() -> None:
-    net = Loopback("none", world=2)
+    net = Loopback("none", world_size=2)
     g = [np.float32([1, 2]), np.float32([3, 4])]
     a = net.allreduce(g, "w")
     a[0][:] = 99
@@ -119,7 +119,7 @@ def test_results_are_new_arrays() -> None:
 
 
 def test_lists_and_scalars_go_through() -> None:
-    net = Loopback("none", world=2)
+    net = Loopback("none", world_size=2)
     assert net.allreduce([np.float32(1), np.float32(3)], "s")[0] == 2
 
 
@@ -135,7 +135,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, collectives: list[Any]) -> Loopback:
         return Reduced(total=x)
 
     monkeypatch.setattr(type(method), "exchange", exchange)
-    return Loopback(method, world=2)
+    return Loopback(method, world_size=2)
 
 
 BYTES, FLOATS = np.zeros(8, np.uint8), np.zeros(3, np.float32)
@@ -192,7 +192,7 @@ def test_a_failing_method_names_tensor_method_round_and_rank(monkeypatch: pytest
         return encode(self, x, state, ctx, work)
 
     monkeypatch.setattr(type(method), "encode", fails)
-    net = Loopback(method, world=3, min_elements=1)
+    net = Loopback(method, world_size=3, min_elements=1)
     for step in range(2):
         net.allreduce([numbers((50,), rank, step) for rank in range(3)], "layer.w")
     before = [net.residual("layer.w", rank).copy() for rank in range(3)]
@@ -207,7 +207,7 @@ def test_a_failing_method_names_tensor_method_round_and_rank(monkeypatch: pytest
 
 
 def test_non_finite_gradients_leave_every_tensor_as_it_was() -> None:
-    net = Loopback("topk", world=2, density=0.1, min_elements=1)
+    net = Loopback("topk", world_size=2, density=0.1, min_elements=1)
     good = [{"a": numbers((40,), rank), "b": numbers((40,), 9, rank)} for rank in range(2)]
     net.allreduce_many(good)
     before = {name: net.residual(name, 1).copy() for name in "ab"}
@@ -220,14 +220,14 @@ def test_non_finite_gradients_leave_every_tensor_as_it_was() -> None:
 
 
 def test_float16_gradients_may_be_nan_too() -> None:
-    net = Loopback("topk", world=2, min_elements=1)
+    net = Loopback("topk", world_size=2, min_elements=1)
     assert np.isnan(net.allreduce([np.float16([1, np.inf]), np.float16([1, 2])], "w")[0]).all()
 
 
 @pytest.mark.parametrize("method", ["none", "topk"])
 def test_finite_float64_beyond_float32(method: str) -> None:
     """1e300 is finite, and ``none`` sums it; to a float32 method it is an overflow, and spoils no state."""
-    net = Loopback(method, world=2, min_elements=1)
+    net = Loopback(method, world_size=2, min_elements=1)
     out = net.allreduce([np.array([1e300, 1.0])] * 2, "w")[0]
     if method == "none":
         assert out.tolist() == [1e300, 1]
@@ -271,19 +271,19 @@ def test_a_saved_residual_survives_another_bucketing() -> None:
         np.testing.assert_array_equal(single.residual(name, 0), joined.residual(name, 0))
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_reshard_keeps_the_sum_of_residuals(world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_reshard_keeps_the_sum_of_residuals(world_size: int) -> None:
     net = Trial(hvdcompress.get("topk", density=0.1), 3)
     net.allreduce([numbers((50,), rank) for rank in range(3)], "w")
     saved = net.saved()
-    new = reshard(saved, world)
-    assert [one["rank"] for one in new] == list(range(world)) and {one["world"] for one in new} == {world}
+    new = reshard(saved, world_size)
+    assert [one["rank"] for one in new] == list(range(world_size)) and {one["world"] for one in new} == {world_size}
     total = sum(one["state"]["w"]["residual"] for one in saved)
     np.testing.assert_allclose(sum(one["state"]["w"]["residual"] for one in new), total, rtol=1e-5, atol=1e-6)
     assert new[0]["state"]["w"]["residual"].dtype == np.float32
-    other = Trial(hvdcompress.get("topk", density=0.1), world)
+    other = Trial(hvdcompress.get("topk", density=0.1), world_size)
     other.restore(new, [TensorSpec("w", (50,))])
-    other.allreduce([numbers((50,), rank) for rank in range(world)], "w")
+    other.allreduce([numbers((50,), rank) for rank in range(world_size)], "w")
 
 
 def test_reshard_needs_every_rank() -> None:
@@ -295,7 +295,7 @@ def test_reshard_needs_every_rank() -> None:
 
 def test_loss_scale_may_be_a_function() -> None:
     scale = [4.0]
-    net = Loopback("topk", world=1, density=0.5, min_elements=1, loss_scale=lambda: scale[0])
+    net = Loopback("topk", world_size=1, density=0.5, min_elements=1, loss_scale=lambda: scale[0])
     assert net.allreduce([np.float32([8, 4])], "w")[0].tolist() == [8, 0]
     assert net.residual("w", 0).tolist() == [0, 1]  # unscaled
     scale[0] = 2.0
@@ -305,13 +305,13 @@ def test_loss_scale_may_be_a_function() -> None:
 
 def test_seeds_change_what_is_random() -> None:
     outs = [
-        Loopback("randomk", world=2, density=0.1, seed=seed).allreduce([np.ones(2000, np.float32)] * 2)[0]
+        Loopback("randomk", world_size=2, density=0.1, seed=seed).allreduce([np.ones(2000, np.float32)] * 2)[0]
         for seed in (0, 0, 1)
     ]
     assert (outs[0] == outs[1]).all() and (outs[0] != outs[2]).any()
 
 
 def test_a_thousand_workers() -> None:
-    net = Loopback("scalecom", world=1024, density=0.1, min_elements=1)
+    net = Loopback("scalecom", world_size=1024, density=0.1, min_elements=1)
     outs = net.allreduce([np.full(20, rank, np.float32) for rank in range(1024)])
     assert outs[0].max() == outs[-1].max() == 511.5

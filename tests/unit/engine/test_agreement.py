@@ -56,16 +56,18 @@ def test_plans_and_tensors_are_compared_by_key() -> None:
         compare_configs([same, (same[0], {})])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 16])
-def test_probes_tell_an_average_from_a_sum_from_anything_else(world: int) -> None:
-    probes = np.array([[1 / world, (rank + 1) / world**2] for rank in range(world)])
-    assert factor_of(probes.mean(0).tolist(), world) == 1 / world
-    assert factor_of(probes.sum(0).tolist(), world) == 1.0
-    others = [probes.min(0), probes.max(0), probes.prod(0)] if world > 1 else []
-    joined = [probes[:some].sum(0) / by for some in range(1, world) for by in (1, world)]  # the rest give zeros
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 16])
+def test_probes_tell_an_average_from_a_sum_from_anything_else(world_size: int) -> None:
+    probes = np.array([[1 / world_size, (rank + 1) / world_size**2] for rank in range(world_size)])
+    assert factor_of(probes.mean(0).tolist(), world_size) == 1 / world_size
+    assert factor_of(probes.sum(0).tolist(), world_size) == 1.0
+    others = [probes.min(0), probes.max(0), probes.prod(0)] if world_size > 1 else []
+    joined = [
+        probes[:some].sum(0) / by for some in range(1, world_size) for by in (1, world_size)
+    ]  # the rest give zeros
     for probe in (*others, *joined):
         with pytest.raises(PeerError, match=r"hvd.Average or hvd.Sum.*Adasum.*hvd.join\(\)"):
-            factor_of(probe.tolist(), world)
+            factor_of(probe.tolist(), world_size)
 
 
 def test_a_rank_that_gives_zeros_has_joined() -> None:

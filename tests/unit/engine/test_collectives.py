@@ -17,7 +17,7 @@ from tests.unit.engine.threads import ThreadTransport, run
 
 def results(transport: ThreadTransport, make: Any) -> list[Any]:
     """What the collectives of one rank bring, one after another."""
-    ledger = Ledger(transport.world, transport.rank)
+    ledger = Ledger(transport.world_size, transport.rank)
     collectives = Collectives(transport, [ledger])
     found = [collectives.run("w", collective, number) for number, collective in enumerate(make(transport.rank))]
     return [*found, ledger]
@@ -101,7 +101,7 @@ def test_texts_are_charged_with_their_sizes() -> None:
     words = ["", "a much longer text", "ab"]
 
     def program(transport: ThreadTransport) -> Any:
-        ledger = Ledger(transport.world, transport.rank)
+        ledger = Ledger(transport.world_size, transport.rank)
         Collectives(transport, [ledger]).gather_text("error", words[transport.rank])
         return ledger.tensors()["error"]
 

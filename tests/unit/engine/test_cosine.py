@@ -38,8 +38,8 @@ class Kept(Observer):
         self.seen.append((rank, what))
 
 
-def gradients(step: int, world: int = 2) -> list[dict[str, np.ndarray]]:
-    return [{name: numbers(shape, rank, step) for name, shape in SHAPES.items()} for rank in range(world)]
+def gradients(step: int, world_size: int = 2) -> list[dict[str, np.ndarray]]:
+    return [{name: numbers(shape, rank, step) for name, shape in SHAPES.items()} for rank in range(world_size)]
 
 
 def cosine(a: list[np.ndarray], b: list[np.ndarray]) -> float:

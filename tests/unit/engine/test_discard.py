@@ -16,9 +16,9 @@ SHAPES = {"a": (40, 50), "b": (30,), "c": (8, 4, 3, 3), "d": (5000,)}
 METHODS = sorted(classes())
 
 
-def gradients(step: int, names: tuple[str, ...] = tuple(SHAPES), world: int = 2) -> list[dict[str, np.ndarray]]:
+def gradients(step: int, names: tuple[str, ...] = tuple(SHAPES), world_size: int = 2) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(step)
-    return [{n: rng.normal(size=SHAPES[n]).astype(np.float32) for n in names} for _ in range(world)]
+    return [{n: rng.normal(size=SHAPES[n]).astype(np.float32) for n in names} for _ in range(world_size)]
 
 
 def made(method: str, **settings: Any) -> Loopback:

@@ -146,6 +146,6 @@ class _NoSteps(Compressor):
 
 def test_a_driver_that_cannot_compare_says_so(caplog: pytest.LogCaptureFixture) -> None:
     log.warn_once.cache_clear()
-    compressor = _NoSteps(plan_of("auto"), rank=0, world=2)
+    compressor = _NoSteps(plan_of("auto"), rank=0, world_size=2)
     assert not compressor.local.fallback.on
     assert "fallback is ignored, and compression is always kept: gradients come alone" in caplog.text

@@ -21,7 +21,7 @@ SETTINGS = {"density": 0.05, "rules": [{"match": {"name": "b"}, "method": "power
 
 
 def trained(steps: int = 4, method: str = "scalecom", **settings: object) -> Loopback:
-    net = Loopback(method, world=2, **{**SETTINGS, **settings})
+    net = Loopback(method, world_size=2, **{**SETTINGS, **settings})
     for step in range(steps):
         net.allreduce_many([{n: numbers(s, rank, step) for n, s in SHAPES.items()} for rank in range(2)])
     return net
@@ -58,7 +58,7 @@ def test_figures_are_the_ledgers_and_the_residuals() -> None:
 
 
 def test_the_norm_of_a_long_residual_is_added_in_float64() -> None:
-    net = Loopback("topk", world=1, density=1e-6)
+    net = Loopback("topk", world_size=1, density=1e-6)
     net.allreduce([np.full(3_000_000, 3e18, np.float32)])  # the squares' sum is beyond float32
     (only,) = net.figures()
     assert only.residual == pytest.approx(3e18 * math.sqrt(3_000_000 - 3), rel=1e-6)
@@ -83,7 +83,7 @@ def test_what_ranks_say_beside_tensors_has_a_line_of_its_own() -> None:
 
 
 def test_the_table_is_within_80_columns_and_its_total_is_the_ledgers() -> None:
-    net = Loopback("gaussiank", world=2, density=0.0123456, values="rangefloat16m7", warmup={"steps": 2})
+    net = Loopback("gaussiank", world_size=2, density=0.0123456, values="rangefloat16m7", warmup={"steps": 2})
     for step in range(3):
         net.allreduce_many([{n: numbers(s, rank, step) for n, s in SHAPES.items()} for rank in range(2)])
     net.ledger._tensors[0, "a"].seconds = 123456.7
@@ -98,7 +98,7 @@ def test_the_table_is_within_80_columns_and_its_total_is_the_ledgers() -> None:
 
 
 def test_the_table_before_the_first_step() -> None:
-    net = Loopback("topk", world=2)
+    net = Loopback("topk", world_size=2)
     assert net.summary().splitlines()[1].split()[:2] == ["total", "-"]
 
 
@@ -185,7 +185,7 @@ def test_scalars_have_the_users_step_and_the_ledgers_numbers() -> None:
     norms = [each.residual for each in net.figures() if each.residual is not None]
     assert found["hvdcompress/residual_norm"][0] == pytest.approx(math.hypot(*norms))
     assert not any("none/residual_norm" in tag for tag in found), "dense tensors keep nothing"
-    assert "hvdcompress/ratio" not in scalars_of(Loopback("topk", world=2)), "nothing was sent"
+    assert "hvdcompress/ratio" not in scalars_of(Loopback("topk", world_size=2)), "nothing was sent"
 
 
 def test_torchs_writer_takes_them(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ class Answers(Observer):
 
 
 def test_every_round_is_an_event() -> None:
-    net, answers = Loopback("scalecom", world=2, density=0.05), Answers()
+    net, answers = Loopback("scalecom", world_size=2, density=0.05), Answers()
     net.watch(answers)
     net.allreduce([numbers((40, 50), rank) for rank in range(2)], name="w")
     for rank in range(2):
@@ -229,9 +229,9 @@ def test_every_round_is_an_event() -> None:
 
 def test_the_variable_makes_a_line_a_round(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(log.VARIABLE, "debug")
-    net = Loopback("scalecom", world=2, density=0.05)
+    net = Loopback("scalecom", world_size=2, density=0.05)
     monkeypatch.setenv(log.VARIABLE, "")
-    quiet = Loopback("scalecom", world=2, density=0.05)
+    quiet = Loopback("scalecom", world_size=2, density=0.05)
     with caplog.at_level(logging.DEBUG, "hvdcompress"):
         for each in (net, quiet):
             each.allreduce([numbers((40, 50), rank) for rank in range(2)], name="w")
@@ -245,7 +245,7 @@ def test_the_variable_makes_a_line_a_round(monkeypatch: pytest.MonkeyPatch, capl
 def test_the_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(log.VARIABLE, "verbose")
     with pytest.raises(ValueError, match="HVDCOMPRESS_LOG.*debug"):
-        Loopback("topk", world=2)
+        Loopback("topk", world_size=2)
 
 
 @pytest.mark.parametrize(

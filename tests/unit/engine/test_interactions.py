@@ -50,7 +50,7 @@ class Phased(TopK):
         density = self.density if ctx.phase else 1.0
         return [select.num_kept(density, size) for size in ctx.spec.parts]
 
-    def num_bytes(self, spec: TensorSpec, world: int, phase: int = 0) -> int:
+    def num_bytes(self, spec: TensorSpec, world_size: int, phase: int = 0) -> int:
         counts = self.counts(spec) if phase else [spec.size]
         return pack.num_bytes(sum(counts), self.packing(spec))
 
@@ -90,13 +90,15 @@ def plan_with(features: set[str]) -> dict[str, Any]:
 
 
 class Model:
-    """What ``world`` ranks get and keep."""
+    """What ``world_size`` ranks get and keep."""
 
-    def __init__(self, features: set[str], world: int):
-        self.features, self.world = features, world
+    def __init__(self, features: set[str], world_size: int):
+        self.features, self.world_size = features, world_size
         self.densities = RULED if "rules" in features else DENSITIES
         self.starts = self.on = WARMUP if "warm-up" in features else 0
-        self.residuals = [{name: np.zeros(shape, np.float64) for name, shape in SHAPES.items()} for _ in range(world)]
+        self.residuals = [
+            {name: np.zeros(shape, np.float64) for name, shape in SHAPES.items()} for _ in range(world_size)
+        ]
         self.step = 0
 
     def allreduce(self, given: list[dict[str, Array]]) -> dict[str, Array]:
@@ -107,11 +109,11 @@ class Model:
     def _tensor(self, name: str, given: list[Array]) -> Array:
         plain = "rules" in self.features and name == "c"
         if plain or self.step < self.starts:
-            return sum(given) / self.world
+            return sum(given) / self.world_size
         total = np.zeros(SHAPES[name])
         for gradient, residuals in zip(given, self.residuals, strict=True):
             if "clipping" in self.features:
-                gradient = gradient * min(1.0, CLIP / np.sqrt(self.world) / np.linalg.norm(gradient))
+                gradient = gradient * min(1.0, CLIP / np.sqrt(self.world_size) / np.linalg.norm(gradient))
             x = gradient + residuals[name]
             count = x.size
             if self.step - self.on >= DENSE_STEPS:
@@ -120,30 +122,30 @@ class Model:
             beta = BETA if "feedback" in self.features else 1.0
             residuals[name] = (1 - beta) * residuals[name] + beta * (x - sent)
             total += sent
-        return total / self.world
+        return total / self.world_size
 
-    def reshard(self, world: int) -> None:
-        shares = {name: sum(one[name] for one in self.residuals) / world for name in SHAPES}
-        self.residuals, self.world = (
-            [{name: array.copy() for name, array in shares.items()} for _ in range(world)],
-            world,
+    def reshard(self, world_size: int) -> None:
+        shares = {name: sum(one[name] for one in self.residuals) / world_size for name in SHAPES}
+        self.residuals, self.world_size = (
+            [{name: array.copy() for name, array in shares.items()} for _ in range(world_size)],
+            world_size,
         )
 
 
-def gradients(step: int, world: int) -> list[dict[str, Array]]:
-    drawn = [np.random.default_rng([step, rank]) for rank in range(world)]
+def gradients(step: int, world_size: int) -> list[dict[str, Array]]:
+    drawn = [np.random.default_rng([step, rank]) for rank in range(world_size)]
     return [{name: rng.standard_t(4, shape).astype(np.float32) for name, shape in SHAPES.items()} for rng in drawn]
 
 
 def check(features: set[str], tmp_path: Path, modelled: set[str] | None = None) -> None:
     """Train with these features, and compare each step with the model of them, or of others."""
-    world, plan, scale = 2, plan_of(plan_with(features)), [1.0]
+    world_size, plan, scale = 2, plan_of(plan_with(features)), [1.0]
     modelled = features if modelled is None else modelled
 
-    def network(world: int) -> Trial:
-        return Trial(plan, world, loss_scale=lambda: scale[0])
+    def network(world_size: int) -> Trial:
+        return Trial(plan, world_size, loss_scale=lambda: scale[0])
 
-    net, model = network(world), Model(modelled, world)
+    net, model = network(world_size), Model(modelled, world_size)
     specs = [TensorSpec(name, shape) for name, shape in SHAPES.items()]
     for step in range(STEPS):
         if "loss scale" in features:
@@ -152,7 +154,7 @@ def check(features: set[str], tmp_path: Path, modelled: set[str] | None = None) 
             before = written(net)
             if "trigger" in features and step == TRIGGERED:
                 net.trigger()
-            bad = gradients(99, world)
+            bad = gradients(99, world_size)
             bad[-1]["b"][3, 3] = np.inf if step == BAD else np.nan
             outs = net.allreduce_many(bad)
             assert all(np.isnan(array).all() for out in outs for array in out.values()), "all of the step is undone"
@@ -162,14 +164,14 @@ def check(features: set[str], tmp_path: Path, modelled: set[str] | None = None) 
         if "resume" in features and step == SAVED:
             for saved in net.saved():
                 checkpoint.save(saved, tmp_path)
-            net = network(world)
-            net.restore([checkpoint.load(tmp_path, rank, world) for rank in range(world)], specs)
+            net = network(world_size)
+            net.restore([checkpoint.load(tmp_path, rank, world_size) for rank in range(world_size)], specs)
         if "re-shard" in features and step == RESHARDED:
-            world, saved = 3, reshard(net.saved(), 3)
-            net = network(world)
+            world_size, saved = 3, reshard(net.saved(), 3)
+            net = network(world_size)
             net.restore(saved, specs)
-            model.reshard(world)
-        given = gradients(step, world)
+            model.reshard(world_size)
+        given = gradients(step, world_size)
         outs = net.allreduce_many([{n: g * np.float32(scale[0]) for n, g in one.items()} for one in given])
         want = model.allreduce(given)
         if "trigger" in modelled and step == TRIGGERED:
@@ -178,7 +180,7 @@ def check(features: set[str], tmp_path: Path, modelled: set[str] | None = None) 
             assert len({out[name].tobytes() for out in outs}) == 1, f"ranks differ in {name}, step {step}"
             got = outs[0][name] / np.float32(scale[0])
             np.testing.assert_allclose(got, want[name], 1e-4, 1e-5, err_msg=f"{name}, step {step}")
-            for rank in range(world):
+            for rank in range(world_size):
                 kept = net.residual(name, rank)
                 np.testing.assert_allclose(
                     kept, model.residuals[rank][name], 1e-4, 1e-5, err_msg=f"residual of {name}, step {step}"

@@ -41,34 +41,34 @@ Steps = list[Step]
 class Ranks(RuleBasedStateMachine):
     """Some ranks under one plan."""
 
-    @initialize(plan=st.sampled_from(PLANS), world=st.integers(2, 4), grouping=st.sampled_from(GROUPINGS))
-    def begin(self, plan: dict[str, Any], world: int, grouping: int) -> None:
+    @initialize(plan=st.sampled_from(PLANS), world_size=st.integers(2, 4), grouping=st.sampled_from(GROUPINGS))
+    def begin(self, plan: dict[str, Any], world_size: int, grouping: int) -> None:
         self.plans = [plan_of({**plan, "bucket_elements": each}) for each in GROUPINGS]
-        self.world = world
-        self.ranks = [RankState(self.plans[0], rank, world) for rank in range(world)]
+        self.world_size = world_size
+        self.ranks = [RankState(self.plans[0], rank, world_size) for rank in range(world_size)]
         self.buckets: list[Bucket] = []
         self.regroup(grouping)
         self.random = np.random.default_rng(0)
-        self.given = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(world)]
+        self.given = [{name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(world_size)]
         self.received = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         self.last: Any = None  # what the last step has added to both, if it can be discarded
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def steps(self) -> Steps:
-        self.medium = _Network(self.world, lambda name, requests: lockstep.carry_out(requests))
+        self.medium = _Network(self.world_size, lambda name, requests: lockstep.carry_out(requests))
         found = []
         for local in self.ranks:
             local.begin_round()
             step = Step(local, Collectives(_Transport(local.rank, self.medium), local.observers), SharedConfig({}, {}))
-            step.factor = 1.0 / self.world
+            step.factor = 1.0 / self.world_size
             found.append(step)
         return found
 
     def gradients(self) -> list[dict[str, np.ndarray]]:
         return [
             {name: self.random.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-            for _ in range(self.world)
+            for _ in range(self.world_size)
         ]
 
     def add_all(self, steps: Steps, given: list[dict[str, np.ndarray]], seed: int) -> list[dict[str, np.ndarray]]:
@@ -101,11 +101,11 @@ class Ranks(RuleBasedStateMachine):
     def good_step(self, seed: int, missing: set[str]) -> None:
         given = self.gradients()
         for name in missing:  # on one rank; another one has it
-            given[seed % self.world][name] = np.zeros(SHAPES[name], np.float32)
+            given[seed % self.world_size][name] = np.zeros(SHAPES[name], np.float32)
         without = [dict(one) for one in given]
         for name in missing if len(self.buckets) < len(SHAPES) else ():
             if any(len(bucket.members) > 1 and name in [m.name for m in bucket.members] for bucket in self.buckets):
-                del without[seed % self.world][name]
+                del without[seed % self.world_size][name]
         steps = self.steps()
         outs = self.add_all(steps, without, seed)
         self.end(steps)
@@ -119,7 +119,7 @@ class Ranks(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(SHAPES)))
     def step_with_a_nan(self, seed: int, name: str) -> None:
         given, before = self.gradients(), self.saved()
-        given[seed % self.world][name].flat[0] = np.nan if seed % 2 else np.inf
+        given[seed % self.world_size][name].flat[0] = np.nan if seed % 2 else np.inf
         steps = self.steps()
         outs = self.add_all(steps, given, seed)
         self.end(steps)
@@ -180,7 +180,7 @@ class Ranks(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 3))
     def trigger(self, rank: int) -> None:
-        self.ranks[rank % self.world].trigger_requested = True
+        self.ranks[rank % self.world_size].trigger_requested = True
 
     @rule(grouping=st.sampled_from(GROUPINGS))
     def regroup(self, grouping: int) -> None:
@@ -193,7 +193,7 @@ class Ranks(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         saved = self.saved()
-        self.ranks = [RankState(self.plans[0], rank, self.world) for rank in range(self.world)]
+        self.ranks = [RankState(self.plans[0], rank, self.world_size) for rank in range(self.world_size)]
         for local, one in zip(self.ranks, saved, strict=True):
             local.load_state_dict(one, np.concatenate)
         self.last = None

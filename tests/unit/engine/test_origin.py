@@ -56,7 +56,7 @@ def test_whatever_is_saved_there_nothing_fails(broken: object) -> None:
 
 
 def test_a_file_is_described(tmp_path: Path) -> None:
-    net = Loopback("topk", world=2, min_elements=1)
+    net = Loopback("topk", world_size=2, min_elements=1)
     net.allreduce([np.ones(100, np.float32)] * 2, name="w")
     path = checkpoint.save(net.ranks[1].state_dict(), tmp_path)
     about = yaml.safe_load(checkpoint.describe(path))

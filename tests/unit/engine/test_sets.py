@@ -36,7 +36,7 @@ class Sets(RuleBasedStateMachine):
     @initialize(plan=st.sampled_from(PLANS), momentum=st.sampled_from([None, 0.9]))
     def begin(self, plan: dict[str, Any], momentum: float | None) -> None:
         self.plan, self.optimizer = plan, momentum and SGD(momentum)
-        self.net = Loopback(plan, world=2, optimizer=self.optimizer or None)
+        self.net = Loopback(plan, world_size=2, optimizer=self.optimizer or None)
         self.given = {name: np.zeros(size) for name, size in SIZES.items()}
         self.received = {name: np.zeros(size) for name, size in SIZES.items()}
         self.random = np.random.default_rng(0)
@@ -57,7 +57,7 @@ class Sets(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         saved = [rank.state_dict() for rank in self.net.ranks]
-        self.net = Loopback(self.plan, world=2, optimizer=self.optimizer or None)
+        self.net = Loopback(self.plan, world_size=2, optimizer=self.optimizer or None)
         for rank, one in zip(self.net.ranks, saved, strict=True):
             rank.load_state_dict(one, np.concatenate)
 
@@ -79,7 +79,7 @@ TestSets = Sets.TestCase
 
 @pytest.mark.parametrize("bucket_elements", [None, 0, 1000])
 def test_a_nan_in_the_first_step_of_another_set(bucket_elements: int | None) -> None:
-    net = Loopback("topk", world=2, density=0.1, min_elements=1, bucket_elements=bucket_elements)
+    net = Loopback("topk", world_size=2, density=0.1, min_elements=1, bucket_elements=bucket_elements)
     bad = {"a": np.full(10, np.nan, np.float32), "b": np.ones(10, np.float32)}
     net.allreduce_many([bad, bad])
     good = {"b": np.ones(10, np.float32), "c": np.ones(10, np.float32)}
@@ -88,7 +88,7 @@ def test_a_nan_in_the_first_step_of_another_set(bucket_elements: int | None) -> 
 
 
 def test_the_name_of_a_group_is_refused() -> None:
-    net = Loopback("topk", world=2, density=0.1)
+    net = Loopback("topk", world_size=2, density=0.1)
     arrays = {"a+1": np.ones(10, np.float32)}
     with pytest.raises(ValueError, match=r"'a\+1'"):
         net.allreduce_many([arrays, arrays])

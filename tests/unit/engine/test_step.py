@@ -39,7 +39,7 @@ class Driver:
 
     def __init__(self, transport: ThreadTransport, method: str, **settings: Any):
         self.plan = plan_of(method, **settings)
-        self.local = RankState(self.plan, transport.rank, transport.world)
+        self.local = RankState(self.plan, transport.rank, transport.world_size)
         self.collectives = Collectives(transport, self.local.observers)
 
     def reduce(
@@ -52,7 +52,7 @@ class Driver:
         agree = AGREE[self.collectives.ordered]
         step = Step(self.local, self.collectives, config, agree)
         step.loss_scale = scale
-        step.factor = 1.0 / self.local.world
+        step.factor = 1.0 / self.local.world_size
         step.error = error
         outs = {name: np.empty_like(g) for name, g in given.items()}
         try:

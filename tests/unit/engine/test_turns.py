@@ -14,8 +14,8 @@ from hvdcompress.plan import Plan, Program
 from hvdcompress.testing import Trial
 
 
-def grads(step: int, world: int = 2) -> list[np.ndarray]:
-    return [np.random.default_rng([step, rank]).normal(size=2000).astype(np.float32) for rank in range(world)]
+def grads(step: int, world_size: int = 2) -> list[np.ndarray]:
+    return [np.random.default_rng([step, rank]).normal(size=2000).astype(np.float32) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("method", ["none", "fp16", "topk", "scalecom", "gaussiank", "randomk"])
@@ -23,8 +23,8 @@ def grads(step: int, world: int = 2) -> list[np.ndarray]:
 def test_a_changing_loss_scale_changes_nothing(method: str, settings: dict) -> None:
     """Scales that are powers of two: exact, in dense stages and compressed ones."""
     scale = [1.0]
-    plain = Loopback(method, world=2, **settings)
-    scaled = Loopback(method, world=2, loss_scale=lambda: scale[0], **settings)
+    plain = Loopback(method, world_size=2, **settings)
+    scaled = Loopback(method, world_size=2, loss_scale=lambda: scale[0], **settings)
     for step, scale[0] in enumerate([1.0, 4.0, 0.5, 1024.0, 2.0, 0.125]):  # noqa: B007
         want = plain.allreduce(grads(step), name="w")[1]
         got = scaled.allreduce([g * np.float32(scale[0]) for g in grads(step)], name="w")[1]
@@ -32,8 +32,8 @@ def test_a_changing_loss_scale_changes_nothing(method: str, settings: dict) -> N
 
 
 def test_stages_follow_each_other() -> None:
-    net = Loopback("topk", world=2, warmup={"steps": 2}, schedule={"density": {"steps": {3: 0.1}}}, density=0.01)
-    dense = Loopback("none", world=2)
+    net = Loopback("topk", world_size=2, warmup={"steps": 2}, schedule={"density": {"steps": {3: 0.1}}}, density=0.01)
+    dense = Loopback("none", world_size=2)
     kept = []
     for step in range(5):
         got = net.allreduce(grads(step), name="w")[0]
@@ -72,18 +72,20 @@ class Phased(Method):
 
 def run(net: Loopback, steps: int, size: float = 1.0) -> list[int]:
     """How many values come through in each step."""
-    return [np.count_nonzero(net.allreduce([np.full(8, size, np.float32)] * net.world, "w")[0]) for _ in range(steps)]
+    return [
+        np.count_nonzero(net.allreduce([np.full(8, size, np.float32)] * net.world_size, "w")[0]) for _ in range(steps)
+    ]
 
 
 def test_phases_count_from_when_the_method_came_on() -> None:
-    assert run(Loopback(Phased(), world=2, min_elements=1), 4) == [8, 8, 4, 4]
+    assert run(Loopback(Phased(), world_size=2, min_elements=1), 4) == [8, 8, 4, 4]
     late = Program(((0, get("none")), (3, Phased())))
-    assert run(Loopback(Plan(late, min_elements=1), world=2), 7) == [8, 8, 8, 8, 8, 4, 4]
+    assert run(Loopback(Plan(late, min_elements=1), world_size=2), 7) == [8, 8, 8, 8, 8, 4, 4]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_trigger_on_one_rank_acts_on_all_in_the_next_step(rank: int) -> None:
-    net = Loopback(Phased(), world=2, min_elements=1)
+    net = Loopback(Phased(), world_size=2, min_elements=1)
     assert run(net, 4) == [8, 8, 4, 4]
     net.ranks[rank].trigger_requested = True
     assert run(net, 4) == [4, 8, 8, 4]
@@ -91,7 +93,7 @@ def test_a_trigger_on_one_rank_acts_on_all_in_the_next_step(rank: int) -> None:
 
 
 def test_a_metric_may_trigger() -> None:
-    net = Loopback(Phased(), world=2, min_elements=1)
+    net = Loopback(Phased(), world_size=2, min_elements=1)
     run(net, 3)
     for loss in (2.0, 1.0, 1.4, 1.2):  # never half as much again as the least
         net.observe(loss=loss, learning_rate=0.1)
@@ -106,7 +108,7 @@ def test_a_metric_may_trigger() -> None:
 
 
 def test_a_method_may_trigger_and_a_bad_step_keeps_the_request() -> None:
-    net = Loopback(Phased(), world=2, min_elements=1)
+    net = Loopback(Phased(), world_size=2, min_elements=1)
     run(net, 3)
     run(net, 1, size=200.0)  # its request goes out with the next status
     assert np.isnan(net.allreduce([np.full(8, np.nan, np.float32)] * 2, "w")[0]).all()  # undone: as if not been

@@ -46,23 +46,23 @@ def test_the_first_that_differs_is_named_with_its_ranks() -> None:
 
 @pytest.mark.parametrize("every,steps", [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, []), (5, [0])])
 def test_ranks_compare_before_the_first_step_and_every_so_many(every: int, steps: list[int]) -> None:
-    net, found = Loopback("powersgd", world=2, verify_every=every), []
+    net, found = Loopback("powersgd", world_size=2, verify_every=every), []
     for step in range(5):
         found += [step] if net.ranks[0].verifies() else []
         net.allreduce([numbers((40, 50), rank, step) for rank in range(2)])
     assert found == steps
-    assert not Loopback("powersgd", world=1, verify_every=1).ranks[0].verifies(), "nobody is there to compare with"
+    assert not Loopback("powersgd", world_size=1, verify_every=1).ranks[0].verifies(), "nobody is there to compare with"
 
 
 def test_residuals_differ_and_are_no_error() -> None:
-    net = Loopback("topk", world=2, density=0.05, verify_every=1)
+    net = Loopback("topk", world_size=2, density=0.05, verify_every=1)
     for step in range(3):
         net.allreduce([numbers((40, 50), rank, step) for rank in range(2)])
     assert (net.residual("tensor", 0) != net.residual("tensor", 1)).any()
 
 
 def test_a_step_that_differs_changes_nothing() -> None:
-    net = Loopback("powersgd", world=2, verify_every=1)
+    net = Loopback("powersgd", world_size=2, verify_every=1)
     net.allreduce([numbers((40, 50), rank) for rank in range(2)])
     ((name, state),) = net.ranks[1].states.items()
     bad = state.slots["q"].copy()

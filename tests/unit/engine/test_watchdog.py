@@ -60,9 +60,9 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     yield Texts()
 
 
-def one(place: Progress | None, rank: int = 0, world: int = 2, **limits: Any) -> Watchdog:
+def one(place: Progress | None, rank: int = 0, world_size: int = 2, **limits: Any) -> Watchdog:
     """A watchdog of a rank that stays at a place."""
-    return Watchdog(rank, world, lambda: place, lambda: 0, Limits(**limits))
+    return Watchdog(rank, world_size, lambda: place, lambda: 0, Limits(**limits))
 
 
 def ranks(*places: Progress | None, **limits: Any) -> list[Watchdog]:
@@ -144,7 +144,7 @@ def test_a_step_that_moves_or_none_at_all_is_left_alone(said: list[str], warned:
 
 
 def test_where_ranks_meet_it_says_who_has_not_come(said: list[str], warned: list[str]) -> None:
-    waiting = one(Progress(0, None), world=3, warn_after=2 * TICK, end_after=9 * TICK)
+    waiting = one(Progress(0, None), world_size=3, warn_after=2 * TICK, end_after=9 * TICK)
     LOOK(waiting)
     with waiting.rendezvous("every rank's first backward pass", lambda: [0, 2]):
         for _ in range(8):
@@ -238,8 +238,8 @@ def test_one_whose_ranks_are_no_more_is_left_alone(said: list[str]) -> None:
 
 def test_without_peers_or_a_wish_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_get_service", lambda: pytest.fail("it opens a socket"))
-    for world, on in ((1, True), (2, False)):
-        none = one(Progress(0, None), world=world, on=on)
+    for world_size, on in ((1, True), (2, False)):
+        none = one(Progress(0, None), world_size=world_size, on=on)
         with none.rendezvous("every rank"):
             assert not none.on and json.loads(none.endpoint()) == {}
 

@@ -13,8 +13,8 @@ from hvdcompress.engine.transport import Request
 class Medium:
     """What connects the threads. ``requests``: every collective that was carried out, by its key."""
 
-    def __init__(self, world: int, ordered: bool):
-        self.world, self.ordered = world, ordered
+    def __init__(self, world_size: int, ordered: bool):
+        self.world_size, self.ordered = world_size, ordered
         self.requests: dict[Any, list[Request]] = {}
         self.results: dict[Any, list[Any]] = {}
         self._asked: dict[Any, dict[int, Request]] = {}
@@ -24,8 +24,8 @@ class Medium:
         with self._there:
             asked = self._asked.setdefault(key, {})
             asked[rank] = request
-            if len(asked) == self.world:
-                self.requests[key] = [asked[r] for r in range(self.world)]
+            if len(asked) == self.world_size:
+                self.requests[key] = [asked[r] for r in range(self.world_size)]
                 self.results[key] = lockstep.carry_out(self.requests[key])
                 self._there.notify_all()
 
@@ -40,7 +40,7 @@ class ThreadTransport:
     native_broadcast = False
 
     def __init__(self, rank: int, medium: Medium):
-        self.rank, self.world, self.medium = rank, medium.world, medium
+        self.rank, self.world_size, self.medium = rank, medium.world_size, medium
         self.ordered, self.variable_lengths = medium.ordered, not medium.ordered
         self.names: list[str] = []
 
@@ -61,9 +61,9 @@ class ThreadTransport:
         self.medium.wait(handle, 0.001)
 
 
-def run(world: int, ordered: bool, program: Callable[[ThreadTransport], Any]) -> tuple[list[Any], Medium]:
+def run(world_size: int, ordered: bool, program: Callable[[ThreadTransport], Any]) -> tuple[list[Any], Medium]:
     """Run a program on every rank; what each returned or raised, and the medium."""
-    medium, found = Medium(world, ordered), [None] * world
+    medium, found = Medium(world_size, ordered), [None] * world_size
 
     def one(rank: int) -> None:
         try:
@@ -71,7 +71,7 @@ def run(world: int, ordered: bool, program: Callable[[ThreadTransport], Any]) ->
         except Exception as error:
             found[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world)]
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -117,7 +117,7 @@ def test_the_method_of_ones_own_passes_the_suite() -> None:
 
     from hvdcompress.testing import check_method
 
-    check_method(RoundRobin(pieces=3), worlds=(1, 2, 3), sizes=(1, 50))
+    check_method(RoundRobin(pieces=3), world_sizes=(1, 2, 3), sizes=(1, 50))
 
 
 def test_the_driver_of_ones_own_gives_what_loopback_gives() -> None:

@@ -218,7 +218,7 @@ def test_a_state_that_is_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
 def _state() -> dict[str, Any]:
     from hvdcompress.loopback import Loopback
 
-    net = Loopback("topk", world=1, density=0.5, min_elements=1)
+    net = Loopback("topk", world_size=1, density=0.5, min_elements=1)
     net.allreduce([np.ones(8, np.float32)])
     saved = net.ranks[0].state_dict()
     json.dumps({key: saved[key] for key in ("plan", "steps", "world", "rank")})  # text and numbers alone

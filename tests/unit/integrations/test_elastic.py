@@ -20,34 +20,34 @@ SPECS = [TensorSpec("a", (30, 40)), TensorSpec("b", (77,))]
 STEPS, COMMIT, LOST = 12, 3, 7  #: a commit after every third step; a peer is lost in the eighth
 
 
-def network(world: int) -> Trial:
-    return Trial(get("topk", density=0.05), world)
+def network(world_size: int) -> Trial:
+    return Trial(get("topk", density=0.05), world_size)
 
 
-def gradients(step: int, world: int) -> list[dict[str, np.ndarray[Any, Any]]]:
-    return [{spec.name: numbers(spec.shape, rank, step) for spec in SPECS} for rank in range(world)]
+def gradients(step: int, world_size: int) -> list[dict[str, np.ndarray[Any, Any]]]:
+    return [{spec.name: numbers(spec.shape, rank, step) for spec in SPECS} for rank in range(world_size)]
 
 
 def test_training_goes_on_from_the_last_commit_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     """Saved at each commit and loaded after a reset, nothing that was committed is lost, and nothing counts twice."""
-    world = [3]
+    world_size = [3]
     sums = {spec.name: np.zeros(spec.shape) for spec in SPECS}  # given, less what was received, of committed steps
 
     def reset() -> None:
-        world[0] = 2
+        world_size[0] = 2
 
     def train(state: Any) -> Trial:
-        net = network(world[0])
+        net = network(world_size[0])
         if state.step:
-            net.restore([checkpoint.load(tmp_path, rank, world[0]) for rank in range(world[0])], SPECS)
+            net.restore([checkpoint.load(tmp_path, rank, world_size[0]) for rank in range(world_size[0])], SPECS)
         pending = {name: array.copy() for name, array in sums.items()}
         while state.step < STEPS:
-            if state.step == LOST and world[0] == 3:
+            if state.step == LOST and world_size[0] == 3:
                 raise exceptions.HorovodInternalError("a peer is gone")
-            given = gradients(state.step, world[0])
+            given = gradients(state.step, world_size[0])
             out = net.allreduce_many(given)[0]
             for name in pending:
-                pending[name] += sum(one[name] for one in given) - world[0] * out[name]
+                pending[name] += sum(one[name] for one in given) - world_size[0] * out[name]
             state.step += 1
             if state.step % COMMIT == 0:
                 for saved in net.saved():
@@ -58,7 +58,7 @@ def test_training_goes_on_from_the_last_commit_with_the_ranks_that_are_left(tmp_
 
     state = elastic.ObjectState(lambda value: value, lambda: 0, step=0)
     net = elastic.run_fn(train, reset)(state)
-    assert world == [2] and net.ranks[0].steps() == {"a": STEPS, "b": STEPS}
+    assert world_size == [2] and net.ranks[0].steps() == {"a": STEPS, "b": STEPS}
     for spec in SPECS:
         kept = sum(net.residual(spec.name, rank).astype(np.float64) for rank in range(2))
         assert np.abs(kept).max() > 0

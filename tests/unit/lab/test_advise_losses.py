@@ -148,7 +148,7 @@ def test_a_profile_keeps_trials_for_the_link_that_was_measured(tmp_path):
 class OneRank:
     """Ranks of which there is one, which exchanges nothing."""
 
-    rank, world = 0, 1
+    rank, world_size = 0, 1
 
     def sums(self, *values):
         return list(values)

@@ -36,7 +36,7 @@ def steps_of(side, count=3):
     on_host, device = Cpu(), side.device
     draws = Draws(sum(spec.size for spec in SPECS), on_host)
     for _ in range(count):
-        given = [[on_host.empty(spec.size) for spec in SPECS] for _ in range(side.world)]
+        given = [[on_host.empty(spec.size) for spec in SPECS] for _ in range(side.world_size)]
         draws.fill(given)
         gradients = [[device.array(each.copy()) for each in tensors] for tensors in given]
         spent = side.step(gradients)
@@ -47,7 +47,7 @@ def steps_of(side, count=3):
 def test_a_step_is_the_drivers(id):
     """What is timed is the real thing: it gives the same numbers as a driver, bucket by bucket and step by step."""
     plan = load({**next(iter(codec.asked_for([id]).values())), "min_elements": 100, **short(id)})
-    side, net = Side(plan, SPECS, 3, Cpu()), Loopback(plan, world=3)
+    side, net = Side(plan, SPECS, 3, Cpu()), Loopback(plan, world_size=3)
     for given, reduced, spent in steps_of(side):
         named = [{spec.name: each.reshape(spec.shape) for spec, each in zip(SPECS, one, strict=True)} for one in given]
         expected = net.allreduce_many(named)
@@ -128,7 +128,7 @@ def test_peers_compute_what_they_say():
     from hvdcompress.lab.bench import peers
 
     x, y = np.float32([3, 1, -4, 2]), np.float32([0, 1.5, 0, 0])
-    step = peers.grace_topk(torch, 2, world=2)
+    step = peers.grace_topk(torch, 2, world_size=2)
     assert step(torch.from_numpy(x)).tolist() == [3, 0, -4, 0]
     assert step(torch.from_numpy(y)).tolist() == [0, 2.5, 0, 2], "what was held back comes later"
     g = torch.outer(torch.arange(1.0, 5), torch.arange(1.0, 7))
@@ -149,7 +149,7 @@ def records(asked, *groups):
 @pytest.mark.timeout(120)
 def test_the_command_measures_in_processes_of_their_own(tmp_path):
     page = tmp_path / "docs" / "page.md"
-    words = ["--method", "topk", "-m", "fp16", "--elements", 5000, "--runs", 1, "--world", 3, "--no-peers"]
+    words = ["--method", "topk", "-m", "fp16", "--elements", 5000, "--runs", 1, "--world-size", 3, "--no-peers"]
     result = invoke("codec", *words, "--format", "json", "--write", page)
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.output)

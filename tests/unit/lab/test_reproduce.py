@@ -188,7 +188,7 @@ def test_what_is_left_is_what_top_k_leaves(measures):
     from hvdcompress.loopback import Loopback
 
     x = np.random.default_rng(2).laplace(size=5000).astype(np.float32)
-    net = Loopback("topk", world=1, density=0.01, min_elements=1)
+    net = Loopback("topk", world_size=1, density=0.01, min_elements=1)
     net.allreduce([x], name="x")
     wanted = np.linalg.norm(net.residual("x", 0).astype(np.float64)) ** 2 / np.linalg.norm(x.astype(np.float64)) ** 2
     assert measures.describe(x, [0.01])["left"]["0.01"] == pytest.approx(wanted, rel=1e-6)

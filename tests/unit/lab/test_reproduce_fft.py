@@ -80,8 +80,8 @@ def small_net(monkeypatch):
 def test_the_model_adds_what_codecs_take(small_net):
     timed = {"fft": (fft.EXCHANGED["fft"], {"seconds": 2.0, "further": 0.5})}
 
-    def seconds(world, faster):
-        return fft_exchange.exchanges("small", timed, ["1gbit"], world, faster)["1gbit"]
+    def seconds(world_size, faster):
+        return fft_exchange.exchanges("small", timed, ["1gbit"], world_size, faster)["1gbit"]
 
     factor = fft_exchange.fitted().constants.codec
     assert seconds(8, 1)["fft"] - seconds(8, 1e12)["fft"] == pytest.approx(5.0 * factor)  # 2 + 6 further ranks

@@ -74,7 +74,7 @@ def test_methods_see_what_the_ranks_exchange():
 
 def test_the_rate_on_the_wire_is_that_of_rings():
     for method, settings, rate in (("none", {}, 1), ("fp16", {}, 2), ("qsgd", {"bits": 8, "route": "scatter"}, 4)):
-        net = Loopback(method, world=3, min_elements=1, **settings)
+        net = Loopback(method, world_size=3, min_elements=1, **settings)
         net.allreduce([np.ones(30_000, np.float32)] * 3, name="w")
         assert wire_rate(net) == pytest.approx(rate, rel=0.02), method
 
@@ -83,12 +83,12 @@ def test_the_rate_on_the_wire_is_that_of_rings():
 
 
 def test_a_coded_projection_that_loses_nothing_is_the_projection():
-    rng, world = np.random.default_rng(0), 3
+    rng, world_size = np.random.default_rng(0), 3
     basis = np.ascontiguousarray(np.linalg.qr(rng.standard_normal((24, 5)))[0].T, np.float32)
-    xs = [rng.standard_normal(24 * 9 + 7).astype(np.float32) for _ in range(world)]
-    plain = Projection(basis, world)
-    turns = [Context(rank, world, 0, TensorSpec("w", (len(xs[0]),))) for rank in range(world)]
-    want = simulate(xs, [plain] * world)
+    xs = [rng.standard_normal(24 * 9 + 7).astype(np.float32) for _ in range(world_size)]
+    plain = Projection(basis, world_size)
+    turns = [Context(rank, world_size, 0, TensorSpec("w", (len(xs[0]),))) for rank in range(world_size)]
+    want = simulate(xs, [plain] * world_size)
     same = simulate(xs, [ring.Coded(plain, codecs.codec("fp32"), ctx) for ctx in turns])
     assert [one.total.tobytes() for one in same] == [one.total.tobytes() for one in want]
     eight = simulate(xs, [ring.Coded(plain, codecs.codec("qsgd8"), ctx) for ctx in turns])

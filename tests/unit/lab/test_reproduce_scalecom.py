@@ -31,19 +31,19 @@ def test_contraction_by_hand():
 
 
 def test_traffic_is_flat_and_top_k_builds_up():
-    worlds = [2, 4, 8]
-    flat = measures.traffic(settings.scalecom("exact", 1.0, density=0.01), worlds, 0, 4000)
-    grows = measures.traffic({"method": "topk", "density": 0.01}, worlds, 0, 4000)
+    world_sizes = [2, 4, 8]
+    flat = measures.traffic(settings.scalecom("exact", 1.0, density=0.01), world_sizes, 0, 4000)
+    grows = measures.traffic({"method": "topk", "density": 0.01}, world_sizes, 0, 4000)
     assert len(set(flat["sent"])) == 1 and flat["union"] == [0.01] * 3
     assert grows["wire"][-1] > 6 * grows["wire"][0] and grows["union"][-1] > 3 * grows["union"][0]
-    both = [Result(unit, found) for unit, found in zip(traffic_units(worlds), (flat, grows), strict=True)]
+    both = [Result(unit, found) for unit, found in zip(traffic_units(world_sizes), (flat, grows), strict=True)]
     assert scalecom.flat(both).verdict.kind is Kind.HOLDS
 
 
-def traffic_units(worlds):
+def traffic_units(world_sizes):
     units = [unit for unit in settings.travelling(Scale(seeds=(0,))) if "chunk" not in unit.name]
     for unit in units:
-        unit.settings.update(worlds=worlds, n=4000)
+        unit.settings.update(world_sizes=world_sizes, n=4000)
     return units
 
 

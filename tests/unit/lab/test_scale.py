@@ -48,25 +48,25 @@ def names(value):
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-def counted(plan, world):
+def counted(plan, world_size):
     """What real ranks' ledger has of a step in the method's last phase: the most of any rank."""
-    net, step = Loopback(plan, world), 0
+    net, step = Loopback(plan, world_size), 0
     main = plan.program.main
     while main.phase_of(step) != imagined.last_phase(main):
         step += 1
     for number in range(step + 1):
         net.ledger.reset()
-        net.allreduce_many([{n: numbers(s, rank, number) for n, s in SHAPES.items()} for rank in range(world)])
-    ranks = range(world)
+        net.allreduce_many([{n: numbers(s, rank, number) for n, s in SHAPES.items()} for rank in range(world_size)])
+    ranks = range(world_size)
     return max(map(net.ledger.bytes_sent, ranks)), max(map(net.ledger.bytes_on_wire, ranks)), net.ledger.collectives()
 
 
 @pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
 def test_bytes_are_those_of_real_ranks(id, settings):
     plan = plan_of(id, min_elements=1, **settings)
-    for world in range(2, 9):
-        said = cost.work(plan, SHAPES, world, driver=None)
-        assert (round(said.sent), round(said.on_wire), said.calls) == counted(plan, world), f"{world} ranks"
+    for world_size in range(2, 9):
+        said = cost.work(plan, SHAPES, world_size, driver=None)
+        assert (round(said.sent), round(said.on_wire), said.calls) == counted(plan, world_size), f"{world_size} ranks"
 
 
 @pytest.mark.parametrize("id,settings", VARIANTS, ids=names)
@@ -135,19 +135,19 @@ def test_fusion():
 # -- the fit ---------------------------------------------------------------------------------------
 
 
-def points(noise=0.0, seed=0, constants=TRUTH, worlds=(2, 3, 4)):
+def points(noise=0.0, seed=0, constants=TRUTH, world_sizes=(2, 3, 4)):
     rng = np.random.default_rng(seed)
     model = fitted_model.Model(constants, {})
     found = []
     for id in ("topk", "scalecom", "qsgd", "powersgd", "none"):
-        for world in worlds:
+        for world_size in world_sizes:
             plan = plan_of(id)
             model.codecs[fitted_model.name_of(plan.program.main)] = Codec(1e-4, 2e-9, 1e-5, 1e-9)
             model.codecs[fitted_model.name_of(hvdcompress.get("none"))] = Codec(1e-5, 1e-9)
-            done = cost.work(plan, nets.get("resnet32"), world, model.codec)
+            done = cost.work(plan, nets.get("resnet32"), world_size, model.codec)
             for rate in (1e8, 1e9):
-                seconds = constants.seconds(done, rate, max(1.0, world / 2)) * np.exp(noise * rng.normal())
-                found.append(Point(id, "resnet32", rate, max(1.0, world / 2), float(seconds), done))
+                seconds = constants.seconds(done, rate, max(1.0, world_size / 2)) * np.exp(noise * rng.normal())
+                found.append(Point(id, "resnet32", rate, max(1.0, world_size / 2), float(seconds), done))
     return found
 
 

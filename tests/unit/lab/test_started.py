@@ -46,7 +46,9 @@ def test_a_rank_knows_its_place(launcher: str, monkeypatch: pytest.MonkeyPatch) 
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     assert started() == place and is_first() == (place.rank == 0)
-    assert launched() == (place.driver if place.world > 1 else None)  # there is no link to measure from a rank alone
+    assert launched() == (
+        place.driver if place.world_size > 1 else None
+    )  # there is no link to measure from a rank alone
 
 
 @pytest.mark.parametrize("where", ALONE)

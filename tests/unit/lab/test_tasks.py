@@ -53,11 +53,11 @@ def test_ranks_have_shards_of_their_own(digits):
 
 
 @pytest.mark.parametrize("source", ["digits", "text"])
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_ranks_share_the_held_out_set(source, world, request):
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_share_the_held_out_set(source, world_size, request):
     data = request.getfixturevalue(source)
     whole = np.concatenate([y for _, y in data.held_out(0, 1)])
-    parts = np.concatenate([y for rank in range(world) for _, y in data.held_out(rank, world)])
+    parts = np.concatenate([y for rank in range(world_size) for _, y in data.held_out(rank, world_size)])
     assert sorted(rows(parts)) == sorted(rows(whole)) and len(parts) == len(whole)
 
 

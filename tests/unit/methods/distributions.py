@@ -9,7 +9,7 @@ from hvdcompress.loopback import Loopback
 
 def sent_of(u: np.ndarray, density: float, method: str = "gaussiank", **options: object) -> np.ndarray:
     """Return what one rank sends of u."""
-    net = Loopback(method, world=1, density=density, min_elements=1, **options)
+    net = Loopback(method, world_size=1, density=density, min_elements=1, **options)
     out = net.allreduce([u.astype(np.float32)], "w")[0]
     np.testing.assert_array_equal(out + net.residual("w", 0), u.astype(np.float32))
     assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)

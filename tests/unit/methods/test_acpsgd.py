@@ -25,27 +25,27 @@ def first_q(name: str, columns: int, rank: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("world", "shape", "rank"),
+    ("world_size", "shape", "rank"),
     [(3, SHAPE, 2), (2, SHAPE, 1), (1, SHAPE, 4), (2, (8, 3, 5, 5), 2)] + [(2, LARGE, rank) for rank in (3, 4, 6, 8)],
 )
-def test_it_is_the_papers_algorithm(world, shape, rank):
-    net = Loopback("acpsgd", world=world, matrix_rank=rank, min_elements=1)
+def test_it_is_the_papers_algorithm(world_size, shape, rank):
+    net = Loopback("acpsgd", world_size=world_size, matrix_rank=rank, min_elements=1)
     rows = shape[0]
-    oracle = Oracle(world, first_q("w", int(np.prod(shape[1:])), rank))
+    oracle = Oracle(world_size, first_q("w", int(np.prod(shape[1:])), rank))
     for step in range(8):
-        gradients = [numbers(shape, 99) + numbers(shape, each, step) for each in range(world)]
+        gradients = [numbers(shape, 99) + numbers(shape, each, step) for each in range(world_size)]
         mean = oracle.step([g.reshape(rows, -1).astype(np.float64) for g in gradients])
         out = net.allreduce(gradients, "w")[0]
         scale = max(np.abs(g).max() for g in gradients) + np.abs(oracle.memory[0]).max()
         np.testing.assert_allclose(out.reshape(rows, -1), mean, atol=3e-4 * scale)
-        for each in range(world):
+        for each in range(world_size):
             np.testing.assert_allclose(
                 net.residual("w", each).reshape(rows, -1), oracle.memory[each], atol=3e-4 * scale
             )
 
 
 def test_bytes_take_turns():
-    net = Loopback("acpsgd", world=2, matrix_rank=2, min_elements=1)
+    net = Loopback("acpsgd", world_size=2, matrix_rank=2, min_elements=1)
     sent = []
     for step in range(4):
         before = net.ledger.bytes_sent(rank=0)
@@ -58,7 +58,7 @@ def test_bytes_take_turns():
 
 
 def test_after_a_trigger_rows_are_sent():
-    net = Loopback("acpsgd", world=2, matrix_rank=2, min_elements=1)
+    net = Loopback("acpsgd", world_size=2, matrix_rank=2, min_elements=1)
 
     def step(number):
         before = net.ledger.bytes_sent(rank=0)
@@ -72,7 +72,7 @@ def test_after_a_trigger_rows_are_sent():
 
 
 def test_it_converges_to_the_best_approximation():
-    net = Loopback("acpsgd", world=2, matrix_rank=2, min_elements=1, feedback="none")
+    net = Loopback("acpsgd", world_size=2, matrix_rank=2, min_elements=1, feedback="none")
     left, right = numbers((40, 2), 1), numbers((2, 50), 2)
     gradient = left @ right + 0.01 * numbers((40, 50), 3)
     best = np.linalg.svd(gradient, compute_uv=False)[2:]
@@ -83,14 +83,14 @@ def test_it_converges_to_the_best_approximation():
 
 @pytest.mark.parametrize("values", ["fp32", "fp16", "qsgd8"])
 def test_finite_in_finite_out(values):
-    net = Loopback("acpsgd", world=2, matrix_rank=2, min_elements=1, values=values)
+    net = Loopback("acpsgd", world_size=2, matrix_rank=2, min_elements=1, values=values)
     for _ in range(3):
         out = net.allreduce([np.full(SHAPE, 1e37, np.float32)] * 2, "w")[0]
         assert np.isfinite(out).all()
 
 
 def test_a_gradient_of_zero_does_not_end_it():
-    net = Loopback("acpsgd", world=2, matrix_rank=2, min_elements=1)
+    net = Loopback("acpsgd", world_size=2, matrix_rank=2, min_elements=1)
     for _ in range(3):
         net.allreduce([np.zeros(SHAPE, np.float32)] * 2, "w")
     gradient = numbers((12, 2), 1) @ numbers((2, 30), 2)

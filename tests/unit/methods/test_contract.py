@@ -30,7 +30,7 @@ from tests import make_golden
 BACKENDS = backends()
 METHODS = hvdcompress.available()
 VARIANTS = [(id, name, options) for id in METHODS for name, options in variants(registry.classes()[id]).items()]
-WORLDS = (1, 2, 3, 4, 5)
+WORLD_SIZES = (1, 2, 3, 4, 5)
 SIZES = (0, 1, 7, 97)
 # checks that depend on the array backend; another test compares its payloads with the reference's
 OF_BACKENDS = (
@@ -62,7 +62,9 @@ def _second_variants() -> list[Any]:
 
 
 #: the reference is tried in every world; of a backend's kernels, few know how many ranks there are
-WORLDS_OF_BACKENDS = [pytest.param(world, marks=[] if world == 3 else [pytest.mark.slow]) for world in WORLDS]
+WORLD_SIZES_OF_BACKENDS = [
+    pytest.param(world_size, marks=[] if world_size == 3 else [pytest.mark.slow]) for world_size in WORLD_SIZES
+]
 KINDS = ("normal", "heavy", "constant", "sparse", "denormal", "zero", "shifted", "mixed", "huge")
 
 
@@ -84,17 +86,19 @@ def test_variant_holds_in_every_world(number: int, id: str, name: str) -> None:
 def _check(number: int, id: str, sizes_in: dict[int, tuple[int, ...]]) -> None:
     method = hvdcompress.get(id, **VARIANTS[number][2])
     steps = 3 if len(method.phases) == 1 else 6  # through all phases
-    for world, sizes in sizes_in.items():
-        check_method(method, worlds=(world,), sizes=sizes, steps=steps, ops=BACKENDS["numpy"])
+    for world_size, sizes in sizes_in.items():
+        check_method(method, world_sizes=(world_size,), sizes=sizes, steps=steps, ops=BACKENDS["numpy"])
 
 
 @pytest.mark.parametrize("id", METHODS)
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "numpy"])
-@pytest.mark.parametrize("world", WORLDS_OF_BACKENDS)
-def test_method_holds_on_every_backend(backend: str, world: int, id: str) -> None:
+@pytest.mark.parametrize("world_size", WORLD_SIZES_OF_BACKENDS)
+def test_method_holds_on_every_backend(backend: str, world_size: int, id: str) -> None:
     density = {"density": 0.05} if "density" in hvdcompress.get(id).hyperparameters() else {}
     method = hvdcompress.get(id, **density)
-    check_method(method, worlds=(world,), sizes=(0, 1, 97), steps=2, ops=BACKENDS[backend], checks=OF_BACKENDS)
+    check_method(
+        method, world_sizes=(world_size,), sizes=(0, 1, 97), steps=2, ops=BACKENDS[backend], checks=OF_BACKENDS
+    )
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -108,17 +112,17 @@ def test_backends_send_the_same_bytes(backend: str, id: str) -> None:
     """
     for number, (name, options) in enumerate(variants(registry.classes()[id]).items()):
         method = hvdcompress.get(id, **options)
-        world = number % 4 + 1
-        nets = [Trial(method, world, ops=BACKENDS[which], seed=3) for which in ("numpy", backend)]
+        world_size = number % 4 + 1
+        nets = [Trial(method, world_size, ops=BACKENDS[which], seed=3) for which in ("numpy", backend)]
         kinds = KINDS if not number else [KINDS[(3 * number + i) % len(KINDS)] for i in range(3)]
         for step, kind in enumerate(kinds if method.exact else ("normal", "smooth")):
             for n in (1, 5, 1030) if not number else ((1, 5)[number % 2], 1030):
                 shape = Case(method).shape(n)
-                gradients = [numbers(shape, rank, step, n, kind=kind) for rank in range(world)]  # type: ignore[arg-type]
+                gradients = [numbers(shape, rank, step, n, kind=kind) for rank in range(world_size)]  # type: ignore[arg-type]
                 outs = [net.allreduce(gradients, f"w{n}")[0] for net in nets]
-                where = f"{id} {name}, world {world}, {kind} data, n = {n}: {backend} differs from numpy"
+                where = f"{id} {name}, world {world_size}, {kind} data, n = {n}: {backend} differs from numpy"
                 if method.exact:
-                    residuals = [net.residual(f"w{n}", world - 1) for net in nets]
+                    residuals = [net.residual(f"w{n}", world_size - 1) for net in nets]
                     assert np.array_equal(*outs) and np.array_equal(*residuals), where
                     assert nets[0].log[-3:] == nets[1].log[-3:], where
                 else:
@@ -149,26 +153,27 @@ def test_any_gradients(id: str, data: st.DataObject) -> None:
     method = hvdcompress.get(id, **variants(registry.classes()[id])[name])
     if getattr(method, "unbiased", False):
         return  # n/k times a huge gradient is beyond float32
-    world, n = data.draw(st.integers(1, 5), "world"), data.draw(st.integers(0, 40), "n")
+    world_size, n = data.draw(st.integers(1, 5), "world_size"), data.draw(st.integers(0, 40), "n")
     shape = Case(method).shape(n)
-    net = Trial(method, world, ops=BACKENDS["numpy"])
+    net = Trial(method, world_size, ops=BACKENDS["numpy"])
     for step in range(2):
         gradients = [
-            data.draw(hnp.arrays(np.float32, shape, elements=floats), f"step {step}, rank {r}") for r in range(world)
+            data.draw(hnp.arrays(np.float32, shape, elements=floats), f"step {step}, rank {r}")
+            for r in range(world_size)
         ]
         before = [g.copy() for g in gradients]
-        kept = [net.residual("w", r) for r in range(world)] if step else [np.zeros(shape)]
+        kept = [net.residual("w", r) for r in range(world_size)] if step else [np.zeros(shape)]
         old = np.sum(kept, axis=0, dtype=np.float64)
         outs = net.allreduce(gradients, "w", op="average")
         assert all(np.isfinite(out).all() for out in outs)
         assert len({out.tobytes() for out in outs}) == 1
         assert all(map(np.array_equal, gradients, before))
-        new = np.sum([net.residual("w", r) for r in range(world)], axis=0, dtype=np.float64)
+        new = np.sum([net.residual("w", r) for r in range(world_size)], axis=0, dtype=np.float64)
         if method.feedback == "plain" and "fp16" not in (id, getattr(method, "values", "")):
             sent = np.sum(gradients, axis=0, dtype=np.float64) + old - new
             # residuals of different ranks may cancel out, what rounding left of each does not
             scale = sum(np.abs(each).max(initial=0) for each in [*gradients, *kept])
-            assert np.abs(sent - world * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
+            assert np.abs(sent - world_size * outs[0].astype(np.float64)).max(initial=0) <= 1e-5 * scale + 1e-40
 
 
 @pytest.mark.parametrize("id", METHODS)
@@ -179,19 +184,19 @@ def test_any_tensors_in_one_step(id: str, data: st.DataObject) -> None:
     found = variants(registry.classes()[id])
     name = data.draw(st.sampled_from([v for v, o in found.items() if o.get("scope") != "global"]), "variant")
     method = hvdcompress.get(id, **found[name])
-    world = data.draw(st.integers(1, 4), "world")
+    world_size = data.draw(st.integers(1, 4), "world_size")
     shapes = data.draw(
         st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(st.integers(0, 30))), "shapes"
     )
     plan = plan_for(method, seed=5)
-    together, alone = Trial(Grouped.of(plan), world), Trial(plan, world)
+    together, alone = Trial(Grouped.of(plan), world_size), Trial(plan, world_size)
     for step in range(2):
-        gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world)]
+        gradients = [{n: numbers(s, rank, step, len(n)) for n, s in shapes.items()} for rank in range(world_size)]
         outs = together.allreduce_many(gradients)
         for n in shapes:
             expected = alone.allreduce([one[n] for one in gradients], n)
             assert all(np.array_equal(out[n], e) for out, e in zip(outs, expected, strict=True))
-            assert all(np.array_equal(together.residual(n, r), alone.residual(n, r)) for r in range(world))
+            assert all(np.array_equal(together.residual(n, r), alone.residual(n, r)) for r in range(world_size))
 
 
 # -- the files that belong to a method --------------------------------------------------------------------
@@ -265,7 +270,7 @@ def _third_party(**methods: Any) -> Method:
         paper, sends = "none", "every other value, summed"
         feedback: Any = "plain"
 
-        def num_bytes(self, spec: Any, world: int) -> int:
+        def num_bytes(self, spec: Any, world_size: int) -> int:
             return 4 * ((spec.size + 1) // 2)
 
         def exchange(self, x: Any, state: Any, ctx: Any, work: Any) -> Any:
@@ -283,7 +288,7 @@ def _third_party(**methods: Any) -> Method:
 
 
 def test_check_method_passes_an_unregistered_method() -> None:
-    check_method(_third_party(), worlds=(1, 3), sizes=(0, 1, 8), steps=2)
+    check_method(_third_party(), world_sizes=(1, 3), sizes=(0, 1, 8), steps=2)
 
 
 def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
@@ -296,22 +301,22 @@ def test_check_method_passes_a_method_with_state_and_no_feedback() -> None:
 
     method = _third_party(
         state=lambda self, spec: {"last": Slot((spec.size,), scope="shared", merge="keep")},
-        num_bytes=lambda self, spec, world: 4 * spec.size,
+        num_bytes=lambda self, spec, world_size: 4 * spec.size,
         exchange=exchange,
     )
-    check_method(type(method)(feedback="none"), worlds=(1, 3), sizes=(0, 1, 8), steps=3)
+    check_method(type(method)(feedback="none"), world_sizes=(1, 3), sizes=(0, 1, 8), steps=3)
 
 
 def test_loopback_takes_an_unregistered_method() -> None:
     """Third parties can try a method without registering it."""
-    outs = Loopback(_third_party(), world=2, min_elements=1).allreduce([np.float32([2, 4])] * 2)
+    outs = Loopback(_third_party(), world_size=2, min_elements=1).allreduce([np.float32([2, 4])] * 2)
     assert outs[0].tolist() == [2, 0]
 
 
 def test_check_method_names_method_check_and_fault() -> None:
-    wrong = _third_party(num_bytes=lambda self, spec, world: 5)
+    wrong = _third_party(num_bytes=lambda self, spec, world_size: 5)
     with pytest.raises(AssertionError, match=r"Half.*fails check_bytes with 2 ranks.*returns 5"):
-        check_method(wrong, worlds=(2,), sizes=(8,), steps=2)
+        check_method(wrong, world_sizes=(2,), sizes=(8,), steps=2)
 
 
 def test_checks_run_under_python_o() -> None:
@@ -329,7 +334,7 @@ def test_every_check_is_listed() -> None:
     written = {value for name, value in vars(testing).items() if name.startswith("check_") and name != "check_method"}
     assert written == set(CHECKS)
     assert all(check.__doc__ for check in CHECKS)
-    assert Case(hvdcompress.get("none")).world == 2
+    assert Case(hvdcompress.get("none")).world_size == 2
 
 
 # -- worlds beyond five -----------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ def test_every_check_is_listed() -> None:
 @pytest.mark.parametrize("id", METHODS)
 def test_world_of_64(id: str) -> None:
     method = with_feedback(id)
-    net, shape = Loopback(method, world=64, min_elements=1), Case(method).shape(130)
+    net, shape = Loopback(method, world_size=64, min_elements=1), Case(method).shape(130)
     gradients = [numbers(shape, rank) for rank in range(64)]
     outs = net.allreduce(gradients, "w")
     assert len({out.tobytes() for out in outs}) == 1
@@ -364,7 +369,7 @@ def test_beyond_two_to_the_24_elements(id: str) -> None:
     places = [5, 2**24 - 1, 2**24 + 1, 2**24 + 2, n - 1]
     g = np.zeros(n, np.float32)
     g[places] = [1, 2, 3, 4, 5]
-    net = Loopback(method, world=1)
+    net = Loopback(method, world_size=1)
     out = net.allreduce([g.reshape(shape)], "w")[0].ravel()
     kept = net.residual("w", 0).ravel() / np.float32(feedback.beta(method))
     if not method.sparse:

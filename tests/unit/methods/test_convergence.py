@@ -40,7 +40,7 @@ def initial() -> Weights:
 def train(method: str, steps: int = STEPS, **settings: Any) -> tuple[float, float, Loopback]:
     """Return the training loss, the held-out accuracy in percent after ``steps``, and the network."""
     x, y, held_x, held_y = digits()
-    net = Loopback(method, world=WORLD, min_elements=100, ops=fast, **settings)
+    net = Loopback(method, world_size=WORLD, min_elements=100, ops=fast, **settings)
     w, speed = initial(), {name: np.zeros_like(v) for name, v in initial().items()}
     for step in range(steps):
         gradients = []

@@ -34,31 +34,33 @@ def residual(net: Loopback, rank: int, name: str = "w") -> np.ndarray:
     return net.residual(name, rank).ravel()
 
 
-def run_beside_oracle(world: int = 3, n: int = 60, density: float = 0.07, momentum: float = 0.9) -> None:
+def run_beside_oracle(world_size: int = 3, n: int = 60, density: float = 0.07, momentum: float = 0.9) -> None:
     """Compare results up to rounding, residuals and velocities exactly."""
-    net = Loopback("dgc", world=world, density=density, momentum=momentum, select="exact", min_elements=1)
-    oracle = Oracle(world, n, density, momentum)
+    net = Loopback("dgc", world_size=world_size, density=density, momentum=momentum, select="exact", min_elements=1)
+    oracle = Oracle(world_size, n, density, momentum)
     for step in range(25):
-        gradients = [numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world)]
+        gradients = [
+            numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world_size)
+        ]
         total = oracle.step(gradients)
         out = net.allreduce([g.reshape(-1, 1) for g in gradients], "w", op="sum")[0]
         np.testing.assert_allclose(out.ravel(), total, rtol=1e-5, atol=1e-5 * np.abs(total).max())
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_array_equal(residual(net, rank), oracle.v[rank])
             np.testing.assert_array_equal(velocity(net, rank), oracle.u[rank])
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])
-@pytest.mark.parametrize("world,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0)])
-def test_beside_an_independent_oracle(world: int, n: int, density: float, momentum: float) -> None:
-    run_beside_oracle(world, n, density, momentum)
+@pytest.mark.parametrize("world_size,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0)])
+def test_beside_an_independent_oracle(world_size: int, n: int, density: float, momentum: float) -> None:
+    run_beside_oracle(world_size, n, density, momentum)
 
 
 def test_topk_takes_the_feedback_momentum_as_well() -> None:
     """topk with feedback "momentum" is DGC with exact selection: every result is equal to the bit."""
     nets = [
-        Loopback("topk", world=3, density=0.05, feedback="momentum", min_elements=1),
-        Loopback("dgc", world=3, density=0.05, select="exact", min_elements=1),
+        Loopback("topk", world_size=3, density=0.05, feedback="momentum", min_elements=1),
+        Loopback("dgc", world_size=3, density=0.05, select="exact", min_elements=1),
     ]
     for step in range(12):
         gradients = [numbers((8, 30), rank, step) for rank in range(3)]
@@ -71,7 +73,7 @@ def test_topk_takes_the_feedback_momentum_as_well() -> None:
 @pytest.mark.parametrize("select", ["sampled", "exact"])
 def test_without_momentum_it_is_plain_feedback(select: str) -> None:
     nets = [
-        Loopback("dgc", world=2, density=0.05, select=select, min_elements=1, **more)
+        Loopback("dgc", world_size=2, density=0.05, select=select, min_elements=1, **more)
         for more in ({"momentum": 0.0}, {"feedback": "plain"})
     ]
     for step in range(8):
@@ -87,7 +89,7 @@ FED_BACK = [id for id, cls in registry.classes().items() if cls.sparse and len(c
 def test_sent_and_residual_make_up_the_velocities(id: str) -> None:
     """Σ_t sent_t + Σ_ranks v_T = Σ_t Σ_ranks u_t, the u_t = m·u_{t−1} + g_t of velocities after masking."""
     density = {"density": 0.05} if "density" in hvdcompress.get(id).hyperparameters() else {}
-    net = Loopback(id, world=3, feedback="momentum", momentum=0.8, min_elements=1, **density)
+    net = Loopback(id, world_size=3, feedback="momentum", momentum=0.8, min_elements=1, **density)
     sent, put_in, u = np.zeros(900), np.zeros(900), [np.zeros(900)] * 3
     for step in range(10):
         gradients = [numbers((30, 30), rank, step) for rank in range(3)]
@@ -100,7 +102,7 @@ def test_sent_and_residual_make_up_the_velocities(id: str) -> None:
 
 def test_what_waited_is_what_momentum_sgd_would_have_moved() -> None:
     """Momentum correction (§3.2): the first time an entry is sent, it is the sum of its velocities so far."""
-    net = Loopback("dgc", world=1, density=1 / 40, momentum=0.9, select="exact", min_elements=1)
+    net = Loopback("dgc", world_size=1, density=1 / 40, momentum=0.9, select="exact", min_elements=1)
     speed, moved, seen = np.zeros(40), np.zeros(40), np.zeros(40, bool)
     for step in range(60):
         g = numbers((40,), step) * np.float32(0.1) + np.linspace(1, 3, 40, dtype=np.float32)
@@ -119,7 +121,7 @@ def test_where_all_is_sent_there_is_no_momentum() -> None:
 
     That is why the paper's warm-up, at 0.25, has less momentum than what follows it.
     """
-    net = Loopback("dgc", world=2, density=1.0, momentum=0.9, min_elements=1)
+    net = Loopback("dgc", world_size=2, density=1.0, momentum=0.9, min_elements=1)
     for step in range(4):
         gradients = [numbers((6, 6), rank, step) for rank in range(2)]
         np.testing.assert_array_equal(net.allreduce(gradients, "w", op="sum")[0], gradients[0] + gradients[1])
@@ -128,7 +130,7 @@ def test_where_all_is_sent_there_is_no_momentum() -> None:
 
 def test_velocity_ends_at_sent_places_and_nowhere_else() -> None:
     for select in ("sampled", "exact"):
-        net = Loopback("dgc", world=1, density=0.1, momentum=0.9, select=select, min_elements=1)
+        net = Loopback("dgc", world_size=1, density=0.1, momentum=0.9, select=select, min_elements=1)
         u = np.zeros(400, np.float32)
         for step in range(5):
             g = numbers((20, 20), step)
@@ -142,7 +144,7 @@ def test_velocity_ends_at_sent_places_and_nowhere_else() -> None:
 
 
 def sent_of(u: np.ndarray, density: float, **options: Any) -> np.ndarray:
-    net = Loopback("dgc", world=1, density=density, min_elements=1, select="sampled", **options)
+    net = Loopback("dgc", world_size=1, density=density, min_elements=1, select="sampled", **options)
     out = net.allreduce([u.astype(np.float32).reshape(-1, 1)], "w")[0].ravel()
     np.testing.assert_array_equal(out + residual(net, 0), u.astype(np.float32))
     assert net.ledger.counters(0)["kept"] == np.count_nonzero(out)
@@ -214,21 +216,21 @@ def test_the_sample_is_the_same_on_all_ranks_and_another_one_each_step() -> None
 
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 100.0, 1e37])
-@pytest.mark.parametrize("world", [1, 4])
-def test_gradients_are_clipped_to_their_share_of_the_norm(world: int, size: float) -> None:
-    net = Loopback("dgc", world=world, density=1.0, local_clip_norm=2.0, min_elements=1)
-    gradients = [numbers((10, 10), rank) * np.float32(size) for rank in range(world)]
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_gradients_are_clipped_to_their_share_of_the_norm(world_size: int, size: float) -> None:
+    net = Loopback("dgc", world_size=world_size, density=1.0, local_clip_norm=2.0, min_elements=1)
+    gradients = [numbers((10, 10), rank) * np.float32(size) for rank in range(world_size)]
     out = net.allreduce(gradients, "w", op="sum")[0].astype(np.float64)
     expected = np.zeros((10, 10))
     for g in gradients:
         norm = math.sqrt(math.fsum(float(x) ** 2 for x in g.ravel()))
-        expected += g.astype(np.float64) * min(1.0, 2.0 / math.sqrt(world) / norm)
+        expected += g.astype(np.float64) * min(1.0, 2.0 / math.sqrt(world_size) / norm)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
 def test_clipping_is_in_unscaled_units() -> None:
-    plain = Loopback("dgc", world=2, density=0.1, local_clip_norm=1.0, min_elements=1)
-    scaled = Loopback("dgc", world=2, density=0.1, local_clip_norm=1.0, min_elements=1, loss_scale=1024.0)
+    plain = Loopback("dgc", world_size=2, density=0.1, local_clip_norm=1.0, min_elements=1)
+    scaled = Loopback("dgc", world_size=2, density=0.1, local_clip_norm=1.0, min_elements=1, loss_scale=1024.0)
     for step in range(4):
         gradients = [numbers((20, 20), rank, step) for rank in range(2)]
         expected = plain.allreduce(gradients, "w")[0]
@@ -239,7 +241,7 @@ def test_clipping_is_in_unscaled_units() -> None:
 
 
 def test_zeros_and_small_gradients_are_not_clipped() -> None:
-    net = Loopback("dgc", world=1, density=1.0, local_clip_norm=1e6, min_elements=1)
+    net = Loopback("dgc", world_size=1, density=1.0, local_clip_norm=1e6, min_elements=1)
     for g in (np.zeros((3, 3), np.float32), numbers((3, 3), 1)):
         np.testing.assert_array_equal(net.allreduce([g], "w")[0], g)
 
@@ -249,7 +251,7 @@ def test_zeros_and_small_gradients_are_not_clipped() -> None:
 
 @pytest.mark.parametrize("shape,dense", [((2000,), True), ((40, 50), False), ((5, 4, 10, 10), False)])
 def test_vectors_go_dense(shape: tuple[int, ...], dense: bool) -> None:
-    net = Loopback("dgc", world=2, density=0.01)
+    net = Loopback("dgc", world_size=2, density=0.01)
     gradients = [numbers(shape, rank) for rank in range(2)]
     out = net.allreduce(gradients, "w")[0]
     assert (np.count_nonzero(out) == 2000) == dense
@@ -284,7 +286,7 @@ def test_the_docstrings_schedule_is_the_papers() -> None:
 
 def test_a_density_schedule_keeps_residual_and_velocity() -> None:
     plan = {"method": "dgc", "min_elements": 1, "schedule": {"density": {"steps": {0: 0.5, 2: 0.02}}}}
-    net, sent, put_in, u = Loopback(plan, world=1), np.zeros(400), np.zeros(400), np.zeros(400)
+    net, sent, put_in, u = Loopback(plan, world_size=1), np.zeros(400), np.zeros(400), np.zeros(400)
     for step in range(5):
         g = numbers((20, 20), step)
         put_in += 0.7 * u + g.ravel()

@@ -18,29 +18,34 @@ from tests.oracles.fft import Oracle, lengths, weights
 
 
 def run_beside_oracle(
-    world: int = 3, n: int = 57, density: float = 0.2, block: int = 16, values: str = "fp32", feedback: str = "none"
+    world_size: int = 3,
+    n: int = 57,
+    density: float = 0.2,
+    block: int = 16,
+    values: str = "fp32",
+    feedback: str = "none",
 ) -> None:
     """Compare the library with the oracle, up to rounding."""
     options = {"density": density, "block": block, "values": values, "feedback": feedback}
-    net = Loopback("fft", world=world, ops=reference, min_elements=1, **options)
+    net = Loopback("fft", world_size=world_size, ops=reference, min_elements=1, **options)
     bits = int(values[10:]) if values.startswith("rangefloat") else 0
-    oracle = Oracle(world, n, density, block, feedback == "plain", bits)
+    oracle = Oracle(world_size, n, density, block, feedback == "plain", bits)
     for step in range(12):
-        gradients = [numbers((n,), rank, step, kind="smooth" if step % 2 else "normal") for rank in range(world)]
+        gradients = [numbers((n,), rank, step, kind="smooth" if step % 2 else "normal") for rank in range(world_size)]
         total = oracle.step(gradients)
         out = net.allreduce(gradients, "w", op="sum")[0]
-        np.testing.assert_allclose(out, total, atol=2e-5 * world, rtol=0)
-        for rank in range(world):
+        np.testing.assert_allclose(out, total, atol=2e-5 * world_size, rtol=0)
+        for rank in range(world_size):
             np.testing.assert_allclose(net.residual("w", rank), oracle.memory[rank], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("feedback", ["none", "plain"])
 @pytest.mark.parametrize(
-    "world,n,density,block",
+    "world_size,n,density,block",
     [(1, 64, 0.15, 16), (2, 57, 0.2, 16), (3, 1, 0.5, 4), (4, 97, 0.3, 0), (2, 101, 1.0, 32), (5, 50, 0.01, 64)],
 )
-def test_beside_an_independent_oracle(world: int, n: int, density: float, block: int, feedback: str) -> None:
-    run_beside_oracle(world, n, density, block, feedback=feedback)
+def test_beside_an_independent_oracle(world_size: int, n: int, density: float, block: int, feedback: str) -> None:
+    run_beside_oracle(world_size, n, density, block, feedback=feedback)
 
 
 @pytest.mark.parametrize("values", ["rangefloat10", "rangefloat8"])
@@ -56,7 +61,7 @@ def test_range_floats_beside_the_oracle(values: str) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 97, 100, 1009, 5000])
 def test_nothing_dropped_and_no_quantizer_is_the_identity(n: int, block: int) -> None:
     g = numbers((n,), 3)
-    out = Loopback("fft", world=1, density=1.0, values="fp32", block=block, min_elements=1).allreduce([g])[0]
+    out = Loopback("fft", world_size=1, density=1.0, values="fp32", block=block, min_elements=1).allreduce([g])[0]
     np.testing.assert_allclose(out, g, atol=4e-6, rtol=0)
 
 
@@ -64,7 +69,7 @@ def test_nothing_dropped_and_no_quantizer_is_the_identity(n: int, block: int) ->
 def test_dropped_energy_is_error_energy(n: int, block: int, density: float, key: int) -> None:
     """Parseval, with DC and Nyquist counted once and the other bins twice."""
     g = numbers((n,), key)
-    net = Loopback("fft", world=1, density=density, values="fp32", block=block, min_elements=1)
+    net = Loopback("fft", world_size=1, density=density, values="fp32", block=block, min_elements=1)
     error = net.allreduce([g])[0].astype(np.float64) - g
     oracle = Oracle(1, n, density, block)
     dropped = oracle.spectrum(g.astype(np.float64)) - oracle.kept(g.astype(np.float64))
@@ -94,20 +99,20 @@ def test_smooth_data_are_far_better_served_by_frequencies() -> None:
 
 
 def error_of(id: str, g: np.ndarray, **options: object) -> float:
-    net = Loopback(id, world=1, density=0.15, feedback="none", **options)
+    net = Loopback(id, world_size=1, density=0.15, feedback="none", **options)
     return float(np.linalg.norm(net.allreduce([g])[0] - g) / np.linalg.norm(g))
 
 
 def inverses_of_a_step(expected: dict[str, int]) -> None:
     """Count the inverse FFTs of 4 ranks in one step, and compare with the result of each rank alone."""
     gradients = [numbers((200,), rank) for rank in range(4)]
-    alone = [Loopback("fft", world=1, min_elements=1, values="fp32").allreduce([g])[0] for g in gradients]
+    alone = [Loopback("fft", world_size=1, min_elements=1, values="fp32").allreduce([g])[0] for g in gradients]
     calls, irfft = [], spectra.irfft
     for feedback, number in expected.items():
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spectra, "irfft", lambda *rest: (calls.append(1), irfft(*rest))[1])
-            net = Loopback("fft", world=4, ops=reference, min_elements=1, feedback=feedback, values="fp32")
+            net = Loopback("fft", world_size=4, ops=reference, min_elements=1, feedback=feedback, values="fp32")
             out = net.allreduce(gradients, op="sum")[0]
         assert len(calls) == number
         np.testing.assert_allclose(out, np.sum(alone, axis=0), atol=1e-5)
@@ -120,7 +125,7 @@ def test_spectra_are_summed_before_one_inverse() -> None:
 @pytest.mark.parametrize("n", [1, 2, 97, 4096, 5000])
 @pytest.mark.parametrize("values", ["fp32", "fp16", "rangefloat8", "rangefloat10"])
 def test_zeros_come_back_as_zeros(n: int, values: str) -> None:
-    net = Loopback("fft", world=2, values=values, feedback="plain", min_elements=1)
+    net = Loopback("fft", world_size=2, values=values, feedback="plain", min_elements=1)
     for _ in range(2):
         assert not net.allreduce([np.zeros(n, np.float32)] * 2, "w")[0].any()
         assert not net.residual("w", 0).any()
@@ -129,7 +134,7 @@ def test_zeros_come_back_as_zeros(n: int, values: str) -> None:
 def test_a_wave_is_sent_in_a_single_bin() -> None:
     t = np.arange(4096)
     g = np.cos(2 * np.pi * 300 * t / 4096 + 0.7).astype(np.float32)
-    out = Loopback("fft", world=1, density=1 / 2049, values="fp32").allreduce([g])[0]
+    out = Loopback("fft", world_size=1, density=1 / 2049, values="fp32").allreduce([g])[0]
     np.testing.assert_allclose(out, g, atol=1e-5)
 
 
@@ -174,12 +179,12 @@ def test_rate_of_the_paper() -> None:
 
 
 def test_a_gather_pays_on_bytes_only_above_a_rate_of_half_the_workers() -> None:
-    for world, pays in ((8, True), (32, True), (40, False)):
-        net = Loopback("fft", world=world, density=0.15, block=256)
-        net.allreduce([numbers((4096,), rank) for rank in range(world)])
-        ring = 2 * (world - 1) / world * 4 * 4096
+    for world_size, pays in ((8, True), (32, True), (40, False)):
+        net = Loopback("fft", world_size=world_size, density=0.15, block=256)
+        net.allreduce([numbers((4096,), rank) for rank in range(world_size)])
+        ring = 2 * (world_size - 1) / world_size * 4 * 4096
         assert (net.ledger.bytes_on_wire(0) < ring) == pays
-        assert (4 * 4096 / net.ledger.bytes_sent(0) > world / 2) == pays
+        assert (4 * 4096 / net.ledger.bytes_sent(0) > world_size / 2) == pays
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -190,9 +195,9 @@ def test_half_rounds_gradients_to_fp16_first() -> None:
     g[7] = 1e6
     rounded = np.clip(g, -65504, 65504).astype(np.float16).astype(np.float32)
     options = {"density": 0.3, "min_elements": 1}
-    net = Loopback("fft", world=1, half=True, **options)
+    net = Loopback("fft", world_size=1, half=True, **options)
     out = net.allreduce([g])[0]
-    assert out.tolist() == Loopback("fft", world=1, **options).allreduce([rounded])[0].tolist()
+    assert out.tolist() == Loopback("fft", world_size=1, **options).allreduce([rounded])[0].tolist()
     assert net.ledger.counters(0) == {"saturated": 1}
     assert g[7] == 1e6
 
@@ -202,7 +207,7 @@ def test_filters_are_collocated_in_both_frameworks() -> None:
     f, d, h, w = 32, 6, 3, 5
     slow = np.cumsum(np.random.default_rng(2).normal(size=h * w * d * f)).astype(np.float32).reshape(h, w, d, f)
     torchs = np.ascontiguousarray(slow.transpose(3, 2, 0, 1))
-    options = {"world": 1, "density": 0.1, "values": "fp32", "block": 256}
+    options = {"world_size": 1, "density": 0.1, "values": "fp32", "block": 256}
     out, plain = (Loopback("fft", order=o, **options).allreduce([torchs])[0] for o in ("filters", "stored"))
     expected = Loopback("fft", **options).allreduce([slow.ravel()])[0].reshape(slow.shape)
     assert (out == expected.transpose(3, 2, 0, 1)).all()
@@ -220,7 +225,7 @@ def test_filters_are_collocated_in_both_frameworks() -> None:
 
 def test_feedback_in_another_order_keeps_what_was_not_sent() -> None:
     g = numbers((8, 3, 5, 5), 1)
-    net = Loopback("fft", world=1, order="filters", feedback="plain", density=0.1, min_elements=1)
+    net = Loopback("fft", world_size=1, order="filters", feedback="plain", density=0.1, min_elements=1)
     out = net.allreduce([g], "w")[0]
     np.testing.assert_allclose(out + net.residual("w", 0), g, atol=1e-6)
     assert 0.3 < np.linalg.norm(out) / np.linalg.norm(g) < 0.9
@@ -253,7 +258,7 @@ def test_conservation_with_feedback() -> None:
     """Σ sent + residual = Σ gradients, although the sum and each share are inverted separately."""
     for options in ({"block": 16}, {"values": "fp32"}, {"values": "rangefloat6", "block": 0}, {"half": True}):
         method = hvdcompress.get("fft", feedback="plain", density=0.1, **options)
-        check_method(method, worlds=(1, 4), sizes=(1, 60, 97), steps=6, checks=[testing.check_conservation])
+        check_method(method, world_sizes=(1, 4), sizes=(1, 60, 97), steps=6, checks=[testing.check_conservation])
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
@@ -262,7 +267,7 @@ def test_conservation_with_feedback() -> None:
 def kept_in_each_step(net: Trial, losses: list[float]) -> list[int]:
     kept = []
     for step, loss in enumerate(losses):
-        net.allreduce([numbers((1000,), rank, step) for rank in range(net.world)], "w")
+        net.allreduce([numbers((1000,), rank, step) for rank in range(net.world_size)], "w")
         kept.append(int.from_bytes(net.log[-1].sent[0][16:20], "little"))  # the header's entries
         net.observe(loss=loss)
     return kept
@@ -310,13 +315,13 @@ def test_more_than_2_to_the_24_elements(block: int) -> None:
         g[-5002:] = np.where(np.arange(5002) % 2, -1, 1)  # Nyquist, in the last blocks
     else:
         g += np.where(np.arange(n) % 2, -1, 1).astype(np.float32)
-    net = Loopback("fft", world=1, density=1e-4, block=block, values="fp32")
+    net = Loopback("fft", world_size=1, density=1e-4, block=block, values="fp32")
     np.testing.assert_allclose(net.allreduce([g])[0], g, atol=0.06 if block else 1e-4)
 
 
 @pytest.mark.parametrize("feedback", ["none", "plain"])
 def test_joined_tensors_are_transformed_as_one(feedback: str) -> None:
-    options = {"world": 2, "density": 0.2, "feedback": feedback, "block": 64, "min_elements": 1}
+    options = {"world_size": 2, "density": 0.2, "feedback": feedback, "block": 64, "min_elements": 1}
     joined, alone = Loopback("fft", bucket_elements=10_000, **options), Loopback("fft", **options)
     for step in range(2):
         parts = [{name: numbers((n,), rank, step, n) for name, n in (("a", 150), ("b", 333))} for rank in range(2)]

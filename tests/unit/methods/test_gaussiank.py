@@ -21,23 +21,23 @@ from tests.oracles.gaussiank import Oracle, authors_rule, sent_by_the_authors_ru
 from tests.unit.methods.distributions import sent_of, shapes
 
 
-def run_beside_oracle(world: int = 3, n: int = 300, density: float = 0.05, steps: int = 22) -> None:
+def run_beside_oracle(world_size: int = 3, n: int = 300, density: float = 0.05, steps: int = 22) -> None:
     """Compare ``refine: paper`` with the authors' rule: results up to rounding, residuals exactly."""
-    net = Loopback("gaussiank", world=world, density=density, refine="paper", min_elements=1)
-    oracle = Oracle(world, n, density)
+    net = Loopback("gaussiank", world_size=world_size, density=density, refine="paper", min_elements=1)
+    oracle = Oracle(world_size, n, density)
     kinds = ("normal", "heavy", "shifted", "sparse")
     for step in range(steps):
-        gradients = [numbers((n,), rank, step, kind=kinds[step // 3 % 4]) for rank in range(world)]  # type: ignore
+        gradients = [numbers((n,), rank, step, kind=kinds[step // 3 % 4]) for rank in range(world_size)]  # type: ignore
         total = oracle.step(gradients)
         out = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5 * np.abs(total).max())
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_array_equal(net.residual("w", rank), oracle.memory[rank])
 
 
-@pytest.mark.parametrize("world,n,density", [(1, 300, 0.05), (2, 90, 0.1), (3, 2, 0.5), (4, 127, 0.3)])
-def test_paper_refinement_beside_the_authors_rule(world: int, n: int, density: float) -> None:
-    run_beside_oracle(world, n, density)
+@pytest.mark.parametrize("world_size,n,density", [(1, 300, 0.05), (2, 90, 0.1), (3, 2, 0.5), (4, 127, 0.3)])
+def test_paper_refinement_beside_the_authors_rule(world_size: int, n: int, density: float) -> None:
+    run_beside_oracle(world_size, n, density)
 
 
 def count_of(u: np.ndarray, density: float) -> int:
@@ -69,7 +69,7 @@ def residuals_of_a_training(density: float, steps: int = 60) -> Iterator[np.ndar
     w = {"fc1.weight": rng.normal(0, 0.1, (64, 96)), "fc1.bias": np.zeros(96)}
     w |= {"fc2.weight": rng.normal(0, 0.1, (96, 10)), "fc2.bias": np.zeros(10)}
     w = {name: value.astype(np.float32) for name, value in w.items()}
-    net = Loopback("gaussiank", world=1, density=density, refine="paper", min_elements=1)
+    net = Loopback("gaussiank", world_size=1, density=density, refine="paper", min_elements=1)
     residual = np.zeros(w["fc1.weight"].shape, np.float32)
     for _ in range(steps):
         batch = rng.integers(0, len(y), 32)
@@ -143,7 +143,7 @@ def test_ties_are_filled_up_from_the_lowest_index() -> None:
 
 
 def test_sent_and_residual_make_up_the_sum_exactly() -> None:
-    net = Loopback("gaussiank", world=2, density=0.05)
+    net = Loopback("gaussiank", world_size=2, density=0.05)
     residuals = [np.zeros(3000, np.float32)] * 2
     for step in range(10):
         gradients = [numbers((3000,), rank, step, kind="heavy") for rank in range(2)]
@@ -178,7 +178,7 @@ def test_constant_vector_meets_the_older_bound_exactly() -> None:
 @pytest.mark.parametrize("refine", ["bisect", "paper"])
 def test_a_single_element_is_sent(refine: str) -> None:
     """In the authors' code its standard deviation is NaN, and it is never sent."""
-    net = Loopback("gaussiank", world=2, density=0.001, refine=refine, min_elements=1)
+    net = Loopback("gaussiank", world_size=2, density=0.001, refine=refine, min_elements=1)
     total = sum(net.allreduce([np.float32([2]), np.float32([4])], "w")[0][0] for _ in range(3))
     assert total > 0
     if refine == "bisect":
@@ -203,7 +203,7 @@ def test_unequal_counts_and_zero_counts() -> None:
 def test_duplicates_of_different_ranks_sum() -> None:
     spike = np.zeros(100, np.float32)
     spike[17] = 1
-    out = Loopback("gaussiank", world=3, density=0.01, min_elements=1).allreduce(
+    out = Loopback("gaussiank", world_size=3, density=0.01, min_elements=1).allreduce(
         [spike, spike * 2, spike * 4], op="sum"
     )
     assert out[0][17] == 7 and np.count_nonzero(out[0]) == 1
@@ -228,7 +228,7 @@ def test_scope_global_selects_over_the_joined_buffer() -> None:
     """As the authors do: k of all elements together; residuals are kept per parameter."""
     names, shapes_ = ("a", "b", "c"), ((30,), (4, 20), (500,))
     factor = {"a": 100.0, "b": 1.0, "c": 0.01}
-    net = Loopback("gaussiank", world=2, density=0.05, scope="global", min_elements=1)
+    net = Loopback("gaussiank", world_size=2, density=0.05, scope="global", min_elements=1)
     gradients = [
         {
             name: numbers(shape, i, rank) * np.float32(factor[name])
@@ -237,7 +237,7 @@ def test_scope_global_selects_over_the_joined_buffer() -> None:
         for rank in range(2)
     ]
     outs = net.allreduce_many(gradients, op="sum")
-    joined = Loopback("gaussiank", world=2, density=0.05, min_elements=1)
+    joined = Loopback("gaussiank", world_size=2, density=0.05, min_elements=1)
     flat = [np.concatenate([one[name].ravel() for name in names]) for one in gradients]
     expected = joined.allreduce(flat, "flat", op="sum")[0]
     np.testing.assert_array_equal(np.concatenate([outs[0][name].ravel() for name in names]), expected)
@@ -250,7 +250,7 @@ def test_scope_global_selects_over_the_joined_buffer() -> None:
 
 
 def test_scope_tensor_selects_in_each() -> None:
-    net = Loopback("gaussiank", world=1, density=0.1, min_elements=1)
+    net = Loopback("gaussiank", world_size=1, density=0.1, min_elements=1)
     out = net.allreduce_many([{"a": numbers((50,), 1) * np.float32(100), "c": numbers((50,), 2)}])[0]
     assert np.count_nonzero(out["a"]) and np.count_nonzero(out["c"])
 
@@ -273,7 +273,7 @@ def test_bytes_have_one_length_whatever_the_data() -> None:
 
 
 def test_many_workers_with_few_elements() -> None:
-    net = Loopback("gaussiank", world=128, density=0.25, min_elements=1)
+    net = Loopback("gaussiank", world_size=128, density=0.25, min_elements=1)
     gradients = [numbers((8,), rank) for rank in range(128)]
     outs = net.allreduce(gradients, "w", op="sum")
     kept = np.sum([net.residual("w", rank) for rank in range(128)], axis=0, dtype=np.float64)
@@ -287,7 +287,7 @@ def test_density_warm_up_by_epoch() -> None:
         "method": "gaussiank", "steps_per_epoch": 2, "min_elements": 1,
         "schedule": {"density": {"epochs": {0: 0.015625, 1: 0.004, 2: 0.001}}},
     }  # fmt: skip
-    net = Loopback(plan, world=1)
+    net = Loopback(plan, world_size=1)
     kept = []
     for step in range(6):
         before = net.ledger.counters(0).get("kept", 0)

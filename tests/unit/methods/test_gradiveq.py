@@ -36,17 +36,24 @@ def gradient(
 
 
 def run_beside_oracle(
-    world: int = 2, shape: tuple[int, ...] = SHAPE, size: int = 24, steps: int = 16, d: int | None = None,
+    world_size: int = 2, shape: tuple[int, ...] = SHAPE, size: int = 24, steps: int = 16, d: int | None = None,
     departs: dict[str, Any] | None = None, **more: Any,
 ) -> None:  # fmt: skip
     """Compare library and oracle, which ``departs`` from the paper, over cycles of 4 dense and 3 compressed steps."""
     settings = {**SHORT, "slice_elements": size, "matrix_rank": d, "lam": 0.05, **more}
-    net = Loopback("gradiveq", world=world, min_elements=1, **settings)
+    net = Loopback("gradiveq", world_size=world_size, min_elements=1, **settings)
     oracle = Oracle(
-        world, shape, size, settings["dense_steps"], settings["compressed_steps"], settings["lam"], d, **departs or {}
+        world_size,
+        shape,
+        size,
+        settings["dense_steps"],
+        settings["compressed_steps"],
+        settings["lam"],
+        d,
+        **departs or {},
     )
     for step in range(steps):
-        gradients = [gradient(rank, step, shape) for rank in range(world)]
+        gradients = [gradient(rank, step, shape) for rank in range(world_size)]
         expected = oracle.step([g.astype(np.float64) for g in gradients])
         found = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max(), err_msg=f"step {step}")
@@ -54,13 +61,13 @@ def run_beside_oracle(
 
 
 @pytest.mark.parametrize(
-    "world,shape,size,d",
+    "world_size,shape,size,d",
     [(1, SHAPE, 24, None), (2, SHAPE, 24, 1), (3, (4, 2, 3, 2), 8, None), (2, SHAPE, 20, None),
      (4, (2, 3, 2, 2), 24, 2),
      (2, SHAPE, 8, 9), (2, (5, 1, 3, 3), 7, None)],
 )  # fmt: skip
-def test_beside_an_independent_oracle(world: int, shape: tuple[int, ...], size: int, d: int | None) -> None:
-    run_beside_oracle(world, shape, size, d=d)
+def test_beside_an_independent_oracle(world_size: int, shape: tuple[int, ...], size: int, d: int | None) -> None:
+    run_beside_oracle(world_size, shape, size, d=d)
 
 
 @pytest.mark.parametrize("size,d", [(6, None), (24, None), (24, 5), (20, 3), (18, 1)])
@@ -79,11 +86,11 @@ def test_beside_an_oracle_that_samples_all_slices(
 # -- properties after the dense steps ---------------------------------------------------------------------------
 
 
-def trained(world: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> Trial:
+def trained(world_size: int = 2, shape: tuple[int, ...] = SHAPE, **settings: Any) -> Trial:
     """Return a network before its first compressed step."""
-    net = Trial(hvdcompress.get("gradiveq", **{**SHORT, "compressed_steps": 50, **settings}), world)
+    net = Trial(hvdcompress.get("gradiveq", **{**SHORT, "compressed_steps": 50, **settings}), world_size)
     for step in range(net.plan.program.main.dense_steps):  # type: ignore[attr-defined]
-        net.allreduce([gradient(rank, step, shape) for rank in range(world)], "w")
+        net.allreduce([gradient(rank, step, shape) for rank in range(world_size)], "w")
     net.log.clear()
     return net
 
@@ -227,7 +234,7 @@ def test_the_basis_is_the_same_in_both_frameworks(settings: dict[str, Any]) -> N
 
 def is_dense(net: Trial, shape: tuple[int, ...] = SHAPE, key: int = 0, name: str = "w") -> bool:
     """Take a step with noise, which the basis cannot represent, and return whether it is unchanged."""
-    given = [numbers(shape, rank, key, 123) for rank in range(net.world)]
+    given = [numbers(shape, rank, key, 123) for rank in range(net.world_size)]
     return bool(np.allclose(net.allreduce(given, name, op="sum")[0], sum(given), atol=1e-5))
 
 
@@ -248,7 +255,7 @@ def test_the_papers_settings() -> None:
 
 
 def test_warm_up_comes_before_the_training() -> None:
-    net = Loopback("gradiveq", world=2, warmup={"steps": 5}, min_elements=1, **SHORT)
+    net = Loopback("gradiveq", world_size=2, warmup={"steps": 5}, min_elements=1, **SHORT)
     for _ in range(5):
         net.allreduce([gradient(rank, 0) for rank in range(2)], "w")
     assert not samples(net).any()
@@ -343,16 +350,16 @@ def test_state_is_bounded() -> None:
 # -- what is sent -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 3, 16])
+@pytest.mark.parametrize("world_size", [1, 3, 16])
 @pytest.mark.parametrize("size", [24, 20])
-def test_bytes(world: int, size: int) -> None:
-    net = trained(world, slice_elements=size, matrix_rank=2)
+def test_bytes(world_size: int, size: int) -> None:
+    net = trained(world_size, slice_elements=size, matrix_rank=2)
     spec, method = net.ranks[0].states["w"].bucket.spec, net.plan.program.main
     before = net.ledger.bytes_sent(0)
-    net.allreduce([gradient(rank, 9) for rank in range(world)], "w")
+    net.allreduce([gradient(rank, 9) for rank in range(world_size)], "w")
     values = 2 * (72 // size) + 72 % size
     assert net.ledger.bytes_sent(0) - before == 4 * values
-    assert method.num_bytes(spec, world, 2, net.ranks[0].states["w"].slots) == 4 * values
+    assert method.num_bytes(spec, world_size, 2, net.ranks[0].states["w"].slots) == 4 * values
     assert [(c.collective, c.lengths[0], c.dtypes[0]) for c in net.log] == [("AllReduce", values, "float32")]
     assert before == 4 * 4 * 72 + 4 + 4 * 2 * 4
 
@@ -447,7 +454,7 @@ def test_quantized_payloads_are_close_to_exact_ones() -> None:
 def test_correlated_slices_take_few_components() -> None:
     """The paper's claim, on a layer whose slices have three directions: 3 values for a slice of 768."""
     shape = (16, 16, 3, 3)
-    net = Loopback("gradiveq", world=2, dense_steps=20, compressed_steps=5, paper=True)
+    net = Loopback("gradiveq", world_size=2, dense_steps=20, compressed_steps=5, paper=True)
     for step in range(21):
         given = [gradient(rank, step, shape, dimensions=1, noise=0.02) for rank in range(2)]
         before = net.ledger.bytes_sent(0)

@@ -21,30 +21,30 @@ def first_q(name: str, columns: int, rank: int, plan_seed: int = 0) -> np.ndarra
 
 
 def run_beside_oracle(
-    world: int = 3, shape: tuple[int, ...] = SHAPE, rank: int = 2, steps: int = 12, feedback: str = "plain"
+    world_size: int = 3, shape: tuple[int, ...] = SHAPE, rank: int = 2, steps: int = 12, feedback: str = "plain"
 ) -> None:
     """Compare library and oracle."""
-    net = Loopback("powersgd", world=world, matrix_rank=rank, feedback=feedback, min_elements=1)
+    net = Loopback("powersgd", world_size=world_size, matrix_rank=rank, feedback=feedback, min_elements=1)
     rows = shape[0]
-    oracle = Oracle(world, first_q("w", int(np.prod(shape[1:])), rank), feedback == "plain")
+    oracle = Oracle(world_size, first_q("w", int(np.prod(shape[1:])), rank), feedback == "plain")
     for step in range(steps):
-        gradients = [numbers(shape, 99) + numbers(shape, rank, step) for rank in range(world)]
+        gradients = [numbers(shape, 99) + numbers(shape, rank, step) for rank in range(world_size)]
         mean = oracle.step([g.reshape(rows, -1).astype(np.float64) for g in gradients])
         out = net.allreduce(gradients, "w")[0]
         scale = max(np.abs(g).max() for g in gradients) + np.abs(oracle.memory[0]).max()
         np.testing.assert_allclose(out.reshape(rows, -1), mean, atol=3e-4 * scale)
-        for r in range(world if feedback == "plain" else 0):
+        for r in range(world_size if feedback == "plain" else 0):
             kept = net.residual("w", r).reshape(rows, -1)
             np.testing.assert_allclose(kept, oracle.memory[r], atol=3e-4 * scale)
 
 
 @pytest.mark.parametrize("feedback", ["plain", "none"])
 @pytest.mark.parametrize(
-    "world,shape,rank",
+    "world_size,shape,rank",
     [(1, SHAPE, 1), (2, SHAPE, 2), (3, (30, 12), 3), (5, (8, 3, 5), 2), (4, (16, 3, 3, 3), 4), (2, (4, 200), 1)],
 )
-def test_beside_an_independent_oracle(world: int, shape: tuple[int, ...], rank: int, feedback: str) -> None:
-    run_beside_oracle(world, shape, rank, feedback=feedback)
+def test_beside_an_independent_oracle(world_size: int, shape: tuple[int, ...], rank: int, feedback: str) -> None:
+    run_beside_oracle(world_size, shape, rank, feedback=feedback)
 
 
 def low_rank(rank: int, shape: tuple[int, int], key: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -55,7 +55,7 @@ def low_rank(rank: int, shape: tuple[int, int], key: int = 0, scale: float = 1.0
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e30])
 def test_gradients_of_the_rank_come_through_exactly(rank: int, scale: float) -> None:
-    net = Loopback("powersgd", world=3, matrix_rank=3, min_elements=1)
+    net = Loopback("powersgd", world_size=3, matrix_rank=3, min_elements=1)
     gradient = low_rank(rank, SHAPE, scale=scale)
     for step in range(5):
         out = net.allreduce([np.float32(factor) * gradient for factor in (0.5, 1, 1.5)], "w")[0]
@@ -70,7 +70,7 @@ def test_error_contracts_to_the_best_approximation() -> None:
     m = low_rank(2, SHAPE) + np.float32(0.5) * numbers(SHAPE, 5)
     for rank in (1, 2, 3):
         best = np.sqrt((np.linalg.svd(m.astype(np.float64), compute_uv=False)[rank:] ** 2).sum())
-        net = Loopback("powersgd", world=2, matrix_rank=rank, feedback="none", min_elements=1)
+        net = Loopback("powersgd", world_size=2, matrix_rank=rank, feedback="none", min_elements=1)
         errors = [float(np.linalg.norm(net.allreduce([m, m], "w")[0] - m.astype(np.float64))) for _ in range(40)]
         assert min(errors) >= best * (1 - 1e-6)
         assert errors[-1] <= best * 1.01
@@ -80,7 +80,7 @@ def test_error_contracts_to_the_best_approximation() -> None:
 def test_without_a_warm_start_the_error_would_stay() -> None:
     """A fresh network each step: the error is that of one random projection."""
     m = low_rank(1, SHAPE) + np.float32(0.5) * numbers(SHAPE, 5)
-    warm = Loopback("powersgd", world=1, matrix_rank=1, feedback="none", min_elements=1)
+    warm = Loopback("powersgd", world_size=1, matrix_rank=1, feedback="none", min_elements=1)
     errors = [np.linalg.norm(warm.allreduce([m], "w")[0] - m) for _ in range(20)]
     assert errors[-1] < 0.99 * errors[0]
 
@@ -88,7 +88,7 @@ def test_without_a_warm_start_the_error_would_stay() -> None:
 def test_feedback_brings_what_was_left_out() -> None:
     """On a constant gradient the mean result tends to it as 1/T."""
     m, gaps, total = numbers(SHAPE, 3), [], np.zeros(SHAPE)
-    net = Loopback("powersgd", world=2, matrix_rank=1, min_elements=1)
+    net = Loopback("powersgd", world_size=2, matrix_rank=1, min_elements=1)
     for step in range(1, 161):
         total += net.allreduce([m, m], "w")[0]
         gaps.append(np.linalg.norm(total / step - m) / np.linalg.norm(m))
@@ -106,9 +106,9 @@ def test_own_share_is_the_mean_approximation() -> None:
 
 @pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2)])
 def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int) -> None:
-    for world in (1, 2, 7, 64):
-        net = Trial(hvdcompress.get("powersgd", matrix_rank=3, values=values), world)
-        outs = net.allreduce([numbers((40, 50), rank) for rank in range(world)])
+    for world_size in (1, 2, 7, 64):
+        net = Trial(hvdcompress.get("powersgd", matrix_rank=3, values=values), world_size)
+        outs = net.allreduce([numbers((40, 50), rank) for rank in range(world_size)])
         assert len({out.tobytes() for out in outs}) == 1
         assert net.ledger.bytes_sent(0) == width * 3 * (40 + 50)
         assert [(c.collective, c.lengths[0]) for c in net.log] == [("AllReduce", 120), ("AllReduce", 150)]
@@ -122,7 +122,7 @@ def test_what_it_suits() -> None:
     assert method.suits(TensorSpec("w", (4, 5))) and not method.suits(TensorSpec("w", (2, 1000)))
     assert method.matrix(TensorSpec("c", (64, 32, 3, 3))) == (64, 288)
     assert method.matrix(TensorSpec("c", (3, 3, 32, 64), layout="hwio")) == (288, 64)
-    net = Loopback("powersgd", world=2, min_elements=1)
+    net = Loopback("powersgd", world_size=2, min_elements=1)
     grads = [numbers((50,), rank) for rank in range(2)]
     np.testing.assert_array_equal(net.allreduce(grads, "b", op="sum")[0], grads[0] + grads[1])
     assert net.ledger.bytes_sent(0) == 200
@@ -131,7 +131,7 @@ def test_what_it_suits() -> None:
 def test_first_q_is_random_shared_and_different_for_each_tensor() -> None:
     m, outs = numbers(SHAPE, 3), []
     for name, plan_seed in (("a", 0), ("b", 0), ("a", 1), ("a", 0)):
-        net = Loopback("powersgd", world=2, matrix_rank=1, feedback="none", seed=plan_seed, min_elements=1)
+        net = Loopback("powersgd", world_size=2, matrix_rank=1, feedback="none", seed=plan_seed, min_elements=1)
         outs.append(net.allreduce([m, m], name)[0])
     assert np.array_equal(outs[0], outs[3])
     assert not np.allclose(outs[0], outs[1]) and not np.allclose(outs[0], outs[2])
@@ -139,7 +139,7 @@ def test_first_q_is_random_shared_and_different_for_each_tensor() -> None:
 
 def test_a_gradient_of_zero_does_not_end_it() -> None:
     """Q = Mᵀ·P̂ is then zero, and would stay zero."""
-    net, m = Loopback("powersgd", world=2, matrix_rank=2, feedback="none", min_elements=1), low_rank(2, SHAPE)
+    net, m = Loopback("powersgd", world_size=2, matrix_rank=2, feedback="none", min_elements=1), low_rank(2, SHAPE)
     for gradient in (m, 0 * m, 0 * m):
         out = net.allreduce([gradient, gradient], "w")[0]
     assert not out.any()
@@ -149,7 +149,7 @@ def test_a_gradient_of_zero_does_not_end_it() -> None:
 def test_zero_columns_and_rows_are_harmless() -> None:
     m = low_rank(1, SHAPE)
     m[3], m[:, 5:20] = 0, 0
-    net = Loopback("powersgd", world=2, matrix_rank=4, min_elements=1)
+    net = Loopback("powersgd", world_size=2, matrix_rank=4, min_elements=1)
     for _ in range(4):
         out = net.allreduce([m, 0 * m], "w", op="sum")[0]
         assert np.isfinite(out).all() and not out[3].any() and not out[:, 5:20].any()
@@ -160,7 +160,7 @@ def test_zero_columns_and_rows_are_harmless() -> None:
 @pytest.mark.parametrize("values", ["fp32", "fp16", "bf16", "rangefloat8"])
 def test_finite_in_finite_out(values: str, rank: int) -> None:
     """All elements are 1e37: plain sums of 3000 products would overflow."""
-    net = Loopback("powersgd", world=3, matrix_rank=rank, values=values, min_elements=1)
+    net = Loopback("powersgd", world_size=3, matrix_rank=rank, values=values, min_elements=1)
     for step in range(5):  # the second time Q points along the first gradient
         gradients = [np.full((6, 3000), 1e37, np.float32)] * 3
         if step > 2:
@@ -177,7 +177,7 @@ def test_half_precision_has_the_numbers_at_their_own_size() -> None:
     """Scaled down as for other formats, gradients of 1e-4 would be below fp16's smallest number."""
     m = low_rank(1, (64, 1024), scale=1e-4)
     for values in ("fp16", "bf16"):
-        out = Loopback("powersgd", world=8, matrix_rank=1, values=values).allreduce([m] * 8, "w")[0]
+        out = Loopback("powersgd", world_size=8, matrix_rank=1, values=values).allreduce([m] * 8, "w")[0]
         assert np.linalg.norm(out - m) < 0.02 * np.linalg.norm(m)
 
 

@@ -20,28 +20,28 @@ def places(n: int, k: int, step: int, key: int = 0, name: str = "w") -> np.ndarr
     return seed.distinct_indices(seed.shared_key(Context(0, 1, step, TensorSpec(name, (n,)), key)), k, n)
 
 
-def run_beside_oracle(world: int = 3, n: int = 60, density: float = 0.1, steps: int = 25) -> None:
+def run_beside_oracle(world_size: int = 3, n: int = 60, density: float = 0.1, steps: int = 25) -> None:
     """rand_k with memory, dense. Its positions come from a network with the same seed that reduces ones."""
-    net = Loopback("randomk", world=world, density=density, min_elements=1, seed=11)
-    probe = Loopback("randomk", world=1, density=density, min_elements=1, seed=11, feedback="none")
-    memory = [np.zeros(n, np.float32) for _ in range(world)]
+    net = Loopback("randomk", world_size=world_size, density=density, min_elements=1, seed=11)
+    probe = Loopback("randomk", world_size=1, density=density, min_elements=1, seed=11, feedback="none")
+    memory = [np.zeros(n, np.float32) for _ in range(world_size)]
     for step in range(steps):
         mask = probe.allreduce([np.ones(n, np.float32)], "w")[0] != 0
         assert mask.sum() == max(1, int(n * density + 1e-9))
-        gradients = [numbers((n,), rank, step) for rank in range(world)]
+        gradients = [numbers((n,), rank, step) for rank in range(world_size)]
         total = np.zeros(n)
-        for rank in range(world):
+        for rank in range(world_size):
             u = memory[rank] + gradients[rank]
             total += np.where(mask, u, 0)
             memory[rank] = np.where(mask, np.float32(0), u)
         np.testing.assert_allclose(net.allreduce(gradients, "w", op="sum")[0], total, rtol=1e-5, atol=1e-5)
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_array_equal(net.residual("w", rank), memory[rank])
 
 
-@pytest.mark.parametrize("world,n,density", [(1, 60, 0.1), (2, 7, 0.5), (4, 101, 0.03), (5, 1, 1.0)])
-def test_beside_an_independent_oracle(world: int, n: int, density: float) -> None:
-    run_beside_oracle(world, n, density)
+@pytest.mark.parametrize("world_size,n,density", [(1, 60, 0.1), (2, 7, 0.5), (4, 101, 0.03), (5, 1, 1.0)])
+def test_beside_an_independent_oracle(world_size: int, n: int, density: float) -> None:
+    run_beside_oracle(world_size, n, density)
 
 
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 2**40), st.integers(0, 10**6))
@@ -93,7 +93,7 @@ def test_places_change_with_step_seed_and_name() -> None:
 
 def test_global_generators_are_untouched() -> None:
     before, python = np.random.get_state()[1].copy(), random.getstate()
-    Loopback("randomk", world=3, density=0.1).allreduce([numbers((2000,), rank) for rank in range(3)])
+    Loopback("randomk", world_size=3, density=0.1).allreduce([numbers((2000,), rank) for rank in range(3)])
     assert (np.random.get_state()[1] == before).all() and random.getstate() == python
 
 
@@ -106,7 +106,7 @@ def test_all_ranks_draw_the_same_places_and_send_no_index() -> None:
 
 @pytest.mark.parametrize("values,sent", [("fp32", 400), ("fp16", 200), ("bf16", 2 * 102 + 2 * 34)])
 def test_bytes_by_the_formula(values: str, sent: int) -> None:
-    net = Loopback("randomk", world=3, density=0.1, values=values, min_elements=1)
+    net = Loopback("randomk", world_size=3, density=0.1, values=values, min_elements=1)
     net.allreduce([numbers((1000,), rank) for rank in range(3)])
     assert net.ledger.bytes_sent(2) == sent
 
@@ -114,7 +114,7 @@ def test_bytes_by_the_formula(values: str, sent: int) -> None:
 def test_unbiased_variant_scales_and_averages_to_the_gradient() -> None:
     n, steps = 30, 1500
     g = numbers((n,), 5)
-    net = Loopback("randomk", world=1, density=0.2, feedback="none", unbiased=True, min_elements=1)
+    net = Loopback("randomk", world_size=1, density=0.2, feedback="none", unbiased=True, min_elements=1)
     outs = np.array([net.allreduce([g], "w")[0] for _ in range(steps)], np.float64)
     assert np.allclose(outs[outs != 0], (np.broadcast_to(g, outs.shape) * 5)[outs != 0], rtol=1e-6)
     # variance (n/k − 1)·g² a place
@@ -128,5 +128,5 @@ def test_unbiased_needs_feedback_none() -> None:
 
 
 def test_with_feedback_nothing_is_scaled() -> None:
-    out = Loopback("randomk", world=2, density=0.5, min_elements=1).allreduce([np.ones(10, np.float32)] * 2)[0]
+    out = Loopback("randomk", world_size=2, density=0.5, min_elements=1).allreduce([np.ones(10, np.float32)] * 2)[0]
     assert set(out.tolist()) == {0, 1}

@@ -25,28 +25,33 @@ sent_of = partial(sent_by, method="redsync")
 
 
 def run_beside_oracle(
-    world: int = 2, n: int = 300, density: float = 0.05, tolerance: float = 0.001, interval: int = 3, steps: int = 16
+    world_size: int = 2,
+    n: int = 300,
+    density: float = 0.05,
+    tolerance: float = 0.001,
+    interval: int = 3,
+    steps: int = 16,
 ) -> None:
     """Compare ``select: paper`` with the published search: results up to rounding, residuals exactly."""
     options = {"density": density, "tolerance": tolerance, "interval": interval, "select": "paper"}
-    net = Loopback("redsync", world=world, min_elements=1, **options)
-    oracles = [Oracle(n, density, tolerance, interval) for _ in range(world)]
+    net = Loopback("redsync", world_size=world_size, min_elements=1, **options)
+    oracles = [Oracle(n, density, tolerance, interval) for _ in range(world_size)]
     for step in range(steps):
         kind = ("normal", "heavy", "shifted", "sparse")[step // 4 % 4]
-        gradients = [numbers((n,), rank, step, kind=kind) for rank in range(world)]  # type: ignore[arg-type]
+        gradients = [numbers((n,), rank, step, kind=kind) for rank in range(world_size)]  # type: ignore[arg-type]
         total = np.sum([one.step(g) for one, g in zip(oracles, gradients, strict=True)], axis=0, dtype=np.float64)
         out = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5 * np.abs(total).max())
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_array_equal(net.residual("w", rank), oracles[rank].memory)
 
 
 @pytest.mark.parametrize("tolerance", [0.2, 0.001])
-@pytest.mark.parametrize("world,n,density,interval", [(1, 300, 0.05, 1), (2, 90, 0.1, 5), (3, 127, 0.3, 3)])
+@pytest.mark.parametrize("world_size,n,density,interval", [(1, 300, 0.05, 1), (2, 90, 0.1, 5), (3, 127, 0.3, 3)])
 def test_the_published_search_beside_the_published_rule(
-    world: int, n: int, density: float, interval: int, tolerance: float
+    world_size: int, n: int, density: float, interval: int, tolerance: float
 ) -> None:
-    run_beside_oracle(world, n, density, tolerance, interval)
+    run_beside_oracle(world_size, n, density, tolerance, interval)
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.5, 0.9])
@@ -83,12 +88,15 @@ def test_fewer_only_where_fewer_are_non_zero(nonzero: int) -> None:
 @pytest.mark.parametrize("name", shapes())
 def test_trimmed_sends_what_topk_sends(name: str, density: float) -> None:
     u = shapes()[name].astype(np.float32)
-    other = Loopback("topk", world=1, density=density, min_elements=1)
+    other = Loopback("topk", world_size=1, density=density, min_elements=1)
     np.testing.assert_array_equal(sent_of(u, density, select="trimmed"), other.allreduce([u], "w")[0])
 
 
 def test_trimmed_is_topk_in_every_step() -> None:
-    nets = [Loopback("redsync", world=2, density=0.05, select="trimmed"), Loopback("topk", world=2, density=0.05)]
+    nets = [
+        Loopback("redsync", world_size=2, density=0.05, select="trimmed"),
+        Loopback("topk", world_size=2, density=0.05),
+    ]
     for step in range(5):
         gradients = [numbers((3000,), rank, step, kind="heavy") for rank in range(2)]
         one, two = (net.allreduce(gradients, "w")[0] for net in nets)
@@ -191,7 +199,7 @@ def counts_of_a_training(density: float, steps: int = 200, **options: object) ->
     w = {"fc1.weight": rng.normal(0, 0.1, (64, 96)), "fc1.bias": np.zeros(96)}
     w |= {"fc2.weight": rng.normal(0, 0.1, (96, 10)), "fc2.bias": np.zeros(10)}
     w = {name: value.astype(np.float32) for name, value in w.items()}
-    net = Loopback("redsync", world=1, density=density, min_elements=1, **options)
+    net = Loopback("redsync", world_size=1, density=density, min_elements=1, **options)
     k, before = num_kept(density, 64 * 96), np.zeros((64, 96), np.float32)
     for _ in range(steps):
         batch = rng.integers(0, len(y), 32)

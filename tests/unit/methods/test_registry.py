@@ -109,7 +109,7 @@ SOURCE = """
     class Plain(Method):
         paper, sends = "none", "4n bytes"
 
-        def num_bytes(self, spec, world):
+        def num_bytes(self, spec, world_size):
             return 4 * spec.size
 
         def exchange(self, x, state, ctx, work):
@@ -138,8 +138,8 @@ def test_entry_points_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
     _entry_point(monkeypatch, tmp_path, "thirdparty_plain")
     assert "thirdparty_plain" in hvdcompress.available()
-    check_method(hvdcompress.get("thirdparty_plain"), worlds=(2,), sizes=(1, 9), steps=2)
-    Loopback("thirdparty_plain", world=2)
+    check_method(hvdcompress.get("thirdparty_plain"), world_sizes=(2,), sizes=(1, 9), steps=2)
+    Loopback("thirdparty_plain", world_size=2)
     assert hvdcompress.load({"method": "thirdparty_plain"}).program.main.id == "thirdparty_plain"
     assert registry.docstring(registry.classes()["thirdparty_plain"]) == "A third party's method."
 
@@ -163,7 +163,7 @@ def test_a_class_is_registered_anywhere() -> None:
             paper, sends = "none", "4n bytes"
             factor = scale
 
-            def num_bytes(self, spec, world):
+            def num_bytes(self, spec, world_size):
                 return 4 * spec.size
 
             def exchange(self, x, state, ctx, work):
@@ -172,7 +172,7 @@ def test_a_class_is_registered_anywhere() -> None:
 
     assert "mine" in hvdcompress.available() and hvdcompress.get("mine") == Mine()
     ones = np.ones(2000, np.float32)
-    assert Loopback("mine", world=2).allreduce([ones, ones], name="w")[0][0] == 2.0
+    assert Loopback("mine", world_size=2).allreduce([ones, ones], name="w")[0][0] == 2.0
     assert hvdcompress.load(hvdcompress.load({"method": "mine"}).to_dict()).program.main == Mine()
     with pytest.raises(ValueError, match="'topk' belongs to a method"):
         contract.method("topk")

@@ -13,7 +13,7 @@ from tests.oracles.scalecom import Oracle
 
 
 def run_beside_oracle(
-    world: int = 3,
+    world_size: int = 3,
     n: int = 50,
     density: float = 0.1,
     beta: float = 1.0,
@@ -21,23 +21,23 @@ def run_beside_oracle(
     steps: int = 25,
 ) -> None:
     """Compare library and oracle on gradients without near-ties, which rounding would decide."""
-    net = Loopback("scalecom", world=world, density=density, beta=beta, select=select, min_elements=1)
-    oracle = Oracle(world, n, density, beta, select)
+    net = Loopback("scalecom", world_size=world_size, density=density, beta=beta, select=select, min_elements=1)
+    oracle = Oracle(world_size, n, density, beta, select)
     for step in range(steps):
-        gradients = [numbers((n,), rank, step, kind="heavy") for rank in range(world)]
+        gradients = [numbers((n,), rank, step, kind="heavy") for rank in range(world_size)]
         total = oracle.step([g.astype(np.float64) for g in gradients])
         out = net.allreduce(gradients, "w", op="sum")[0]
         largest = max(np.abs(g).max() for g in gradients) + max(np.abs(m).max() for m in oracle.memory)
         np.testing.assert_allclose(out, total, rtol=1e-4, atol=1e-5 * largest)
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_allclose(net.residual("w", rank), oracle.memory[rank], rtol=1e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("select", ["chunk", "exact"])
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.1])
-@pytest.mark.parametrize("world,n,density", [(1, 50, 0.1), (2, 53, 0.1), (3, 7, 0.3), (5, 101, 0.05)])
-def test_beside_an_independent_oracle(world: int, n: int, density: float, beta: float, select: str) -> None:
-    run_beside_oracle(world, n, density, beta, select)
+@pytest.mark.parametrize("world_size,n,density", [(1, 50, 0.1), (2, 53, 0.1), (3, 7, 0.3), (5, 101, 0.05)])
+def test_beside_an_independent_oracle(world_size: int, n: int, density: float, beta: float, select: str) -> None:
+    run_beside_oracle(world_size, n, density, beta, select)
 
 
 def places(net: Trial) -> np.ndarray:
@@ -47,12 +47,12 @@ def places(net: Trial) -> np.ndarray:
     return method.decode_index(np.frombuffer(sent, np.uint8), worker.states["w"].bucket.spec, net.ops)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_leader_is_step_modulo_world(world: int) -> None:
-    net = Trial(hvdcompress.get("scalecom", density=0.1), world)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_leader_is_step_modulo_world(world_size: int) -> None:
+    net = Trial(hvdcompress.get("scalecom", density=0.1), world_size)
     for step in range(9):
-        net.allreduce([numbers((50,), rank, step) for rank in range(world)], "w")
-    assert [c.root for c in net.log if c.collective == "Broadcast"] == [step % world for step in range(9)]
+        net.allreduce([numbers((50,), rank, step) for rank in range(world_size)], "w")
+    assert [c.root for c in net.log if c.collective == "Broadcast"] == [step % world_size for step in range(9)]
 
 
 def test_leader_counter_is_in_the_checkpoint() -> None:
@@ -80,9 +80,9 @@ def test_leader_does_not_move_on_at_an_abandoned_step() -> None:
 @pytest.mark.parametrize("select", ["chunk", "exact"])
 def test_commutes_with_the_average(select: str) -> None:
     """For a fixed I, mean_i CLT(x_i) = CLT(mean_i x_i): the true average at the leader's positions."""
-    world = 4
-    net = Trial(hvdcompress.get("scalecom", density=0.07, select=select), world)
-    gradients = [numbers((101,), rank) for rank in range(world)]
+    world_size = 4
+    net = Trial(hvdcompress.get("scalecom", density=0.07, select=select), world_size)
+    gradients = [numbers((101,), rank) for rank in range(world_size)]
     out = net.allreduce(gradients, "w")[0]
     index = places(net)
     expected = np.zeros(101)
@@ -94,7 +94,7 @@ def test_commutes_with_the_average(select: str) -> None:
 
 def test_one_worker_is_top_k_of_each_chunk() -> None:
     g = numbers((95,), 3)
-    net = Loopback("scalecom", world=1, density=0.1, select="chunk", min_elements=1)
+    net = Loopback("scalecom", world_size=1, density=0.1, select="chunk", min_elements=1)
     out = net.allreduce([g], "w")[0]
     for start in range(0, 95, 10):
         piece = np.abs(g[start : start + 10])
@@ -103,7 +103,7 @@ def test_one_worker_is_top_k_of_each_chunk() -> None:
 
 
 def test_one_worker_with_exact_selection_is_topk() -> None:
-    nets = [Loopback(id, world=1, density=0.05, feedback="plain", min_elements=1) for id in ("scalecom", "topk")]
+    nets = [Loopback(id, world_size=1, density=0.05, feedback="plain", min_elements=1) for id in ("scalecom", "topk")]
     for step in range(10):
         outs = [net.allreduce([numbers((200,), step)], "w")[0] for net in nets]
         np.testing.assert_array_equal(*outs)
@@ -145,11 +145,11 @@ def test_an_index_costs_log2_of_the_chunk(density: float, bits: int) -> None:
 @pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2)])
 def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int, select: str) -> None:
     sent = set()
-    for world in (1, 2, 3, 8, 64, 256):
-        net = Loopback("scalecom", world=world, density=0.01, values=values, select=select)
-        outs = net.allreduce([numbers((2000,), rank) for rank in range(world)])
+    for world_size in (1, 2, 3, 8, 64, 256):
+        net = Loopback("scalecom", world_size=world_size, density=0.01, values=values, select=select)
+        outs = net.allreduce([numbers((2000,), rank) for rank in range(world_size)])
         assert len({out.tobytes() for out in outs}) == 1
-        sent |= {net.ledger.bytes_sent(rank) for rank in range(world)}
+        sent |= {net.ledger.bytes_sent(rank) for rank in range(world_size)}
     index = {"exact": pack.index_num_bytes(pack.best_coding(20, 2000), 20, 2000), "chunk": 4 * -(-20 * 7 // 32)}
     assert sent == {index[select] + 20 * width}
 
@@ -157,7 +157,7 @@ def test_bytes_are_constant_in_the_number_of_workers(values: str, width: int, se
 def test_rate_of_a_hundred() -> None:
     """Density 1/128 in fp32: 128·32/(32 + 7) = 105x with chunks, 128·32/(32 + 9) = 100x by default."""
     for select, bits in (("chunk", 7), ("exact", 9)):
-        net = Loopback("scalecom", world=2, density=1 / 128, select=select)
+        net = Loopback("scalecom", world_size=2, density=1 / 128, select=select)
         net.allreduce([numbers((128 * 320,), rank) for rank in range(2)])
         np.testing.assert_allclose(net.ledger.compression_ratio(0), 128 * 32 / (32 + bits), rtol=5e-3)
 
@@ -211,12 +211,12 @@ def test_averaged_contraction() -> None:
 
     ‖ȳ − CLT(ȳ)‖² ≤ γ‖ȳ‖² with γ = d/k + (1 − d/k)·γ0, where γ0 is the contraction of the exact top-k.
     """
-    world, n, density = 4, 200, 0.1
+    world_size, n, density = 4, 200, 0.1
     k, distances = 20, []
     for trial in range(20):
         common = numbers((n,), trial, kind="heavy")
-        gradients = [common + np.float32(trial % 5) * numbers((n,), rank, trial, 1) for rank in range(world)]
-        net = Trial(hvdcompress.get("scalecom", density=density, select="exact", feedback="none"), world)
+        gradients = [common + np.float32(trial % 5) * numbers((n,), rank, trial, 1) for rank in range(world_size)]
+        net = Trial(hvdcompress.get("scalecom", density=density, select="exact", feedback="none"), world_size)
         out = net.allreduce(gradients, "w")[0].astype(np.float64)
         y = np.mean(gradients, axis=0, dtype=np.float64)
         exact = set(np.argsort(-np.abs(y), kind="stable")[:k].tolist())
@@ -235,18 +235,18 @@ def test_averaged_contraction() -> None:
 
 def test_residuals_of_workers_grow_alike() -> None:
     """If gradients share a signal, so do residuals: their pairwise cosine distance is small."""
-    world, n = 4, 400
-    net = Loopback("scalecom", world=world, density=0.02, beta=1.0, min_elements=1)
+    world_size, n = 4, 400
+    net = Loopback("scalecom", world_size=world_size, density=0.02, beta=1.0, min_elements=1)
     signal = numbers((n,), 99)
     for step in range(40):
-        net.allreduce([signal + numbers((n,), rank, step) for rank in range(world)], "w")
-    m = [net.residual("w", rank).astype(np.float64) for rank in range(world)]
+        net.allreduce([signal + numbers((n,), rank, step) for rank in range(world_size)], "w")
+    m = [net.residual("w", rank).astype(np.float64) for rank in range(world_size)]
     cosine = [1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b) for i, a in enumerate(m) for b in m[:i]]
     assert max(cosine) < 0.3
 
 
 def test_warm_up_is_dense_and_the_leader_turns_on() -> None:
-    net = Loopback("scalecom", world=2, density=0.1, warmup={"steps": 3}, min_elements=1)
+    net = Loopback("scalecom", world_size=2, density=0.1, warmup={"steps": 3}, min_elements=1)
     for step in range(4):
         gradients = [numbers((50,), rank, step) for rank in range(2)]
         out = net.allreduce(gradients, "w")[0]

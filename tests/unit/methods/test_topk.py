@@ -15,21 +15,28 @@ from hvdcompress.testing import Trial, numbers
 from tests.oracles.topk import Oracle
 
 
-def run_beside_oracle(world: int = 3, n: int = 57, density: float = 0.07, steps: int = 25) -> None:
+def run_beside_oracle(world_size: int = 3, n: int = 57, density: float = 0.07, steps: int = 25) -> None:
     """Compare library and oracle: results up to rounding, residuals exactly."""
-    net, oracle = Loopback("topk", world=world, density=density, min_elements=1), Oracle(world, n, density)
+    net, oracle = (
+        Loopback("topk", world_size=world_size, density=density, min_elements=1),
+        Oracle(world_size, n, density),
+    )
     for step in range(steps):
-        gradients = [numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world)]
+        gradients = [
+            numbers((n,), rank, step, kind="heavy" if step % 4 == 3 else "normal") for rank in range(world_size)
+        ]
         total = oracle.step(gradients)
         out = net.allreduce(gradients, "w", op="sum")[0]
         np.testing.assert_allclose(out, total, rtol=1e-5, atol=1e-5)
-        for rank in range(world):
+        for rank in range(world_size):
             np.testing.assert_array_equal(net.residual("w", rank), oracle.memory[rank])
 
 
-@pytest.mark.parametrize("world,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0), (5, 101, 0.29)])
-def test_beside_an_independent_oracle(world: int, n: int, density: float) -> None:
-    run_beside_oracle(world, n, density)
+@pytest.mark.parametrize(
+    "world_size,n,density", [(1, 40, 0.1), (2, 57, 0.07), (3, 1, 0.5), (4, 33, 1.0), (5, 101, 0.29)]
+)
+def test_beside_an_independent_oracle(world_size: int, n: int, density: float) -> None:
+    run_beside_oracle(world_size, n, density)
 
 
 def test_k_is_floor_of_what_was_written() -> None:
@@ -42,7 +49,7 @@ def test_k_is_floor_of_what_was_written() -> None:
         (199, 0.01, 1),
         (200, 0.01, 2),
     ]:
-        net = Loopback("topk", world=1, density=density, min_elements=1)
+        net = Loopback("topk", world_size=1, density=density, min_elements=1)
         out = net.allreduce([np.arange(1, n + 1, dtype=np.float32)])[0]
         assert np.count_nonzero(out) == k, (n, density)
 
@@ -51,13 +58,13 @@ def test_k_is_floor_of_what_was_written() -> None:
 def test_among_equal_magnitudes_the_lowest_index_is_sent(values: list[float], tenths: int) -> None:
     x = np.array(values, np.float32)
     oracle = Oracle(1, len(x), tenths / 10)
-    net = Loopback("topk", world=1, density=tenths / 10, min_elements=1)
+    net = Loopback("topk", world_size=1, density=tenths / 10, min_elements=1)
     np.testing.assert_array_equal(net.allreduce([x], "w")[0], oracle.step([x]))
     np.testing.assert_array_equal(net.residual("w", 0), oracle.memory[0])
 
 
 def test_entries_of_different_ranks_on_one_place_add_up() -> None:
-    net = Loopback("topk", world=3, density=0.25, min_elements=1)
+    net = Loopback("topk", world_size=3, density=0.25, min_elements=1)
     out = net.allreduce([np.float32([1, 9, 0, 0]), np.float32([2, 8, 0, 0]), np.float32([0, 0, 0, 7])], op="sum")
     assert out[0].tolist() == [0, 17, 0, 7]
 
@@ -65,13 +72,13 @@ def test_entries_of_different_ranks_on_one_place_add_up() -> None:
 def test_gradient_build_up_shows_on_the_wire_only() -> None:
     """The payload does not grow with the number of ranks; the bytes on the wire do, as every payload is forwarded."""
     sent, carried = [], []
-    for world in (2, 4, 8):
-        net = Loopback("topk", world=world, density=0.01)
-        net.allreduce([numbers((5000,), rank) for rank in range(world)])
+    for world_size in (2, 4, 8):
+        net = Loopback("topk", world_size=world_size, density=0.01)
+        net.allreduce([numbers((5000,), rank) for rank in range(world_size)])
         sent.append(net.ledger.bytes_sent(0))
         carried.append(net.ledger.bytes_on_wire(0))
     assert len(set(sent)) == 1
-    assert carried == [sent[0] * (world - 1) for world in (2, 4, 8)]
+    assert carried == [sent[0] * (world_size - 1) for world_size in (2, 4, 8)]
 
 
 @pytest.mark.parametrize("values,width", [("fp32", 4), ("fp16", 2), ("bf16", 2)])
@@ -95,7 +102,7 @@ def test_bytes_by_the_formula(n: int, density: float, values: str, width: int) -
 
 @pytest.mark.parametrize("values", ["fp16", "bf16"])
 def test_rounding_of_narrow_values_stays_in_the_residual(values: str) -> None:
-    net = Loopback("topk", world=1, density=1.0, values=values, min_elements=1)
+    net = Loopback("topk", world_size=1, density=1.0, values=values, min_elements=1)
     g = numbers((50,), 4)
     out = net.allreduce([g], "w")[0]
     assert 0 < np.abs(out - g).max() < 0.02
@@ -103,7 +110,7 @@ def test_rounding_of_narrow_values_stays_in_the_residual(values: str) -> None:
 
 
 def test_a_value_beyond_fp16_saturates_is_counted_and_returns_to_the_residual() -> None:
-    net = Loopback("topk", world=1, density=0.5, values="fp16", min_elements=1)
+    net = Loopback("topk", world_size=1, density=0.5, values="fp16", min_elements=1)
     out = net.allreduce([np.float32([1e9, -3, 0, 2])], "w")[0]
     assert out.tolist() == [65504, -3, 0, 0]
     assert net.residual("w", 0).tolist() == [np.float32(1e9) - np.float32(65504), 0, 0, 2]
@@ -111,7 +118,7 @@ def test_a_value_beyond_fp16_saturates_is_counted_and_returns_to_the_residual() 
 
 
 def test_lowpass_feedback_keeps_its_share_at_sent_places() -> None:
-    net = Loopback("topk", world=1, density=0.25, feedback="lowpass", beta=0.25, min_elements=1)
+    net = Loopback("topk", world_size=1, density=0.25, feedback="lowpass", beta=0.25, min_elements=1)
     net.allreduce([np.float32([8, 4, 2, 1])], "w")
     assert net.residual("w", 0).tolist() == [0, 1, 0.5, 0.25]
     net.allreduce([np.float32([0, 8, 0, 0])], "w")  # sends element 1, whose residual was 1; 3/4 of it stay
@@ -123,5 +130,5 @@ def test_payload_of_another_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -
     encode = method.encode
     monkeypatch.setattr(method, "encode", lambda self, x, *rest: encode(self, x, *rest)[:-4])
     with pytest.raises(ExchangeError, match=r"tensor 'w' \(method topk, round 0, rank 0\): WireError"):
-        Loopback("topk", world=2, min_elements=1).allreduce([np.ones(50, np.float32)] * 2, "w")
+        Loopback("topk", world_size=2, min_elements=1).allreduce([np.ones(50, np.float32)] * 2, "w")
     assert issubclass(wire.WireError, ValueError)

@@ -128,7 +128,7 @@ def test_steps_compile_nothing_after_warm_up(id: str) -> None:
     shapes: dict[str, Any] = {"a": (64, 3, 3, 3), "b": (64, 64, 3, 3), "c": (600, 512), "d": (10, 512), "e": (10,)}
     warm_up(plan, [TensorSpec(name, shape) for name, shape in shapes.items()], IN_ORDER)
     before = LOCK.seconds
-    net = Loopback(plan, world=3, grouping=IN_ORDER, optimizer=SGD(momentum=0.9))
+    net = Loopback(plan, world_size=3, grouping=IN_ORDER, optimizer=SGD(momentum=0.9))
     random = np.random.default_rng(1)
     for _ in range(4):
         net.allreduce_many(

@@ -181,19 +181,19 @@ def test_distinct_indices_of_any_size(backend: Any, n: int) -> None:
 # -- fields that add ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8, 15, 16, 64, 1024])
-def test_fields_add_without_carrying(backend: Any, world: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8, 15, 16, 64, 1024])
+def test_fields_add_without_carrying(backend: Any, world_size: int) -> None:
     """At the extremes too: all ranks −1, all ranks 1; and no sum on the way leaves int32."""
-    width, rng = (2 * world).bit_length(), np.random.default_rng(world)
-    assert 2 ** (width - 1) < 2 * world + 1 <= 2**width
+    width, rng = (2 * world_size).bit_length(), np.random.default_rng(world_size)
+    assert 2 ** (width - 1) < 2 * world_size + 1 <= 2**width
     n, put = 70, Put(backend)
-    values = rng.integers(-1, 2, (world, n)).astype(np.float32)
+    values = rng.integers(-1, 2, (world_size, n)).astype(np.float32)
     values[:, 40:55], values[:, 55:] = 1, -1
     words = [host(backend.pack_fields(put(v), width)) for v in values]
     assert words[0].dtype == np.int32 and len(words[0]) == -(-n // (32 // width))
     sums = np.cumsum(words, axis=0, dtype=np.int64)
     assert np.abs(sums).max() < 2**31
-    found = host(backend.unpack_fields(put(sums[-1].astype(np.int32)), width, n, world))
+    found = host(backend.unpack_fields(put(sums[-1].astype(np.int32)), width, n, world_size))
     np.testing.assert_array_equal(found, values.sum(0))
     assert found.dtype == np.float32
 

@@ -28,7 +28,7 @@ def test_every_method_clips_as_if_the_gradients_had_come_clipped(id: str, feedba
     """Each rank's gradient of each tensor, to local_clip_norm/√p; tensors below it stay as they are."""
     try:
         nets = [
-            Loopback(id, world=2, min_elements=1, feedback=feedback, beta=0.3, **settings(id), **clip)
+            Loopback(id, world_size=2, min_elements=1, feedback=feedback, beta=0.3, **settings(id), **clip)
             for clip in ({"local_clip_norm": 3.0}, {})
         ]
     except ValueError as error:
@@ -49,7 +49,7 @@ def test_every_method_clips_as_if_the_gradients_had_come_clipped(id: str, feedba
 def test_tensors_of_a_bucket_are_clipped_each_by_itself() -> None:
     gradients = [{name: numbers((30,), i, rank) * np.float32(10**i) for i, name in enumerate("abc")} for rank in (0, 1)]
     joined, alone = (
-        Loopback("topk", world=2, density=0.1, local_clip_norm=2.0, min_elements=1, bucket_elements=size)
+        Loopback("topk", world_size=2, density=0.1, local_clip_norm=2.0, min_elements=1, bucket_elements=size)
         for size in (100, 0)
     )
     for _ in range(2):
@@ -62,14 +62,14 @@ def test_tensors_of_a_bucket_are_clipped_each_by_itself() -> None:
 def test_a_spike_adds_no_more_to_the_residual_than_the_norm() -> None:
     """What clipping after the exchange cannot do: of a spike in many elements, most of it waits in the residual."""
     spike = numbers((10_000,), 1) * np.float32(1000)
-    bounded, free = (Loopback("topk", world=1, density=0.01, **clip) for clip in ({"local_clip_norm": 1.0}, {}))
+    bounded, free = (Loopback("topk", world_size=1, density=0.01, **clip) for clip in ({"local_clip_norm": 1.0}, {}))
     for net in (bounded, free):
         net.allreduce([spike], "w")
     assert np.linalg.norm(bounded.residual("w", 0)) <= 1.0 < 1e4 < np.linalg.norm(free.residual("w", 0))
 
 
 def test_a_step_with_an_inf_is_undone_under_clipping() -> None:
-    net = Loopback("topk", world=1, density=0.1, local_clip_norm=1.0, min_elements=1)
+    net = Loopback("topk", world_size=1, density=0.1, local_clip_norm=1.0, min_elements=1)
     net.allreduce([numbers((50,), 1)], "w")
     before = net.residual("w", 0).copy()
     spoilt = numbers((50,), 2)

@@ -118,7 +118,7 @@ def test_a_methods_own_momentum_is_not_counted_twice() -> None:
 def test_sparse_methods_keep_no_dense_vector() -> None:
     """What is kept for a sparse method has as many elements as the result has, and of PowerSGD the two factors."""
     gradients = [np.random.default_rng(rank).standard_normal((100, 100)).astype(np.float32) for rank in range(2)]
-    nets = {id: Loopback(id, world=2, optimizer=SGD(0.9)) for id in ("topk", "scalecom", "gtopk", "powersgd")}
+    nets = {id: Loopback(id, world_size=2, optimizer=SGD(0.9)) for id in ("topk", "scalecom", "gtopk", "powersgd")}
     for net in nets.values():
         for _ in range(2):
             net.allreduce(gradients, name="w")
@@ -156,7 +156,7 @@ def test_momentum_is_adapted_to_how_long_elements_waited(form: str) -> None:
     size, steps, nesterov = 400, 40, form == "dense"
     factors = {"a": 0.9, "b": 0.5 if form == "mixed" else 0.9}
     settings = {"density": 0.05, "min_elements": 1, "bucket_elements": 1000}
-    net, plain = Loopback("topk", world=3, **settings), Loopback("topk", world=3, **settings)
+    net, plain = Loopback("topk", world_size=3, **settings), Loopback("topk", world_size=3, **settings)
     for rank in net.ranks:
         rank.optimizer = lambda name: Momentum(factors[name], nesterov=nesterov)
     arrived = {name: np.zeros(size, int) for name in "ab"}
@@ -198,7 +198,7 @@ def test_what_is_not_sparse_waits_as_its_method_says() -> None:
 
 def test_steps_are_told_apart_for_ever() -> None:
     """Stamps of steps repeat after 256: an element that has waited longer is still one that has waited long."""
-    net = Loopback("topk", world=1, optimizer=SGD(0.9), density=0.5, min_elements=1)
+    net = Loopback("topk", world_size=1, optimizer=SGD(0.9), density=0.5, min_elements=1)
     for step in range(1, 600):
         net.allreduce([np.array([1.0, 0.0], np.float32)], name="w")  # the second element never arrives
         state = net.ranks[0].states["w"]
@@ -213,9 +213,9 @@ def test_clip_norm_is_that_of_the_gradients_themselves() -> None:
     ]
     settings = {"density": 0.1, "optimizer_momentum": "cancel", "rules": [{"match": {"name": "b"}, "method": "none"}]}
     clipped, plain = (
-        Loopback("topk", world=2, optimizer=SGD(0.9), **settings, **clip) for clip in ({"clip_norm": 2.0}, {})
+        Loopback("topk", world_size=2, optimizer=SGD(0.9), **settings, **clip) for clip in ({"clip_norm": 2.0}, {})
     )
-    kept = Loopback("topk", world=2, **settings)
+    kept = Loopback("topk", world_size=2, **settings)
     buffer = {name: np.zeros(2000) for name in "ab"}
     for given in steps:
         u, s = clipped.allreduce_many(given)[0], kept.allreduce_many(given)[0]
@@ -227,7 +227,7 @@ def test_clip_norm_is_that_of_the_gradients_themselves() -> None:
     with pytest.raises(RuntimeError, match="clip_norm"):
         plain.gradient_norm()
     with pytest.raises(ValueError, match="clip_norm"):
-        Loopback("topk", world=2, clip_norm=0)
+        Loopback("topk", world_size=2, clip_norm=0)
 
 
 def test_without_beta1() -> None:

@@ -140,9 +140,9 @@ def test_split_finds_payloads_of_uneven_length(extra: list[int]) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(1, 5))
-def test_split_of_any_bytes(data: bytes, world: int) -> None:
+def test_split_of_any_bytes(data: bytes, world_size: int) -> None:
     with suppress(WireError):
-        assert sum(wire.split(data, world)) == len(data)
+        assert sum(wire.split(data, world_size)) == len(data)
 
 
 # -- whole payloads: fuzzed -------------------------------------------------------------------------------

@@ -170,7 +170,9 @@ def test_warm_up_of_no_steps_is_none() -> None:
 
 
 def test_schedule_is_obeyed_in_loopback() -> None:
-    net = Loopback({"method": "topk", "min_elements": 1, "schedule": {"density": {"steps": {0: 1.0, 2: 0.1}}}}, world=2)
+    net = Loopback(
+        {"method": "topk", "min_elements": 1, "schedule": {"density": {"steps": {0: 1.0, 2: 0.1}}}}, world_size=2
+    )
     sent = []
     for _ in range(4):
         before = net.ledger.bytes_sent(0)
@@ -182,7 +184,7 @@ def test_schedule_is_obeyed_in_loopback() -> None:
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_warm_up_gives_the_average_whatever_the_loss_scale(scale: float) -> None:
     """A tensor in warm-up already has an unused residual, which must not make the result scaled twice."""
-    net = Loopback("topk", world=2, density=0.5, min_elements=1, warmup={"steps": 2}, loss_scale=scale)
+    net = Loopback("topk", world_size=2, density=0.5, min_elements=1, warmup={"steps": 2}, loss_scale=scale)
     g = [np.float32([1, 2, 3, 4]), np.float32([3, 2, 1, 0])]
     for _ in range(2):
         np.testing.assert_array_equal(net.allreduce([x * np.float32(scale) for x in g], "w")[0], [2 * scale] * 4)
@@ -232,7 +234,7 @@ def test_scope_global_joins_all_tensors_of_the_method() -> None:
 
 
 def test_bucket_gives_each_member_its_own_result_and_residual() -> None:
-    net = Loopback("topk", world=2, density=0.5, bucket_elements=100, min_elements=1)
+    net = Loopback("topk", world_size=2, density=0.5, bucket_elements=100, min_elements=1)
     a, b = np.float32([[8, 1]]), np.float32([4, 2])
     out = net.allreduce_many([{"b": b, "a": a}] * 2)[0]
     assert out["a"].tolist() == [[8, 0]] and out["b"].tolist() == [4, 0]

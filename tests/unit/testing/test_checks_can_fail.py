@@ -36,11 +36,11 @@ Patch = pytest.MonkeyPatch
 Guard = Callable[[], Any]
 
 
-def holds(id: str, *checks: Check, worlds: tuple[int, ...] = (3,), **options: Any) -> Guard:
+def holds(id: str, *checks: Check, world_sizes: tuple[int, ...] = (3,), **options: Any) -> Guard:
     """A guard: these checks of the suite, on the reference backend."""
     density = {"density": 0.1} if "density" in hvdcompress.get(id).hyperparameters() else {}
     method = hvdcompress.get(id, **{**density, **options})
-    return lambda: check_method(method, worlds=worlds, sizes=(1, 60), steps=4, ops=reference, checks=checks)
+    return lambda: check_method(method, world_sizes=world_sizes, sizes=(1, 60), steps=4, ops=reference, checks=checks)
 
 
 # -- the mutations ----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def duplicates_are_dropped(patch: Patch) -> None:
 
 
 def one_ranks_leader_is_off_by_one(patch: Patch) -> None:
-    _turn_leader(patch, lambda collective, ctx: (collective.root + (ctx.rank == 1)) % ctx.world)
+    _turn_leader(patch, lambda collective, ctx: (collective.root + (ctx.rank == 1)) % ctx.world_size)
 
 
 def _turn_leader(patch: Patch, root: Callable[[Broadcast, Any], int]) -> None:
@@ -213,7 +213,7 @@ def state_dict_is_a_view(patch: Patch) -> None:
 
 
 def _view(self: RankState) -> dict[str, Any]:
-    head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world, "rank": self.rank}
+    head = {"format": 1, "plan": self.plan.to_dict(), "world": self.world_size, "rank": self.rank}
     steps = {name: state.step for name, state in self.states.items()}
     return {**head, "steps": steps, "state": {name: state.slots for name, state in self.states.items()}}
 
@@ -258,7 +258,7 @@ def broadcasts_are_not_counted(patch: Patch) -> None:
 def formula_forgets_the_header(patch: Patch) -> None:
     num_bytes = pack.num_bytes
     cls = type(hvdcompress.get("topk"))
-    patch.setattr(cls, "num_bytes", lambda self, spec, world: num_bytes(6, self.packing(spec)) - 24)
+    patch.setattr(cls, "num_bytes", lambda self, spec, world_size: num_bytes(6, self.packing(spec)) - 24)
 
 
 def lengths_depend_on_the_step(patch: Patch) -> None:
@@ -344,11 +344,11 @@ def test_value_must_be_frozen() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(method), "__setattr__", object.__setattr__)
         with pytest.raises(AssertionError, match="frozen"):
-            check_method(method, worlds=(1,), checks=[testing.check_value])
+            check_method(method, world_sizes=(1,), checks=[testing.check_value])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(method), "__hash__", lambda self: id(self))
         with pytest.raises(AssertionError, match="is not equal"):
-            check_method(method, worlds=(1,), checks=[testing.check_value])
+            check_method(method, world_sizes=(1,), checks=[testing.check_value])
 
 
 def test_results_must_be_finite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +441,7 @@ def test_a_mistake_is_named(edit: dict[str, Any], message: str, monkeypatch: pyt
     for name, value in edit.items():
         monkeypatch.setattr(type(method), name, value)
     with pytest.raises(AssertionError, match=message):
-        check_method(method, worlds=(1,))
+        check_method(method, world_sizes=(1,))
 
 
 def test_a_class_is_no_method() -> None:
@@ -454,7 +454,7 @@ def test_feedback_must_be_on_if_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     method = hvdcompress.get("none")
     monkeypatch.setattr(type(method), "needs_feedback", True)
     with pytest.raises(AssertionError, match="feedback is off by default"):
-        check_method(method, worlds=(1,))
+        check_method(method, world_sizes=(1,))
 
 
 def test_a_short_payload_needs_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,4 +464,4 @@ def test_a_short_payload_needs_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cls, "encode", lambda self, x, state, ctx, work: work.ops.to_bytes(x))
     monkeypatch.setattr(cls, "decode", lambda self, payload, ctx, work: work.ops.from_bytes(payload, "float32"))
     with pytest.raises(AssertionError, match="damaged payload .* expected hvdcompress.parts.wire.WireError"):
-        check_method(method, worlds=(1,), checks=[testing.check_wire])
+        check_method(method, world_sizes=(1,), checks=[testing.check_wire])
