@@ -244,9 +244,8 @@ def loses(id: str) -> list[str]:
         said.append(f"Among {worse[0]} ranks or more a rank transmits more than dense training does.")
     elif ours[-1] > 4 * ours[1]:
         few, many, most = (numbers.num_bytes(value) for value in (ours[1], ours[-1], dense[-1]))
-        said.append(
-            f"Its bytes grow with the ranks: {few} among {WORLD_SIZES[1]}, {many} among {WORLD_SIZES[-1]} (dense: {most})."
-        )
+        some, all_of_them = WORLD_SIZES[1], WORLD_SIZES[-1]
+        said.append(f"Its bytes grow with the ranks: {few} among {some}, {many} among {all_of_them} (dense: {most}).")
     else:
         many, most = numbers.num_bytes(ours[-1]), numbers.num_bytes(dense[-1])
         said.append(f"Not by the number of ranks: among {WORLD_SIZES[-1]} a rank transmits {many}, dense {most}.")
