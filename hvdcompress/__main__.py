@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command, or say in one line how to install what it needs."""
     try:
-        from hvdcompress import cli
+        from experiments import __main__ as cli
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

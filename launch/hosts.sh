@@ -6,4 +6,4 @@
 
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
-PATH=$PATH:$VENV/bin exec bash "$ROOT/hvdcompress/lab/cluster/hosts.sh" "$@"
+PATH=$PATH:$VENV/bin exec bash "$ROOT/experiments/cluster/hosts.sh" "$@"

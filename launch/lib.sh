@@ -13,7 +13,7 @@ usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
 
 # Puts .venv/ to use for the commands that follow.
 use_venv() {
-    export PATH="$VENV/bin:$PATH"
+    export PATH="$VENV/bin:$PATH" PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"  # for python -m experiments
     suit_ranks
 }
 

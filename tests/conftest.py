@@ -19,6 +19,8 @@ from tests import SMALL_EXPERIMENT  # noqa: E402
 from tests.spoiled import spoil  # noqa: E402
 
 spoil()
+# for `python -m experiments`, which is not installed, in tests that run it in another folder
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 
 # No deadline: continuous integration shares its cores. Derandomized: a red run is red for everybody.
 settings.register_profile(

@@ -1,7 +1,7 @@
 """What two corrections changed, on the same saved gradients: Gaussian-k's `refine: paper`, and `compare`'s error.
 
     for seed in 0 1 2; do
-      python -m hvdcompress.lab.training.save_gradients runs/seed$seed.safetensors --steps 600 --window 25 --seed $seed
+      python -m experiments.training.save_gradients runs/seed$seed.safetensors --steps 600 --window 25 --seed $seed
     done
     python tools/before_after.py runs/seed?.safetensors
 
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdcompress.lab import compare
-from hvdcompress.lab.configfile import MethodEntry
-from hvdcompress.lab.output.table import Column, Table
-from hvdcompress.lab.reproduce.rows import spread
+from experiments import compare
+from experiments.configfile import MethodEntry
+from experiments.output.table import Column, Table
+from experiments.reproduce.rows import spread
 from hvdcompress.ops import fast
 from hvdcompress.parts import candidates, select
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import hvdcompress
-from hvdcompress.lab.scale.cost import on_wire
-from hvdcompress.lab.scale.imagined import imagine, last_phase
+from experiments.scale.cost import on_wire
+from experiments.scale.imagined import imagine, last_phase
 from hvdcompress.method import TensorSpec
 
 TENSOR = TensorSpec("conv", (256, 256, 3, 3))

@@ -27,9 +27,9 @@ import psutil
 from rich.console import Console
 
 import hvdcompress
-from hvdcompress.lab.output import jsonl
-from hvdcompress.lab.output.numbers import num_bytes, number, seconds_of
-from hvdcompress.lab.output.table import MISSING, Column, Table
+from experiments.output import jsonl
+from experiments.output.numbers import num_bytes, number, seconds_of
+from experiments.output.table import MISSING, Column, Table
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 

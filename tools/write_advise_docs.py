@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hvdcompress.lab.output.table import folded
+from experiments.output.table import folded
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLACE = re.compile(r"(<!-- validation: .*? -->\n).*?(<!-- end -->)", re.DOTALL)

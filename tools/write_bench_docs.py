@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from update_readme import ROOT
 
-from hvdcompress.lab.bench import page, results
-from hvdcompress.lab.bench.config import LOOPBACK
-from hvdcompress.lab.bench.report import LEGEND, heading, table
-from hvdcompress.lab.bench.results import Result, Row, best_dense, ratio
-from hvdcompress.lab.cluster.rates import Rate
-from hvdcompress.lab.output import numbers, plots
-from hvdcompress.lab.output.table import folded
-from hvdcompress.lab.training import results as trainings
-from hvdcompress.lab.training import to_loss
+from experiments.bench import page, results
+from experiments.bench.config import LOOPBACK
+from experiments.bench.report import LEGEND, heading, table
+from experiments.bench.results import Result, Row, best_dense, ratio
+from experiments.cluster.rates import Rate
+from experiments.output import numbers, plots
+from experiments.output.table import folded
+from experiments.training import results as trainings
+from experiments.training import to_loss
 
 DOCS = ROOT / "docs"
 PLOTS = DOCS / "bench"
@@ -37,7 +37,7 @@ one table were measured in one run, on the same hosts, in turns.
 MADE_BY = "python tools/write_bench_docs.py "
 MADE = f"""## How these pages are made
 
-`hvdcompress bench` measures, as root, in the virtual environment, from the repository's root
+`python -m experiments bench` measures, as root, in the virtual environment, from the repository's root
 (`sudo .venv/bin/hvdcompress …`). Pages are written from its results, each with the version that was measured, and this
 one with the text of `docs/bench_notes.md`; those that were not measured again stay as they were. Last:
 
@@ -59,7 +59,7 @@ QUESTIONS = {
     "training": "Time to a fixed loss: is a faster exchange a faster training?",
 }
 
-TO_LOSS = f"""`hvdcompress run end_to_end --hosts 4 --rate RATE` trains two small nets, of 0.5 MB (digits) and 1.9 MB
+TO_LOSS = f"""`experiments run end_to_end --hosts 4 --rate RATE` trains two small nets, of 0.5 MB (digits) and 1.9 MB
 (bytes), with methods' defaults and ScaleCom's 48x. Forward and backward passes are included. Time counts up to the
 first moment at which the mean of the last {to_loss.WINDOW} logged training losses is at or below the given one. Tables
 have the median over three seeds, and the least and the greatest.

@@ -17,7 +17,7 @@ from typing import Any
 from hvdcompress import registry
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE, FILE = ROOT / "docs" / "results.md", ROOT / "hvdcompress" / "lab" / "advise" / "evidence.json"
+SOURCE, FILE = ROOT / "docs" / "results.md", ROOT / "experiments" / "advise" / "evidence.json"
 HEADING = "## All methods, on the quickstart's tasks"
 
 

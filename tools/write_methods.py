@@ -25,8 +25,8 @@ from printed import figure, tables
 from pydantic.fields import FieldInfo
 
 import hvdcompress
+from experiments.output import numbers
 from hvdcompress.engine.telemetry.describe import describe
-from hvdcompress.lab.output import numbers
 from hvdcompress.method import Method, Values
 from hvdcompress.plan import plan_of
 from hvdcompress.registry import classes, docstring

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # soak.py
 
 import soak
 
-from hvdcompress.lab.output import jsonl
-from hvdcompress.lab.output.numbers import num_bytes
-from hvdcompress.lab.output.table import Column, Table, folded
-from hvdcompress.lab.torture import report
+from experiments.output import jsonl
+from experiments.output.numbers import num_bytes
+from experiments.output.table import Column, Table, folded
+from experiments.torture import report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEAD = """# What is promised when things go wrong

@@ -1,4 +1,4 @@
-"""Write docs/scale.md from what `hvdcompress scale --out FOLDER` and `python -m hvdcompress.lab.scale.workers` wrote:
+"""Write docs/scale.md from what `experiments scale --out FOLDER` and `python -m experiments.scale.workers` wrote:
 
 python tools/write_scale_docs.py runs/scale-resnet50 … runs/scale_bytes.md runs/scale_train.md
 """
@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hvdcompress.lab.output.table import folded
+from experiments.output.table import folded
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PLOTS = DOCS / "scale"

@@ -30,7 +30,7 @@ Departures from the paper, all removed by ``paper: true``:
   largest element of each chunk; it is implemented as one index per chunk, including the last, shorter chunk.
 - The residual is not filtered (β = 1). The paper's 0.1 is for scaled-up batches and learning rates.
 
-Measured with three seeds (docs/results.md, "ScaleCom's defaults"; claim S5 of ``hvdcompress reproduce scalecom``): the
+Measured with three seeds (docs/results.md, "ScaleCom's defaults"; claim S5 of ``experiments reproduce scalecom``): the
 defaults lose up to 2 points more than top-k at the same density, and up to 3.3 points at compression ratios over 100.
 At a ratio of 48, ``values: fp16`` with a density of 1/35 loses less than fp32 with 1/60: on text 0.01 bits instead of
 0.05 with a transformer, 0.09 instead of 0.14 with an LSTM. On Fashion-MNIST, the paper's settings lose less than both

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdcompress.lab.torture import report, run
-from hvdcompress.lab.torture.faults import Case
+from experiments.torture import report, run
+from experiments.torture.faults import Case
 from tests.installed import needs
 
 

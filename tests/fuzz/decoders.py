@@ -18,6 +18,9 @@ from typing import Any
 import numpy as np
 
 import hvdcompress
+from experiments.advise.profile import Profile
+from experiments.output import jsonl
+from experiments.training.experiment import Experiment
 from hvdcompress import registry
 from hvdcompress.engine.collectives import gathered_lengths, lift, lower
 from hvdcompress.engine.commit import Outcome, commit_step
@@ -27,9 +30,6 @@ from hvdcompress.engine.saving import checkpoint
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
 from hvdcompress.engine.transport import Group
-from hvdcompress.lab.advise.profile import Profile
-from hvdcompress.lab.output import jsonl
-from hvdcompress.lab.training.experiment import Experiment
 from hvdcompress.method import AllGather, TensorSpec
 from hvdcompress.ops import fast
 from hvdcompress.parts import wire

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import hvdcompress
-from hvdcompress.lab.output.table import Column, Table
+from experiments.output.table import Column, Table
 from tests.fuzz.corpus import kept
 from tests.fuzz.decoders import decoders
 
@@ -28,7 +28,6 @@ FILES = {
     "payloads: methods": ("methods/[a-z]*.py",),
     "saved states": ("engine/saving/checkpoint.py", "engine/saving/snapshot.py"),
     "plans": ("plan/document.py", "plan/reading.py", "plan/schedule.py"),
-    "experiments, profiles, metrics": ("lab/training/experiment.py", "lab/advise/profile.py", "lab/output/jsonl.py"),
 }
 seen: dict[str, set[int]] = {}
 entered: set[tuple[str, int]] = set()  #: functions: file and first line

@@ -18,8 +18,8 @@ import torch
 torch.set_num_threads(1)
 import horovod.torch as hvd  # noqa: E402  (it starts threads)
 
+from experiments.cluster.hosts import sent_here  # noqa: E402
 from hvdcompress.horovod.torch import Compressor  # noqa: E402
-from hvdcompress.lab.cluster.hosts import sent_here  # noqa: E402
 
 ELEMENTS, WARM_UP, STEPS = 1_000_000, 3, 12
 

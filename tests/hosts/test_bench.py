@@ -1,4 +1,4 @@
-"""``hvdcompress bench`` on emulated hosts."""
+"""``python -m experiments bench`` on emulated hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdcompress.lab.bench import results
-from hvdcompress.lab.cluster import hosts
+from experiments.bench import results
+from experiments.cluster import hosts
 from tests import ROOT
 from tests.installed import needs, without_tensorflow
 
@@ -47,7 +47,7 @@ def begin(tmp_path, more=()):
     line = [
         sys.executable,
         "-m",
-        "hvdcompress",
+        "experiments",
         "bench",
         str(tmp_path / "tiny.yaml"),
         "--out",

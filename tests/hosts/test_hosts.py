@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdcompress.lab.cluster import hosts, rates
-from hvdcompress.lab.cluster.hosts import Hosts, Traffic
+from experiments.cluster import hosts, rates
+from experiments.cluster.hosts import Hosts, Traffic
 from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, python_path, without_tensorflow
 from tests.launched.test_cli import start, wait_for_step
@@ -130,7 +130,7 @@ def test_ranks_of_all_hosts_are_in_one_session(nothing_left):
 
 def test_hosts_end_with_their_owner_and_take_their_processes_along(nothing_left):
     code = (
-        "import signal, subprocess, time\nfrom hvdcompress.lab.cluster.hosts import Hosts\n"
+        "import signal, subprocess, time\nfrom experiments.cluster.hosts import Hosts\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's is to ignore it
         "with Hosts(2, '1gbit') as h:\n"
         "    p = subprocess.Popen(h.command('host1', 'sleep', '1000'))\n"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from hvdcompress.lab.cluster import hosts
-from hvdcompress.lab.scale import links
-from hvdcompress.lab.scale.cost import Point, Work
+from experiments.cluster import hosts
+from experiments.scale import links
+from experiments.scale.cost import Point, Work
 
 
 @pytest.mark.slow

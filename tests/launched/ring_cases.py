@@ -1,10 +1,10 @@
-"""Cases of the ring over MPI, which ``hvdcompress scale`` measures links with: it is the simulated one, to the bit."""
+"""Cases of the ring over MPI, which ``experiments scale`` measures links with: it is the simulated one, to the bit."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hvdcompress.lab.scale import ring
+from experiments.scale import ring
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.parts import codecs
 from tests.harness import case

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from hvdcompress.lab.advise.choose import DENSE
-from hvdcompress.lab.advise.losses import Trial
-from hvdcompress.lab.advise.profile import Profile
+from experiments.advise.choose import DENSE
+from experiments.advise.losses import Trial
+from experiments.advise.profile import Profile
 from hvdcompress.plan import load
 from tests import ROOT
 from tests.installed import needs
@@ -21,7 +21,7 @@ from tests.installed import needs
 def test_two_ranks_measure_advise_and_check(tmp_path):
     needs("horovod", "torch")
     file = tmp_path / "profile.json"
-    line = [sys.executable, "-m", "hvdcompress", "advise", "--task", "digits", "-np", "2", "--check", "--rounds", "1"]
+    line = [sys.executable, "-m", "experiments", "advise", "--task", "digits", "-np", "2", "--check", "--rounds", "1"]
     line += ["--seconds", "1", "--seeds", "1"]
     line += ["--methods", "fp16,topk 1 %", "--save", str(file), "--format", "json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
@@ -39,7 +39,7 @@ def test_two_ranks_measure_advise_and_check(tmp_path):
 def test_it_runs_under_torchrun(tmp_path):
     needs("torch")
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line += ["-m", "hvdcompress", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
+    line += ["-m", "experiments", "advise", "--task", "digits", "--check", "--rounds", "1", "--methods", "topk 1 %"]
     line += ["--seconds", "1", "--seeds", "1"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
@@ -50,9 +50,9 @@ TOPK, FP16 = {"method": "topk", "density": 0.01}, {"method": "fp16"}
 
 
 RANK = f"""
-from hvdcompress.lab.advise.fabric import join
-from hvdcompress.lab.advise.training import Trainings
-from hvdcompress.lab.advise.workload import TaskNet
+from experiments.advise.fabric import join
+from experiments.advise.training import Trainings
+from experiments.advise.workload import TaskNet
 
 fabric = join()
 found = Trainings(fabric, TaskNet("digits"), 0.5, 1, lambda words: None).compare("topk", {TOPK}, {{}})

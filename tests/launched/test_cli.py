@@ -1,4 +1,4 @@
-"""``hvdcompress run``: whole runs."""
+"""``python -m experiments run``: whole runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 
 import pytest
 
-from hvdcompress.lab.training import launch
+from experiments.training import launch
 from tests import ROOT, SMALL_EXPERIMENT
 from tests.installed import needs, without_tensorflow
 
 
 def start(config, *words, **more):
     """Begin an experiment, with ``more`` in its environment."""
-    line = [sys.executable, "-m", "hvdcompress", "run", str(config), "--out", "out", *words]
+    line = [sys.executable, "-m", "experiments", "run", str(config), "--out", "out", *words]
     return subprocess.Popen(
         line,
         cwd=config.parent,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdcompress.lab.reproduce import gradiveq_ring
+from experiments.reproduce import gradiveq_ring
 
 
 def test_rings_are_timed_over_shared_memory():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hvdcompress.lab.to_accuracy import run
-from hvdcompress.lab.to_accuracy.races import RACES
+from experiments.to_accuracy import run
+from experiments.to_accuracy.races import RACES
 from tests.installed import python_path
 
 
 @pytest.mark.timeout(300)
 def test_ranks_train_and_are_timed(tiny, capsys):
-    from hvdcompress.lab.output.console import console_of
+    from experiments.output.console import console_of
 
     names = ["dense", "topk@density=0.05"]
     setting = run.Setting(tiny, console_of())
@@ -44,10 +44,10 @@ def tiny(monkeypatch, tmp_path):
 
 TINY = """
 import numpy as np
-from hvdcompress.lab.momentum import tasks
-from hvdcompress.lab.to_accuracy import rank
-from hvdcompress.lab.to_accuracy.races import RACES, Race
-from hvdcompress.lab.training.tasks import Images
+from experiments.momentum import tasks
+from experiments.to_accuracy import rank
+from experiments.to_accuracy.races import RACES, Race
+from experiments.training.tasks import Images
 
 RACE = Race(tasks.Task("tiny", "tiny", "sgd", rate=0.1, momentum=0.9, batch=4, ranks=2), 4, 2, 0.0)
 RACES["tiny"] = RACE

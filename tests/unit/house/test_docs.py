@@ -14,8 +14,8 @@ import hvdcompress
 METHODS = Path(hvdcompress.__file__).parent / "methods"
 MODULES = [
     *(f"hvdcompress.methods.{info.name}" for info in pkgutil.iter_modules([str(METHODS)])),
-    "hvdcompress.lab.phases",
-    "hvdcompress.lab.reproduce.claims",
+    "experiments.phases",
+    "experiments.reproduce.claims",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",

@@ -33,16 +33,7 @@ FLOORS: list[set[str]] = [
     {"_torch"},
     {"horovod", "horovod/torch", "horovod/tensorflow", "ddp", "mpi"},
     {"fsdp", "horovod/keras", "integrations"},
-    {"testing", "lab", "lab/nets", "lab/configfile", "lab/cluster"},
-    {"lab/output"},
-    {"lab/compare", "lab/doctor", "lab/catalogue", "lab/skeleton", "lab/training", "lab/torture"},
-    {"lab/bench"},
-    {"lab/scale"},
-    {"lab/advise"},
-    {"lab/reproduce"},
-    {"lab/momentum"},
-    {"lab/to_accuracy"},
-    {"lab/commands"},
+    {"testing"},
     {"cli"},
     {"__main__"},
 ]
@@ -60,7 +51,6 @@ FRAMEWORKS_OF = {
     "integrations/lightning": {"lightning"},
     "integrations/accelerate": {"torch", "accelerate"},
     "integrations/transformers": {"transformers"},
-    "lab": FRAMEWORKS,
     "testing": {"torch"},
 }
 
@@ -70,7 +60,7 @@ def files() -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """``lab/output/table`` for hvdcompress/lab/output/table.py; a folder's face has the folder's name."""
+    """``engine/step`` for hvdcompress/engine/step.py; a folder's face has the folder's name."""
     relative = path.relative_to(PACKAGE).with_suffix("").as_posix()
     return relative.removesuffix("/__init__")
 
@@ -155,7 +145,7 @@ def test_there_is_no_circle() -> None:
         visit(name)
 
 
-def test_only_drivers_and_the_lab_import_frameworks() -> None:
+def test_only_drivers_import_frameworks() -> None:
     for path in files():
         name = name_of(path)
         used = {module.split(".")[0] for module in imports(path)} & FRAMEWORKS
@@ -164,11 +154,17 @@ def test_only_drivers_and_the_lab_import_frameworks() -> None:
 
 
 def test_only_the_command_imports_the_packages_of_its_extra() -> None:
-    """Nothing that a training process imports is among these: the command and the lab are above all of it."""
+    """Nothing that a training process imports is among these: the command is above all of it."""
     for path in files():
         name = name_of(path)
         used = {module.split(".")[0] for module in imports(path)} & COMMAND_LINE
-        assert not used or name == "cli" or name.startswith("lab/"), f"{name} imports {sorted(used)}"
+        assert not used or name.startswith("cli"), f"{name} imports {sorted(used)}"
+
+
+def test_the_library_does_not_import_the_experiments() -> None:
+    """The wheel has no experiments."""
+    found = {name_of(path) for path in files() if any(f"{one}.".startswith("experiments.") for one in imports(path))}
+    assert not found, found
 
 
 def test_without_its_extra_the_command_says_what_to_install() -> None:

@@ -36,27 +36,11 @@ KNOWN = {
     ("ops/__init__.py", "import_module"): "one of the backends that the file lists",
     ("__init__.py", "import_module"): "one of the modules that the file lists",
     ("methods/__init__.py", "import_module"): "one of the modules that the file lists",
-    ("lab/doctor.py", "import_module"): "the modules of our own package",
     ("registry.py", "import_module"): "our methods, and those that installed packages declare as entry points",
     ("testing/trial.py", "import_module"): "the modules of our own package",
     ("engine/safety/peers.py", "multiprocessing.connection"): "bytes of JSON: `recv`, which unpickles, is not called",
     ("ddp/__main__.py", "run_module"): "the script that the command line names, as python -m does",
     ("ddp/__main__.py", "run_path"): "the script that the command line names",
-    ("lab/reproduce/papers.py", "import_module"): "one of the modules that the file lists",
-    ("lab/advise/workload.py", "import_module"): "--model, --data and others name the user's own functions",
-    ("lab/training/readers.py", "pickle"): "CIFAR-10's files are pickles; four names can be loaded, and no other",
-    ("lab/bench/rank.py", "multiprocessing.connection"): "a socket in a folder of mode 0700: this user's alone",
-    ("lab/bench/ranks.py", "multiprocessing.connection"): "a socket in a folder of mode 0700: this user's alone",
-    ("lab/training/loop.py", "allgather_object"): "Horovod's own, between ranks of one experiment",
-    ("lab/training/loop.py", "broadcast_object"): "Horovod's own, between ranks of one experiment",
-    ("lab/bench/tensorflow_steps.py", "allgather_object"): "Horovod's own, between ranks of one benchmark",
-    (
-        "lab/training/torch_ranks.py",
-        "all_gather_object",
-    ): "PyTorch's own, between ranks of one experiment",
-    ("lab/training/torch_ranks.py", "broadcast_object_list"): "PyTorch's own, between ranks of one experiment",
-    ("lab/commands/files.py", "shell"): "the name of a shell, for which the completion script is printed",
-    ("lab/advise/fabric.py", "allgather_object"): "Horovod's own, between ranks of one measurement",
 }
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import hvdcompress
+from experiments.training.numpy_digits import Weights, load, loss_and_gradient
 from hvdcompress import registry
-from hvdcompress.lab.training.numpy_digits import Weights, load, loss_and_gradient
 from hvdcompress.loopback import Loopback
 from hvdcompress.ops import fast
 from hvdcompress.parts import seed

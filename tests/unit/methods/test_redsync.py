@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import hvdcompress
-from hvdcompress.lab.training import numpy_digits
+from experiments.training import numpy_digits
 from hvdcompress.loopback import Loopback
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.ops import numpy as reference

@@ -1,0 +1,233 @@
+"""The contenders of a benchmark: ways to reduce the gradients of a set.
+
+A method behind the stock ``hvd.DistributedOptimizer`` or in PyTorch's DDP, either of these alone, or the MPI driver on
+numpy arrays. All but the last get their gradients from a backward pass that does nothing but hand out prepared ones.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from experiments.bench.clock import Clock
+from experiments.bench.gradients import Gradients, Shapes, loss, make_gradients
+from hvdcompress.engine.telemetry.ledger import Ledger
+from hvdcompress.engine.telemetry.observer import Sent
+from hvdcompress.loopback import Loopback
+
+__all__ = ["Contender", "OverDDP", "OverHorovod", "OverMPI"]
+
+
+class Contender(ABC):
+    """A way to reduce the gradients of a set."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self.ledger = Ledger(world_size, rank)
+        self.splits = True  #: whether its time can be split into codec and waiting
+        self.counts = True  #: whether its ledger has bytes
+
+    @abstractmethod
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        """Do what is not measured.
+
+        Args:
+            gradients: this rank's, in the order of the set's tensors.
+
+        Returns:
+            What is measured: a function that reduces them.
+        """
+
+    @abstractmethod
+    def take(self) -> Gradients:
+        """Hand over the reduced gradients, and keep no reference: the next contender needs their memory."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Give back memory; hooks, and what they refer to, may live on."""
+
+
+class OverTorch(Contender):
+    """Parameters of a set's shapes, which get their gradients from a backward pass."""
+
+    def __init__(self, key: str, tensors: Shapes, rank: int, world_size: int, device: str = "cpu"):
+        super().__init__(rank, world_size)
+        # never read or written, so they take no memory
+        made = {name: torch.empty(shape, device=device) for name, shape in tensors.items()}
+        self.named = {f"{key}.{name}": torch.nn.Parameter(parameter) for name, parameter in made.items()}
+        self.parameters = list(self.named.values())
+
+    def take(self) -> Gradients:
+        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return found
+
+
+class OverHorovod(OverTorch):
+    """The stock optimizer, with one of its own compressions or one of our methods."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+        import horovod.torch as hvd
+
+        super().__init__(key, tensors, hvd.rank(), hvd.size())
+        self.stock = None if what["kind"] == "method" else what["kind"]
+        self.compressor = None
+        compression: Any
+        if self.stock:
+            compression = Timed(getattr(hvd.Compression, self.stock), clock)
+        else:
+            from hvdcompress.horovod.torch import Compressor
+
+            self.compressor = compression = Compressor(what["settings"], self.named.items())
+            compression.watch(clock)
+            self.ledger = compression.ledger
+            if what["alone"]:
+                compression.load_state_dict(in_torch(alone(compression, key, tensors, what["alone"])))
+        sgd = torch.optim.SGD(self.parameters, lr=0.0)
+        self.optimizer = hvd.DistributedOptimizer(
+            sgd, named_parameters=list(self.named.items()), compression=compression
+        )
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        total = loss(self.parameters, gradients)
+        for name, parameter in self.named.items():
+            if self.stock:
+                self.ledger.begun(self.rank, name, 4 * parameter.numel())
+                width = 2 if self.stock == "fp16" else 4
+                self.ledger.sent(self.rank, name, Sent("AllReduce", None, width * parameter.numel()))
+
+        def go() -> None:
+            total.backward()
+            self.optimizer.synchronize()
+
+        return go
+
+    def forget(self) -> None:
+        if self.compressor:
+            self.compressor.release()
+
+
+class Timed:
+    """One of Horovod's own compressions, timed."""
+
+    def __init__(self, compression: Any, clock: Clock):
+        self.compress = clock.timed("encode", compression.compress)
+        self.decompress = clock.timed("decode", compression.decompress)
+
+
+class OverDDP(OverTorch):
+    """PyTorch's DistributedDataParallel over gloo or NCCL: dense, with one of its hooks, or with a method."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+        import torch.distributed as dist
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        super().__init__(key, tensors, dist.get_rank(), dist.get_world_size(), device)
+        self.splits, self.counts = False, what["kind"] == "method"
+        aborts = what["kind"] == "powersgd" and device == "cpu"  # over gloo, with two buckets
+        one_bucket = {"bucket_cap_mb": 1 << 16} if aborts else {}
+        module = Net(self.parameters)
+        self.module = torch.nn.parallel.DistributedDataParallel(module, init_sync=False, **one_bucket)
+        self.dense = 4 * sum(parameter.numel() for parameter in self.parameters)
+        self.state, self.compressor = None, None
+        if what["kind"] == "method":
+            from hvdcompress import ddp
+
+            self.compressor = ddp.attach(self.module, what["settings"])
+            self.ledger = self.compressor.ledger
+        elif what["kind"] == "fp16":
+            self.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif what["kind"] == "powersgd":
+            self.state = powerSGD_hook.PowerSGDState(None, what["matrix_rank"], start_powerSGD_iter=2)
+            self.state.iter = 2  # its first two steps are dense: not what is to be measured
+            self.module.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+        self.steps = 0
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        if self.steps == 1 and self.state:  # DDP puts its bucket into another order after the first step
+            for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+                kept.clear()
+        self.steps += 1
+        if not self.compressor:
+            self.ledger.begun(self.rank, "all", self.dense)
+        return self.module(gradients).backward  # DDP's backward ends when all is reduced
+
+    def forget(self) -> None:
+        if self.compressor:
+            self.compressor.close()
+        del self.module, self.state, self.compressor  # buckets and residuals
+
+
+class Net(torch.nn.Module):
+    """The module that DDP wraps."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        super().__init__()
+        self.all = torch.nn.ParameterList(parameters)
+
+    def forward(self, gradients: Gradients) -> torch.Tensor:
+        return loss(list(self.all), gradients)
+
+
+class OverMPI(Contender):
+    """A method under the MPI driver, on numpy arrays: neither Horovod nor a backward pass."""
+
+    def __init__(self, key: str, tensors: Shapes, what: dict[str, Any], clock: Clock, device: str):
+        from hvdcompress.mpi import Compressor
+
+        self.compressor = Compressor(what["settings"])
+        self.compressor.watch(clock)
+        super().__init__(self.compressor.local.rank, self.compressor.local.world_size)
+        self.names, self.ledger = list(tensors), self.compressor.ledger
+        self.reduced: dict[str, Any] = {}
+        if what["alone"]:
+            self.compressor.load_state_dict(alone(self.compressor, "", tensors, what["alone"]))
+
+    def prepare(self, gradients: Gradients) -> Callable[[], None]:
+        arrays = {name: gradient.numpy() for name, gradient in zip(self.names, gradients, strict=True)}
+
+        def go() -> None:
+            self.reduced = self.compressor.allreduce_many(arrays)
+
+        return go
+
+    def take(self) -> Gradients:
+        found, self.reduced = self.reduced, {}
+        return [torch.from_numpy(array) for array in found.values()]
+
+    def forget(self) -> None:
+        self.compressor.close()
+
+
+def alone(compressor: Any, key: str, tensors: Shapes, steps: int) -> dict[str, Any]:
+    """Make steps of a method without a network, as if all ranks had the same gradients.
+
+    For methods of several phases, of which the first is not to be measured.
+
+    Args:
+        compressor: whose plan is followed.
+        key: the prefix of the tensors' names; empty for none.
+        tensors: shapes by name.
+        steps: how many.
+
+    Returns:
+        The state after the steps, for ``compressor.load_state_dict``.
+    """
+    net = Loopback(compressor.plan, world_size=1)
+    gradients = dict(zip(tensors, make_gradients(tensors, 0, 0.0), strict=True))
+    before = f"{key}." if key else ""
+    for step in range(steps):
+        rolled = {f"{before}{name}": g.view(-1).roll(7919 * step).view(g.shape) for name, g in gradients.items()}
+        net.allreduce_many([{name: gradient.numpy() for name, gradient in rolled.items()}])
+    saved = net.ranks[0].state_dict()
+    return saved | {"world": compressor.local.world_size, "rank": compressor.local.rank}
+
+
+def in_torch(saved: dict[str, Any]) -> dict[str, Any]:
+    """Convert a state of numpy arrays to that of the PyTorch driver."""
+    state = {name: {s: torch.as_tensor(a) for s, a in slots.items()} for name, slots in saved["state"].items()}
+    return saved | {"state": state}

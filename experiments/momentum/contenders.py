@@ -1,0 +1,125 @@
+"""The contenders of the study: methods with settings, and what they do with the optimizer's momentum.
+
+A contender is written ``METHOD[@key=value,…][:plain|:cancelled]``. The method is a name in :data:`METHODS` or any
+method's id. ``:plain`` leaves the optimizer's momentum as it is, ``:cancelled`` cancels it, and without either the
+library's default applies. The library cannot cancel AdamW's momentum: there ``:cancelled`` sets beta1 to 0, and the
+default is ``:plain``. Three keys belong to the optimizer, the others to the method or its plan:
+
+    lr=2          multiplies the task's learning rate
+    mu=0.5        another momentum of SGD
+    beta1=0.5     another beta1 of AdamW
+
+>>> parse("topk@density=0.002,lr=2:plain").settings
+{'method': 'topk', 'density': 0.002}
+>>> split("topk@density=0.01,lr=2:plain,dense")
+['topk@density=0.01,lr=2:plain', 'dense']
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.momentum.tasks import Task
+from hvdcompress.plan.reading import plan_of, settings_of
+
+DENSE = "dense"
+DENSITIES = (0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005)
+
+#: Methods by the names that contenders have in this study.
+METHODS: dict[str, dict[str, Any]] = {
+    DENSE: {"method": "none"},
+    "topk": {"method": "topk", "density": 0.01},
+    "gaussiank": {"method": "gaussiank", "density": 0.01},
+    "scalecom": {"method": "scalecom"},
+    "scalecom_48x": {"method": "scalecom", "density": 1 / 35, "values": "fp16"},
+    "redsync": {"method": "redsync", "density": 0.01},
+    "gtopk": {"method": "gtopk", "density": 0.01},
+    "dgc": {"method": "dgc", "density": 0.01},
+    "powersgd_r1": {"method": "powersgd", "matrix_rank": 1},
+    "powersgd_r2": {"method": "powersgd", "matrix_rank": 2},
+    "powersgd_r4": {"method": "powersgd", "matrix_rank": 4},
+    "acpsgd_r4": {"method": "acpsgd", "matrix_rank": 4},
+    "signsgd": {"method": "signsgd"},
+    "randomk": {"method": "randomk", "density": 0.01},
+}
+NOT_BY_DEFAULT = ("randomk", "signsgd")
+
+
+def _forms(name: str) -> list[str]:
+    return [name, f"{name}:plain", f"{name}:cancelled"]
+
+
+#: Lists of contenders by a name that ``--contenders`` takes, too.
+GROUPS: dict[str, list[str]] = {
+    "main": [DENSE, *_forms("topk"), *_forms("topk@density=0.002")],
+    "defaults": [DENSE, "topk:plain", *(name for name in METHODS if name not in (DENSE, *NOT_BY_DEFAULT))],
+    "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _forms(name)), *_forms("topk@density=0.002")],
+    "densities": [DENSE, *(one for density in DENSITIES for one in _forms(f"topk@density={density:g}"))],
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method and its optimizer's settings.
+
+    Attributes:
+        name: as it was written.
+        settings: the method's id and hyper-parameters, and keys of the plan.
+        form: "plain", "cancelled", or "default" for the library's default.
+        lr: a factor of the task's learning rate.
+        momentum: SGD's momentum or AdamW's beta1, if not the task's.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    form: Literal["default", "plain", "cancelled"] = "default"
+    lr: float = 1.0
+    momentum: float | None = None
+
+    @property
+    def density(self) -> float | None:
+        """The share of the elements that the method keeps; None if the method has no density."""
+        return getattr(plan_of(self.settings).program.main, "density", None)
+
+    def momentum_on(self, task: Task) -> float:
+        """Return the momentum (AdamW: beta1) that the optimizer gets."""
+        if self.momentum is not None:
+            return self.momentum
+        return 0.0 if task.optimizer == "adamw" and self.form == "cancelled" else task.momentum
+
+
+def split(words: str) -> list[str]:
+    """Split a list at its commas, except those between the settings of a contender; replace groups by their members."""
+    found: list[str] = []
+    for word in words.split(","):
+        if "=" in word.partition("@")[0] and found:
+            found[-1] += f",{word}"
+        else:
+            found += GROUPS.get(word, [word])
+    return list(dict.fromkeys(found))
+
+
+def parse(name: str, task: Task | None = None) -> Contender:
+    """Read a contender.
+
+    Args:
+        name: see the module's docstring.
+        task: if given, the contender's keys must fit the task's optimizer.
+
+    Raises:
+        ValueError: the form, the method or a setting does not exist, or does not fit the optimizer.
+    """
+    text, colon, form = name.partition(":")
+    if colon and form not in ("plain", "cancelled"):
+        raise ValueError(f"{name}: write :plain or :cancelled, not {form!r}")
+    method, at, given = text.partition("@")
+    settings = {**METHODS.get(method, {"method": method}), **(settings_of(given.split(",")) if at else {})}
+    lr, momentum = float(settings.pop("lr", 1.0)), None
+    for key, optimizer in (("mu", "sgd"), ("beta1", "adamw")):
+        if key in settings:
+            momentum = float(settings.pop(key))
+            if task is not None and task.optimizer != optimizer:
+                raise ValueError(f"{name}: {key} is for {optimizer}, and the task's optimizer is {task.optimizer}")
+    plan_of(settings)  # raises if the method or a setting does not exist
+    return Contender(name, settings, form or "default", lr, momentum)  # type: ignore[arg-type]

@@ -1,0 +1,245 @@
+"""The tasks of the study: which net learns which data, and with which optimizer. Contenders are in ``contenders.py``.
+
+A task is plain data, so that all of its settings can be part of the name of a result's file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.training import tasks as training
+from experiments.training.models_torch import build
+from experiments.training.tasks import Bytes, Images, Metric
+from experiments.training.torch_text import ByteLSTM, ByteTransformer
+
+CHUNK = 500  #: held-out images per forward pass
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training.
+
+    Attributes:
+        net: a key of :data:`NETS`.
+        data: a key of :data:`DATA`.
+        optimizer: "sgd" or "adamw".
+        rate: the learning rate of dense training.
+        momentum: SGD's momentum, or AdamW's beta1.
+        batch: examples per rank and step.
+        clip: the largest norm of each rank's gradient before the exchange; None does not clip.
+        ranks: simulated ranks.
+        decays: whether the rate is warmed up over a tenth of the steps and falls to 0 with a cosine, or constant.
+    """
+
+    net: str
+    data: str
+    optimizer: Literal["sgd", "adamw"]
+    rate: float
+    momentum: float
+    batch: int = 64
+    clip: float | None = None
+    ranks: int = 2
+    decays: bool = False
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, from 0, of a training of ``steps``."""
+        if not self.decays:
+            return self.rate
+        return self.rate * min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    @property
+    def metric(self) -> Metric:
+        """The held-out measure: accuracy of images, bits per byte of text."""
+        return training.BITS_PER_BYTE if self.data.startswith("text") else training.ACCURACY
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], rate: float, momentum: float) -> torch.optim.Optimizer:
+        """Return the optimizer of a contender with its own rate and momentum (AdamW: beta1)."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=rate, betas=(momentum, 0.999))
+        return torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+
+
+TASKS = {
+    "mlp": Task("mlp", "fashion_mnist", "sgd", rate=0.05, momentum=0.9),
+    "cnn": Task("cnn", "fashion_mnist", "sgd", rate=0.02, momentum=0.9, batch=32),
+    "mnist_example": Task("mnist_example", "fashion_mnist_example", "sgd", rate=0.02, momentum=0.5),
+    "lstm": Task("lstm", "text48", "sgd", rate=1.0, momentum=0.9, batch=16, clip=0.25),
+    "transformer": Task("transformer", "text32", "adamw", rate=0.002, momentum=0.9, batch=16),
+    # those of the papers' claims, near the largest rate that they bear; 300 steps suffice
+    "fnn3": Task("fnn3", "fashion_mnist_plain", "sgd", rate=0.05, momentum=0.9, batch=32, decays=True),
+    "lenet5": Task("lenet5", "fashion_mnist_plain", "sgd", rate=0.05, momentum=0.9, batch=32, decays=True),
+}
+
+
+class Cnn(nn.Sequential):
+    """Two convolutions with batch norm and two linear layers: 409 thousand parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 256),
+            nn.ReLU(),
+            nn.Linear(256, 10),
+        )
+
+
+class WideCnn(nn.Sequential):
+    """Two convolutions and two linear layers, one of which has most of the 3.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * 7 * 7, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, 10),
+        )
+
+
+class MnistExample(nn.Module):
+    """The net of Horovod's ``pytorch_mnist.py``, with its dropout: 22 thousand parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 10, 5)
+        self.conv2 = nn.Conv2d(10, 20, 5)
+        self.conv2_drop = nn.Dropout2d()
+        self.fc1 = nn.Linear(320, 50)
+        self.fc2 = nn.Linear(50, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits [N, 10] of images [N, 1, 28, 28]."""
+        x = F.relu(F.max_pool2d(self.conv1(x), 2))
+        x = F.relu(F.max_pool2d(self.conv2_drop(self.conv2(x)), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc2(F.dropout(x, training=self.training))
+
+
+def mlp(width: int = 1024) -> nn.Module:
+    """Return a net of two hidden layers with ReLU: 1.9 million parameters."""
+    hidden = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
+
+
+#: Nets by name. The text nets are small enough for 1500 steps in about 90 seconds on one core.
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "mlp_wide": lambda: mlp(width=2048),  # 5.8 million
+    "cnn": Cnn,
+    "cnn_wide": WideCnn,
+    "resnet": lambda: build("resnet", DATA["fashion_mnist"]()),
+    "resnet_wide": lambda: build("resnet", DATA["fashion_mnist"](), width=128),  # 11 million
+    "mnist_example": MnistExample,
+    "lstm": lambda: ByteLSTM(embedding=64, hidden=192),
+    "lstm_wide": lambda: ByteLSTM(embedding=256, hidden=512),
+    "transformer": lambda: ByteTransformer(context=32, width=96),
+    "transformer_wide": lambda: ByteTransformer(context=32, width=256, heads=8),
+    "transformer_deep": lambda: ByteTransformer(context=128, width=512, blocks=6, heads=8),  # 19 million
+    "fnn3": lambda: build("fnn3", DATA["fashion_mnist_plain"]()),
+    "lenet5": lambda: build("lenet5", DATA["fashion_mnist_plain"]()),
+}
+
+
+@cache
+def images(mean: float, deviation: float = 1.0) -> Images:
+    """Return Fashion-MNIST with pixels 0..1, minus ``mean``, divided by ``deviation``, as float32."""
+    raw = training.TASKS["fashion_mnist"].load()
+    assert isinstance(raw, Images)
+
+    def scaled(x: np.ndarray) -> np.ndarray:
+        return ((x.astype(np.float32) / 255 - mean) / deviation).astype(np.float32)
+
+    return replace(raw, x=scaled(raw.x), x_held_out=scaled(raw.x_held_out))
+
+
+def shortened(data: Images, held_out: int) -> Images:
+    """Return a data set with the first ``held_out`` of its held-out images."""
+    return replace(data, x_held_out=data.x_held_out[:held_out], y_held_out=data.y_held_out[:held_out])
+
+
+@cache
+def text(context: int) -> Bytes:
+    """Return the standard library's source in windows of ``context`` bytes; 256 windows are held out."""
+    raw = training.TASKS["bytes"].load()
+    assert isinstance(raw, Bytes)
+    return replace(raw, context=context, windows_held_out=256)
+
+
+#: Data by name; the names of texts begin with "text".
+DATA: dict[str, Callable[[], Any]] = {
+    "fashion_mnist": lambda: images(0.286),
+    "fashion_mnist_short": lambda: shortened(images(0.286), 2000),  # for nets whose evaluation takes long
+    "fashion_mnist_example": lambda: images(0.1307, 0.3081),  # as pytorch_mnist.py scales MNIST
+    "fashion_mnist_plain": cache(training.TASKS["fashion_mnist"].load),
+    "text48": lambda: text(48),
+    "text32": lambda: text(32),
+    "text128": lambda: text(128),
+}
+
+
+def loss_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
+    """Return the mean cross-entropy of a batch, in nats, computed on the net's device."""
+    x, y = _on_device_of(net, batch)
+    return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
+
+
+def _on_device_of(net: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Return inputs and labels as tensors on the device of the net's parameters."""
+    device = next(net.parameters()).device
+    return torch.from_numpy(batch[0]).to(device), torch.from_numpy(batch[1]).to(device)
+
+
+def evaluate(net: nn.Module, data: Images | Bytes, metric: Metric) -> float:
+    """Return the metric on the whole held-out set. Leaves the net in training mode."""
+    return metric.value(*held_out_sums(net, data))
+
+
+@torch.no_grad()
+def held_out_sums(
+    net: nn.Module, data: Images | Bytes, rank: int = 0, world_size: int = 1
+) -> tuple[float, float, float]:
+    """Return a metric's sums over a rank's share of the held-out set: log loss in nats, hits and examples.
+
+    Leaves the net in training mode.
+    """
+    net.eval()
+    nll = correct = count = 0.0
+    for x, y in _held_out(data, rank, world_size):
+        inputs, labels = _on_device_of(net, (x, y))
+        logits = net(inputs).flatten(0, -2)
+        labels = labels.flatten()
+        nll += F.cross_entropy(logits, labels, reduction="sum").item()
+        correct += (logits.argmax(1) == labels).sum().item()
+        count += labels.numel()
+    net.train()
+    return nll, correct, count
+
+
+def _held_out(data: Images | Bytes, rank: int, world_size: int) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """Return batches of the held-out set; images in larger batches than the data's own, which is faster."""
+    if isinstance(data, Bytes):
+        return data.held_out(rank, world_size)
+    parts = [slice(start, start + CHUNK) for start in range(rank * CHUNK, len(data.y_held_out), world_size * CHUNK)]
+    return ((training.prepare(data.x_held_out[part]), data.y_held_out[part]) for part in parts)

@@ -1,0 +1,154 @@
+"""One contender in one process: the net, its optimizer, and what exchanges its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.momentum import tasks
+from experiments.momentum.contenders import Contender
+from experiments.momentum.study import OPTIMIZER_MOMENTUM
+from experiments.momentum.tasks import Task
+from experiments.to_accuracy.contenders import FP16, NOOP, POWERSGD, baseline_of
+from experiments.training.tasks import Batch
+from hvdcompress import ddp
+from hvdcompress._torch.compressor import TensorCompressor
+
+ONE_BUCKET = 1 << 16  #: MB; over gloo, DDP's PowerSGD hook aborts with more than one bucket
+
+
+# DDP checks a hook's annotations, and refuses it where they are strings.
+def noop(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Communication hook: return this rank's own gradient."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def settings_of(contender: Contender, task: Task) -> tuple[Any, dict[str, Any]]:
+    """Return a method's id, or "auto", and its settings."""
+    settings = dict(contender.settings)
+    if contender.form != "default" and task.optimizer == "sgd":
+        settings["optimizer_momentum"] = OPTIMIZER_MOMENTUM[contender.form]
+    return settings.pop("method"), settings
+
+
+class Trainer:
+    """Base class: the steps that all drivers have in common.
+
+    Args:
+        task: the net, its data and its optimizer.
+        contender: what exchanges gradients.
+        device: "cpu" or "cuda", where the net computes.
+    """
+
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
+        self.task = task
+        self.contender = contender
+        self.baseline = baseline_of(contender.name)
+        self.compressor: TensorCompressor | None = None
+        self.net: nn.Module = tasks.NETS[task.net]().to(device)
+        self.model: nn.Module = self.net
+        self.optimizer = task.make_optimizer(
+            self.net.parameters(), task.rate * contender.lr, contender.momentum_on(task)
+        )
+
+    def set_rate(self, step: int, steps: int) -> None:
+        """Set the learning rate of a step, from 0, of a training of ``steps``."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.rate_at(step, steps) * self.contender.lr
+
+    @property
+    def compares(self) -> bool:
+        """Whether the contender compares steps with and without compression, and has not decided yet."""
+        return self.compressor is not None and self.compressor.local.fallback.compares
+
+    def step(self, batch: Batch) -> None:
+        """Take one training step."""
+        self.optimizer.zero_grad()
+        tasks.loss_of(self.model, batch).backward()
+        if self.task.clip is not None:
+            self.clip(self.task.clip)
+        self.optimizer.step()
+
+    def clip(self, limit: float) -> None:
+        """Clip the averaged gradient, after the exchange."""
+        nn.utils.clip_grad_norm_(self.net.parameters(), limit)
+
+    def close(self) -> None:
+        """Free what the contender holds, on all ranks."""
+
+
+class DdpTrainer(Trainer):
+    """The net in DDP, with a contender's communication hook."""
+
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
+        super().__init__(task, contender, device)
+        baseline = self.baseline or ""
+        powersgd = baseline.startswith(POWERSGD)
+        model = DistributedDataParallel(
+            self.net, broadcast_buffers=False, **({"bucket_cap_mb": ONE_BUCKET} if powersgd and device == "cpu" else {})
+        )
+        self.model = model
+        if self.baseline is None:
+            method, settings = settings_of(contender, task)
+            if task.clip is not None:
+                settings["clip_norm"] = task.clip
+            self.compressor = ddp.attach(model, method, optimizer=self.optimizer, **settings)
+        elif powersgd:
+            rank = int(baseline.removeprefix(POWERSGD))
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif baseline == FP16:
+            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif baseline == NOOP:
+            model.register_comm_hook(None, noop)
+
+    def clip(self, limit: float) -> None:
+        """Clip, unless the Compressor has done so in the exchange."""
+        if self.compressor is None:
+            super().clip(limit)
+
+    def close(self) -> None:
+        """Free the Compressor's process group when all ranks have come here."""
+        dist.barrier()
+        if isinstance(self.compressor, ddp.Compressor):
+            self.compressor.close()
+
+
+class HorovodTrainer(Trainer):
+    """The net with Horovod's optimizer."""
+
+    def __init__(self, task: Task, contender: Contender, device: str = "cpu"):
+        import horovod.torch as hvd
+
+        from hvdcompress.horovod.torch import Compressor
+
+        super().__init__(task, contender, device)
+        named = list(self.net.named_parameters())
+        compression: Any = hvd.Compression.fp16 if self.baseline == FP16 else hvd.Compression.none
+        if self.baseline is None:
+            method, settings = settings_of(contender, task)
+            compression = self.compressor = Compressor(method, named, **settings)
+        else:  # Horovod caches tensors by name, and a process trains several contenders
+            named = [(f"{contender.name}.{name}", parameter) for name, parameter in named]
+        self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=named, compression=compression)
+        hvd.broadcast_parameters(self.net.state_dict(), root_rank=0)
+
+    def step(self, batch: Batch) -> None:
+        """Take one training step; clip between the exchange and the update."""
+        self.optimizer.zero_grad()
+        tasks.loss_of(self.model, batch).backward()
+        self.optimizer.synchronize()
+        if self.task.clip is not None:
+            self.clip(self.task.clip)
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+
+TRAINERS: dict[str, type[Trainer]] = {"ddp": DdpTrainer, "horovod": HorovodTrainer}
