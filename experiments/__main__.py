@@ -19,7 +19,7 @@ from experiments.commands.shared import fail
 
 DEBUG = "--debug"
 PACKAGES = {
-    "sklearn": "examples", "matplotlib": "report", "jinja2": "report", "mpi4py": "mpi", "torch": "torch",
+    "sklearn": "examples", "matplotlib": "experiments", "jinja2": "experiments", "pandas": "experiments", "mpi4py": "mpi", "torch": "torch",
     "psutil": "cli",
 }  # fmt: skip
 

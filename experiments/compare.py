@@ -23,9 +23,9 @@ import numpy as np
 
 from experiments import phases
 from experiments.configfile import MethodEntry
-from experiments.output import numbers
 from experiments.output.gradients import Gradients, load, save
 from experiments.output.table import MISSING, Column, Table
+from experiments.report import numbers
 from hvdcompress import registry
 from hvdcompress.loopback import Loopback
 

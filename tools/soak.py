@@ -28,8 +28,8 @@ from rich.console import Console
 
 import hvdcompress
 from experiments.output import jsonl
-from experiments.output.numbers import num_bytes, number, seconds_of
 from experiments.output.table import MISSING, Column, Table
+from experiments.report.numbers import num_bytes, number, seconds_of
 from hvdcompress.loopback import Loopback
 from hvdcompress.testing import numbers
 

@@ -19,7 +19,7 @@ from charts import Axis, Line, lines
 from growth import wire
 from printed import Printed, figure, tables
 
-from experiments.output.numbers import rate_of
+from experiments.report.numbers import rate_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

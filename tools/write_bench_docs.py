@@ -20,8 +20,9 @@ from experiments.bench.config import LOOPBACK
 from experiments.bench.report import LEGEND, heading, table
 from experiments.bench.results import Result, Row, best_dense, ratio
 from experiments.cluster.rates import Rate
-from experiments.output import numbers, plots
+from experiments.output import plots
 from experiments.output.table import folded
+from experiments.report import numbers
 from experiments.training import results as trainings
 from experiments.training import to_loss
 

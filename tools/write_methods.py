@@ -25,7 +25,7 @@ from printed import figure, tables
 from pydantic.fields import FieldInfo
 
 import hvdcompress
-from experiments.output import numbers
+from experiments.report import numbers
 from hvdcompress.engine.telemetry.describe import describe
 from hvdcompress.method import Method, Values
 from hvdcompress.plan import plan_of

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # soak.py
 import soak
 
 from experiments.output import jsonl
-from experiments.output.numbers import num_bytes
 from experiments.output.table import Column, Table, folded
+from experiments.report.numbers import num_bytes
 from experiments.torture import report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from experiments.configfile import Real
-from experiments.output import numbers
 from experiments.output.paired import CONFIDENCE, Gap, gap_of
+from experiments.report import numbers
 
 __all__ = ["Curve", "Run", "Trial", "learns"]
 

@@ -11,7 +11,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from experiments.advise.choose import Candidate, Case
 from experiments.advise.outcome import Outcome
 from experiments.cluster.rates import speed
-from experiments.output import numbers, plots
+from experiments.output import plots
+from experiments.report import numbers
 
 __all__ = ["steps", "truth"]
 

@@ -15,8 +15,8 @@ from experiments.advise.profile import Profile
 from experiments.advise.timeline import Link
 from experiments.advise.verdict import Advice, evidence
 from experiments.cluster.rates import speed
-from experiments.output import numbers
 from experiments.output.table import MISSING, Column, Table, as_json
+from experiments.report import numbers
 
 __all__ = ["Report", "show", "table"]
 

@@ -11,7 +11,7 @@ import yaml
 
 from experiments.advise.choose import DENSE, Candidate, Case
 from experiments.cluster.rates import speed
-from experiments.output import numbers
+from experiments.report import numbers
 from experiments.scale.model import Model
 from experiments.scale.run import FITTED
 

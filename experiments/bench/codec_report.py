@@ -18,8 +18,8 @@ from experiments.bench.codec import (
     specs_of,
 )
 from experiments.bench.side import PARTS
-from experiments.output.numbers import number
 from experiments.output.table import MISSING, Column, Table, folded
+from experiments.report.numbers import number
 
 __all__ = ["markdown", "sections"]
 

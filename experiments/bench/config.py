@@ -16,7 +16,7 @@ from experiments.cluster.rates import Rate, slow_hosts
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
 from experiments.output import gradients as saved
 from experiments.output import jsonl
-from experiments.output.numbers import number
+from experiments.report.numbers import number
 from hvdcompress.registry import suggest
 
 __all__ = ["BASELINES", "Bench", "Contender", "Turn", "read_turns"]

@@ -10,8 +10,9 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.bench.report import LEGEND, tables
 from experiments.bench.results import PARTS, Result, Row
-from experiments.output import numbers, page, plots
+from experiments.output import page, plots
 from experiments.output.page import Section
+from experiments.report import numbers
 
 SHADES = {"encode": 2, "wire": 1, "wait": 0, "decode": 5, "other": 4}  # of the page's colours
 WHOLE = 6  # of a bar that cannot be split

@@ -10,8 +10,8 @@ from rich.markup import escape
 from experiments.bench.config import LOOPBACK
 from experiments.bench.results import PARTS, Result, Row, best_dense
 from experiments.cluster.rates import Rate
-from experiments.output import numbers
 from experiments.output.table import MISSING, Column, Format, Table, print_tables
+from experiments.report import numbers
 
 __all__ = ["LEGEND", "heading", "markdown", "show", "table", "tables"]
 

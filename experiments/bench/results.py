@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from experiments.bench.config import LOOPBACK, Bench, Contender, read_turns
 from experiments.cluster.rates import HEADERS, Rate
-from experiments.output import numbers
+from experiments.report import numbers
 from hvdcompress.plan import load
 
 __all__ = ["PARTS", "Figures", "Result", "Row", "best_dense", "ratio", "read"]

@@ -24,9 +24,9 @@ from experiments.cluster import launcher, notes
 from experiments.cluster.hosts import HostsError
 from experiments.cluster.launcher import shown
 from experiments.cluster.stopping import Stopped, stoppable
-from experiments.output import numbers
 from experiments.output.console import console_of
 from experiments.output.table import Format
+from experiments.report import numbers
 
 
 def prepare(folder: Path, bench: Bench, loopback: bool, resume: bool) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from experiments.momentum.contenders import DENSE
 from experiments.momentum.tasks import TASKS, Task
-from experiments.output import numbers
 from experiments.output.paired import Gap, gap_of
 from experiments.output.table import MISSING, Column, Table
+from experiments.report import numbers
 
 STEPS = 1500  #: of a run, unless another number is asked for
 Record = dict[str, Any]

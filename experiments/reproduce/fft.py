@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.output.numbers import percent
+from experiments.report.numbers import percent
 from experiments.reproduce import fft_measures as measures
 from experiments.reproduce.claims import Claim, Paper
 from experiments.reproduce.fft_reports import alexnet, errors, numbers, training

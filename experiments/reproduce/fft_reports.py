@@ -10,8 +10,8 @@ from itertools import product
 from scipy.stats import spearmanr
 
 from experiments.cluster.rates import Rate
-from experiments.output.numbers import number, percent, rate_of, seconds_of
 from experiments.output.table import MISSING, Table
+from experiments.report.numbers import number, percent, rate_of, seconds_of
 from experiments.reproduce import fft_exchange as exchange
 from experiments.reproduce import fft_figures as figures
 from experiments.reproduce import fft_measures as measures

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
-from experiments.output.numbers import number, percent, rate_of, seconds_of
 from experiments.output.table import MISSING, Table
+from experiments.report.numbers import number, percent, rate_of, seconds_of
 from experiments.reproduce import gaussiank_figures as figures
 from experiments.reproduce import gaussiank_measures as measures
 from experiments.reproduce import simulate

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from experiments.output import plots
-from experiments.output.numbers import percent
 from experiments.phases import PHASES
+from experiments.report.numbers import percent
 from experiments.reproduce import gaussiank_measures as measures
 from experiments.reproduce.claims import Picture
 from experiments.reproduce.pictures import picture, seeds_of, style

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.cluster.hosts import problem
-from experiments.output.numbers import percent
+from experiments.report.numbers import percent
 from experiments.reproduce import gradiveq_measures as measures
 from experiments.reproduce import gradiveq_reports as reports
 from experiments.reproduce import gradiveq_ring as ring

@@ -9,8 +9,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from experiments.output.numbers import num_bytes, number, percent, rate_of, seconds_of
 from experiments.output.table import MISSING, Table
+from experiments.report.numbers import num_bytes, number, percent, rate_of, seconds_of
 from experiments.reproduce import gradiveq_figures as figures
 from experiments.reproduce.claims import Kind, Report, Result, Verdict, judge, judge_by
 from experiments.reproduce.gradiveq_measures import ENOUGH, MIXES

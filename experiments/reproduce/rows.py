@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from experiments.output.numbers import number
 from experiments.output.table import MISSING, Column
+from experiments.report.numbers import number
 
 Row = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.output import numbers
+from experiments.report import numbers
 from experiments.reproduce import cache, page
 from experiments.reproduce.claims import Claim, Paper, Result, Scale, Unit
 from experiments.training.tasks import TASKS

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.output.numbers import num_bytes, number, percent, rate_of
 from experiments.output.table import MISSING, Table
+from experiments.report.numbers import num_bytes, number, percent, rate_of
 from experiments.reproduce import scalecom_figures as figures
 from experiments.reproduce import scalecom_measures as measures
 from experiments.reproduce import scalecom_settings as settings

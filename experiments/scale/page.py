@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import matplotlib
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from experiments.output import numbers, page, plots
+from experiments.output import page, plots
 from experiments.output.page import Section
 from experiments.output.table import MISSING
+from experiments.report import numbers
 from experiments.scale.prediction import Row
 from experiments.scale.report import Prediction, notes, time_table
 

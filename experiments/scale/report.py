@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from experiments.cluster.rates import Rate
-from experiments.output import numbers
 from experiments.output.table import MISSING, Column, Format, Table, print_tables
+from experiments.report import numbers
 from experiments.scale.cost import Constants
 from experiments.scale.model import Model
 from experiments.scale.prediction import Row

@@ -23,9 +23,9 @@ from mpi4py import MPI
 from rich.console import Console
 
 from experiments.bench.codec import asked_for
-from experiments.output import numbers
 from experiments.output.folder import write_files
 from experiments.output.table import Column, Format, Table, as_json
+from experiments.report import numbers
 from experiments.scale.ring import Dense, Recoded, ring_allreduce
 from hvdcompress.method import Context, TensorSpec
 from hvdcompress.mpi import Compressor

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.output import numbers
 from experiments.output.table import Column, Table
+from experiments.report import numbers
 from experiments.scale import cost
 from experiments.training.numpy_digits import Weights, load, loss_and_gradient
 from hvdcompress.loopback import Loopback

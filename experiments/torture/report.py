@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.output.numbers import number
 from experiments.output.table import MISSING, Column, Table
+from experiments.report.numbers import number
 from experiments.torture.faults import FAULTS
 from experiments.torture.judge import BUGS, OUTCOMES
 

@@ -10,7 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from experiments.output import numbers, plots
+from experiments.output import plots
+from experiments.report import numbers
 from experiments.training.results import Row
 
 

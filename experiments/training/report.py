@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.output import numbers
 from experiments.output.table import MISSING, Column, Table
+from experiments.report import numbers
 from experiments.training.results import Report, Row
 
 __all__ = ["COLUMNS", "LEGEND", "heading", "markdown", "show", "order_of", "tables"]

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import matplotlib
 
-from experiments.output import numbers, plots
+from experiments.output import plots
 from experiments.output.table import MISSING, Column, Table
+from experiments.report import numbers
 from experiments.training import results
 
 WINDOW = 5  #: logged losses in the mean

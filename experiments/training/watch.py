@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.output.jsonl import Follower
-from experiments.output.numbers import clock, num_bytes, rate_of, seconds_of
+from experiments.report.numbers import clock, num_bytes, rate_of, seconds_of
 from experiments.training.experiment import Run
 
 PLAIN_INTERVAL = 15.0  # seconds between lines where there is no terminal

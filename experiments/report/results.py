@@ -1,0 +1,92 @@
+"""Published results: one JSON file each in ``experiments/results``, with what made it.
+
+``docs/build.py`` makes pages, tables and pictures of these files, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+__all__ = ["FOLDER", "about", "copy_speed", "load", "save"]
+
+FOLDER = Path(__file__).resolve().parents[1] / "results"
+
+
+def save(name: str, records: pd.DataFrame | Sequence[Mapping[str, Any]], folder: Path = FOLDER, **more: Any) -> Path:
+    """Write ``folder/name.json``: the records, and what made them.
+
+    Args:
+        name: the result's, such as ``bench-resnet50``.
+        records: one per measurement, of plain values.
+        folder: a run's own folder; by default that of the published results.
+        more: further facts, such as ``link=`` or ``settings=``.
+    """
+    frame = pd.DataFrame(records)
+    rows = json.loads(frame.to_json(orient="records", double_precision=9))
+    file = folder / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({**about(), **more}, indent=1)[:-2]
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    file.write_text(f'{head},\n "records": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+    return file
+
+
+def load(name: str, folder: Path = FOLDER) -> pd.DataFrame:
+    """Read what :func:`save` wrote; ``frame.attrs`` has what made it.
+
+    Raises:
+        FileNotFoundError: there is no such result.
+    """
+    found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    frame = pd.DataFrame(found.pop("records"))
+    frame.attrs = found
+    return frame
+
+
+def about() -> dict[str, Any]:
+    """What makes a result: command, commit (with ``+`` where files differ from it), date, machine, copy speed in GB/s."""
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=10)
+            return done.stdout.strip()
+        return ""
+
+    cpu = ""
+    with contextlib.suppress(OSError):
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = names[0] if names else ""
+    changed = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return {
+        "command": shlex.join(["python", "-m", "experiments", *sys.argv[1:]]),
+        "commit": git("rev-parse", "--short", "HEAD") + changed,
+        "date": date.today().isoformat(),
+        "machine": {"cores": os.cpu_count(), "cpu": cpu, "system": sys.platform},
+        "copy_gb_per_s": round(copy_speed(), 1),
+    }
+
+
+def copy_speed(size: int = 1 << 22, repeats: int = 7) -> float:
+    """How fast this machine copies an array of float32, in GB/s (bytes copied, counted once); the best of some."""
+    source, target = np.ones(size, np.float32), np.empty(size, np.float32)
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - began)
+    return source.nbytes / best / 1e9
