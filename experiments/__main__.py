@@ -18,10 +18,12 @@ from experiments.commands import advise, bench, chaos, comparing, files, looking
 from experiments.commands.shared import fail
 
 DEBUG = "--debug"
+EXPERIMENTS = ("sklearn", "matplotlib", "jinja2", "pandas", "joblib", "psutil")
 PACKAGES = {
-    "sklearn": "examples", "matplotlib": "experiments", "jinja2": "experiments", "pandas": "experiments", "mpi4py": "mpi", "torch": "torch",
-    "psutil": "cli",
-}  # fmt: skip
+    **dict.fromkeys(EXPERIMENTS, "experiments"),
+    "mpi4py": "mpi",
+    "torch": "torch",
+}  # their extras
 
 
 def examples(*lines: str) -> str:

@@ -24,9 +24,10 @@ from experiments.advise.workload import Named, of
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
-from experiments.output import jsonl, numbers
+from experiments.output import jsonl
 from experiments.output.folder import write_files
 from experiments.output.table import Column, Table
+from experiments.report import numbers
 from hvdcompress.plan import load
 
 __all__ = ["CLOSE", "Validation", "measure", "outcomes", "tables", "write"]

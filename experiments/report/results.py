@@ -58,7 +58,7 @@ def load(name: str, folder: Path = FOLDER) -> pd.DataFrame:
 
 
 def about() -> dict[str, Any]:
-    """What makes a result: command, commit (with ``+`` where files differ from it), date, machine, copy speed in GB/s."""
+    """What makes a result: command, commit (with ``+`` where files differ from it), date, machine, copy speed."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 def interval(values: Any) -> Interval:
-    """Return the mean of values and its t interval; with the three to five seeds that we have, a bootstrap's is too short."""
+    """Return the mean of values and its t interval (a bootstrap's is too short for three to five seeds)."""
     values = np.asarray(values, float)
     if len(values) < 2:
         return Interval(float(values.mean()) if len(values) else math.nan, math.nan, math.nan)
@@ -51,11 +51,6 @@ def gaps(frame: pd.DataFrame, value: str, by: str, reference: str, paired: list[
     joined["_gap"] = joined[value] - joined["_reference"]
     rows = []
     for keys, group in joined.dropna(subset=["_gap"]).groupby([*paired[:-1], by], sort=False):
-        rows.append(
-            {
-                **dict(zip([*paired[:-1], by], keys, strict=True)),
-                **interval(group["_gap"])._asdict(),
-                "pairs": len(group),
-            }
-        )
+        names = dict(zip([*paired[:-1], by], keys, strict=True))
+        rows.append({**names, **interval(group["_gap"])._asdict(), "pairs": len(group)})
     return pd.DataFrame(rows)
