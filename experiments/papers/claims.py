@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from experiments.report.numbers import number
+from experiments.report.tables import MISSING
 from hvdcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ def per_seed(frame: pd.DataFrame, value: str) -> list[float]:
 def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
     """Return the median of the seeds' values with the least and the largest: ``0.12 (0.11 to 0.13)``."""
     values = list(values)
+    if not values:
+        return MISSING
     if lost := sum(map(math.isnan, values)):
         return f"diverged in {lost} of {len(values)}"
     return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
@@ -290,3 +293,9 @@ def spread(values: Sequence[float], show: Callable[[float], str] = number) -> st
 def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Iterate over the groups of a frame in the order of their first rows, with the key as a tuple."""
     yield from frame.groupby(list(by), sort=False, dropna=False)  # type: ignore[misc]
+
+
+def exploded(frame: pd.DataFrame, column: str, key: str, value: str) -> pd.DataFrame:
+    """Return one row per item of the dicts in a column, with the item's key and value in two new columns."""
+    items = {key: frame[column].map(list), value: frame[column].map(lambda each: list(each.values()))}
+    return frame.drop(columns=column).assign(**items).explode([key, value], ignore_index=True)

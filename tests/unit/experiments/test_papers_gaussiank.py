@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
+import pandas as pd
 import pytest
+
+from experiments.papers.claims import Kind
 
 
 @pytest.fixture(scope="module")
 def measures():
     pytest.importorskip("torch")
-    return pytest.importorskip("experiments.reproduce.gaussiank_measures")
+    return pytest.importorskip("experiments.papers.gaussiank.measures")
 
 
 def test_known_distributions_are_recognised(measures):
@@ -45,9 +49,9 @@ def test_what_is_left_is_what_top_k_leaves(measures):
 def test_being_below_the_line_is_not_enough(measures):
     found = measures.counterexample(10_000, 0.05)
     assert found["above"] == 0 and found["left"] > found["bound"]
-    uniform = measures.curve(np.sort(np.random.default_rng(0).random(10_000))[::-1])
-    assert uniform["above"] < 0.02  # (1 − i/n)², in expectation, is below
-    assert measures.curve(np.ones(100))["above"] == pytest.approx(0.99)
+    uniform = measures.above(np.sort(np.random.default_rng(0).random(10_000))[::-1])
+    assert uniform < 0.02  # (1 − i/n)², in expectation, is below
+    assert measures.above(np.ones(100)) == pytest.approx(0.99)
 
 
 def test_counts_are_those_of_the_thresholds(measures):
@@ -72,7 +76,7 @@ def test_selectors_choose_what_they_should(measures):
         index = chosen if isinstance(chosen, np.ndarray) else getattr(chosen, "indices", None)
         index = chosen.index if index is None else index
         assert name.startswith("Gaussian-k, paper") or len(set(np.asarray(index).tolist()) & exact) >= 130, name
-    assert all(seconds > 0 for seconds in measures.times(5000, 0.01, 0, "laplace", 1)["seconds"].values())
+    assert all(row["seconds"] > 0 for row in measures.times(5000, 0.01, 0, "laplace", 1))
 
 
 def tiny(**method):
@@ -80,19 +84,43 @@ def tiny(**method):
     return {"task": task, "method": method, "ranks": 2, "seed": 0}
 
 
-def test_a_tiny_training_is_watched(measures):
+def test_a_tiny_training_is_watched_and_judged(measures):
     pytest.importorskip("sklearn")
-    found = measures.watched(**tiny(method="topk", density=0.01), samples=3, densities=[0.01])
-    assert {row["tensor"] for row in found["rows"]} == {"1.weight", "3.weight", "5.weight", "all tensors"}
-    assert [row["step"] for row in found["rows"] if row["tensor"] == "all tensors"] == [1, 3, 5]
-    assert [row["phase"] for row in found["rows"]][::4] == ["early", "middle", "late"]
-    assert all(0 < row["left"]["0.01"] < 1 for row in found["rows"]) and json.dumps(found)
+    from experiments.papers.gaussiank import claims
+
+    rows = measures.watched(**tiny(method="topk", density=0.01), samples=3, densities=claims.DENSITIES)
+    assert {row["tensor"] for row in rows} == {"1.weight", "3.weight", "5.weight", "all tensors"}
+    assert [row["step"] for row in rows if row["tensor"] == "all tensors"] == [1, 3, 5]
+    assert [row["phase"] for row in rows][::4] == ["early", "middle", "late"]
+    frame = pd.DataFrame(rows).assign(net="fnn3", seed=0)
+    for test in (claims.bells, claims.contraction, claims.counted):
+        verdict = test(frame)
+        assert verdict.number and verdict.figure and json.dumps(claims.PAPER.claims[0].record(verdict))
+
+
+def test_gaussian_k_must_train_as_top_k_does_and_random_k_must_not():
+    from experiments.papers.gaussiank.claims import DENSITIES, NETS, training
+
+    values = {"none": 90.0, "topk": 88.0, "gaussiank": 87.1, "randomk": math.nan}
+    rows = pd.DataFrame(
+        {"net": net, "method": id, "density": d, "seed": seed, "value": value + seed, "ratio": 1 / d}
+        for net in NETS
+        for id, value in values.items()
+        for d in ((1.0,) if id == "none" else DENSITIES)
+        for seed in (0, 1)
+    )
+    verdict = training(rows)  # a training that diverged is worse than any other
+    assert verdict.outcome.kind is Kind.HOLDS and "diverges in 12 of 12" in verdict.number
+    rows.loc[(rows["method"] == "gaussiank") & (rows["net"] == "fnn3") & (rows["seed"] == 1), "value"] -= 0.2
+    assert training(rows).outcome.because == "all but " + "; ".join(
+        f"fnn3 at {density}: gaussiank as topk" for density in ("0.1 %", "1 %", "10 %")
+    )
 
 
 def test_simulated_ranks_keep_what_they_do_not_send(measures):
     """What a rank selects from is its gradient and the residual that the step before has left."""
     pytest.importorskip("sklearn")
-    from experiments.reproduce import simulate
+    from experiments.papers import simulate
 
     left, seen = {}, []
 
@@ -104,9 +132,9 @@ def test_simulated_ranks_keep_what_they_do_not_send(measures):
         whole = moment.accumulated(1)["1.weight"]
         assert (whole == moment.gradients[1]["1.weight"] + moment.residuals[1]["1.weight"]).all()
 
-    trained = simulate.train(simulate.run_of(**tiny(method="topk", density=0.01)), look, range(6))
-    assert seen == list(range(6)) and len(trained.losses) == 6 and trained.rate > 5
-    again = simulate.train(simulate.run_of(**tiny(method="topk", density=0.01)))
+    trained = simulate.train(**tiny(method="topk", density=0.01), look=look, at=range(6))
+    assert seen == list(range(6)) and len(trained.losses) == 6 and trained.ratio > 5
+    again = simulate.train(**tiny(method="topk", density=0.01))
     assert again.losses == trained.losses and again.value == trained.value  # looking changes nothing
 
 
@@ -115,12 +143,12 @@ def test_a_simulated_training_is_that_of_real_arithmetic(measures):
     pytest.importorskip("sklearn")
     import torch
 
-    from experiments.reproduce import simulate
+    from experiments.papers import simulate
 
     def look(moment):
         for name, mean in moment.reduced.items():
             wanted = (moment.gradients[0][name] + moment.gradients[1][name]) / 2
             np.testing.assert_allclose(mean, wanted, rtol=1e-6, atol=1e-9)
 
-    simulate.train(simulate.run_of(**tiny(method="none")), look, [0, 1, 5])
+    simulate.train(**tiny(method="none"), look=look, at=[0, 1, 5])
     assert torch.get_num_threads() == 1
