@@ -164,7 +164,7 @@ app.command(
 app.command(
     rich_help_panel=MEASURE,
     epilog=examples(
-        "python -m experiments reproduce gaussiank --quick", "python -m experiments reproduce summary --format markdown"
+        "python -m experiments reproduce gaussiank --quick", "python -m experiments reproduce scalecom --claims S6,S7"
     ),
 )(papers.reproduce)
 
