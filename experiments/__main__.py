@@ -141,13 +141,13 @@ app.add_typer(benchmarks, name="bench", rich_help_panel=MEASURE)
 benchmarks.command(
     epilog=examples(
         "sudo python -m experiments bench resnet50 --rates 100mbit,1gbit",
-        "python -m experiments bench resnet50 --loopback --methods topk --format json",
+        "python -m experiments bench resnet50 --rates loopback --methods 'topk 0.5 %'",
     )
 )(bench.exchanges)
 benchmarks.command(
     epilog=examples(
         "python -m experiments bench codec -m topk",
-        'python -m experiments bench codec -m "topk density=0.001" --tensors 161',
+        'python -m experiments bench codec -m "topk density=0.001" --net resnet50',
     )
 )(bench.codec)
 app.command(
@@ -158,7 +158,7 @@ app.command(
     rich_help_panel=MEASURE,
     epilog=examples(
         "python -m experiments scale --set resnet50 --rate 100mbit,1gbit --workers 8,64",
-        "python -m experiments scale --set 25000000 --rate 1gbit --format json",
+        "python -m experiments scale --set 25000000 --rate 1gbit --over mpi4py",
     ),
 )(comparing.scale)
 app.command(

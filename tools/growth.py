@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import hvdcompress
-from experiments.scale.cost import on_wire
-from experiments.scale.imagined import imagine, last_phase
+from experiments.cost_model.imagined import last_phase, requests
+from experiments.cost_model.model import on_wire
 from hvdcompress.method import TensorSpec
 
 TENSOR = TensorSpec("conv", (256, 256, 3, 3))
@@ -19,8 +19,8 @@ def wire(id: str) -> tuple[float, ...]:
     method = hvdcompress.get(id)
     return tuple(
         sum(
-            max(on_wire(asked, world_size) for asked in each)
-            for each in imagine(method, last_phase(method), world_size, TENSOR)
+            max(on_wire(request, world_size) for request in each)
+            for each in requests(method, last_phase(method), world_size, TENSOR)
         )
         for world_size in WORLD_SIZES
     )

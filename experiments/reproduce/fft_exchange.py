@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import scipy.fft
 
 from experiments import nets
-from experiments.bench.codec import Asked, Ours
 from experiments.bench.devices import device
-from experiments.bench.draws import Draws
-from experiments.bench.side import PARTS
+from experiments.bench.lockstep import PARTS, time_steps
 from experiments.cluster.rates import Rate
-from experiments.scale import cost
-from experiments.scale.model import Model
-from experiments.scale.run import FITTED
+from experiments.cost_model import model
+from experiments.cost_model.fitted import Fitted
 from hvdcompress.method import Context, Sparse, TensorSpec, Workspace
 from hvdcompress.methods.fft import FFT
 from hvdcompress.ops import fast
@@ -49,13 +45,13 @@ def codecs(net: str, small: str, methods: Mapping[str, Settings], seed: int, run
         By label ``seconds`` of the net's tensors, ``parts`` of it, and ``further``: seconds that each further rank
         adds; medians of the runs.
     """
-    at, shapes = device("cpu"), nets.get(net)
-    one, draws = {small: shapes[small]}, Draws(nets.total(shapes), at, seed)
+    shapes = nets.get(net)
+    one = {small: shapes[small]}
     found = {}
     for label, method in methods.items():
-        whole = sides(method, shapes, FEW, draws, runs)
+        whole = sides(method, shapes, FEW, seed, runs)
         few, many = (
-            statistics.median(run["seconds"] for run in sides(method, one, p, draws, runs)) for p in (FEW, MANY)
+            statistics.median(run["seconds"] for run in sides(method, one, p, seed, runs)) for p in (FEW, MANY)
         )
         share = nets.total(one) / nets.total(shapes)
         found[label] = {
@@ -66,19 +62,12 @@ def codecs(net: str, small: str, methods: Mapping[str, Settings], seed: int, run
     return found
 
 
-def sides(method: Settings, shapes: nets.Shapes, world_size: int, draws: Draws, runs: int) -> list[Settings]:
+def sides(method: Settings, shapes: nets.Shapes, world_size: int, seed: int, runs: int) -> list[Settings]:
     """A rank's seconds in each run, and those of the run's parts."""
     specs = [TensorSpec(name, shape) for name, shape in shapes.items()]
-    asked = Asked({method["method"]: method}, world_size=world_size)
-    ours = Ours(load(method), specs, asked, draws, draws.device)
-    ours.warm_up(WARM)
-    found = []
-    for _ in range(runs):
-        ours.prepare()
-        spent = ours.take()
-        parts = {name: each.seconds for name, each in spent.parts.items()}
-        found.append({"seconds": spent.whole.seconds, "parts": parts})
-    return found
+    spent = time_steps(load(method), specs, world_size, runs, WARM, seed=seed)
+    each = [dict(zip(spent, one, strict=True)) for one in zip(*spent.values(), strict=True)]
+    return [{"seconds": sum(parts.values()), "parts": parts} for parts in each]
 
 
 def primitives(n: int, density: float, seed: int, rounds: int) -> dict[str, Any]:
@@ -119,19 +108,18 @@ def primitives(n: int, density: float, seed: int, rounds: int) -> dict[str, Any]
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
-            _, spent = at.timed(call)
+            _, seconds = at.timed(call)
             if number:  # in the first round kernels are compiled
-                found[name].append(spent.seconds)
+                found[name].append(seconds)
     return {"seconds": {name: statistics.median(each) for name, each in found.items()}}
 
 
 # -- by the model --------------------------------------------------------------------------------
 
 
-@cache
-def fitted() -> Model:
-    """The cost model's constants that come with the package."""
-    return Model.open(FITTED["horovod"])
+def fitted() -> Fitted:
+    """The cost model as it was fitted to Horovod's exchanges."""
+    return Fitted.open("horovod")
 
 
 def exchanges(
@@ -150,11 +138,11 @@ def exchanges(
         Seconds by rate and label, with ``none`` for stock Horovod.
     """
     shapes, constants = nets.get(net), fitted().constants
-    works = {"none": cost.stock(shapes, world_size)}
+    works = {"none": model.stock(shapes, world_size)}
     for label, (method, found) in timed.items():
         seconds = found["seconds"] + (world_size - FEW) * found["further"]
-        works[label] = replace(cost.work(load(method), shapes, world_size), codec=seconds / faster)
+        works[label] = model.work(load(method), shapes, world_size)._replace(codec=seconds / faster)
+    frame = pd.DataFrame([work._asdict() for work in works.values()], list(works)).assign(shared=1.0)
     return {
-        rate: {label: constants.seconds(work, Rate.parse(rate).slower) for label, work in works.items()}
-        for rate in rates
+        rate: model.costs(constants, frame.assign(rate=Rate.parse(rate).slower)).sum(axis=1).to_dict() for rate in rates
     }

@@ -388,7 +388,7 @@ def alexnet(results: Sequence[Result]) -> Report:
         + ", ".join(f"{'dense' if m == 'none' else m} {line[m]}" for m in labels if m != "fft")
         for host, line in ten.items()
     )
-    middle = exchange.fitted().held_out["a method, in turn"].median
+    middle = exchange.fitted().held_out["a method, in turn"]["median"]
     return Report(
         judge_by(cells, "FFT is predicted to be slower than every other method"),
         f"Predicted: {WORLD} ranks at 10 Gbit/s; {told}.",
@@ -417,8 +417,8 @@ def alexnet(results: Sequence[Result]) -> Report:
         [figures.exchanges(rows, RATES, labels, WORLD), figures.primitives(parts, names)],
         [
             "The model's seconds: messages, bytes on the link, collectives, and the codec's measured seconds times the "
-            f"fitted factor {number(exchange.fitted().constants.codec)}. Predictions of a method that the fit had not "
-            f"seen are off by {percent(middle)} in the middle. Nothing is hidden behind the backward pass.",
+            f"fitted factor {number(exchange.fitted().constants['codec'])}. Predictions of a method that the fit had "
+            f"not seen are off by {percent(middle)} in the middle. Nothing is hidden behind the backward pass.",
             f"{FASTER:g} times as fast is about what a GPU's memory bandwidth is to one core's: an assumption, no "
             "measurement.",
         ],
