@@ -44,7 +44,7 @@ def lines(
     by: str,
     panel: str | None = None,
     labels: Mapping[str, str] | None = None,
-    decorate: Callable[[Axes, pd.DataFrame], None] | None = None,
+    decorate: Callable[[Axes, pd.DataFrame], object] | None = None,
     **options: object,
 ) -> Figure:
     """Draw small multiples of lines: the mean of ``y`` over ``x``, and the range over other columns such as seeds.
