@@ -6,7 +6,7 @@ and without either the library's default applies. The library cannot cancel Adam
 beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, the others to the method or its plan:
 
     lr=2          multiplies the task's learning rate
-    mu=0.5        another momentum of SGD
+    mu=0.5        another momentum of SGD or RMSprop
     beta1=0.5     another beta1 of AdamW
 
 >>> parse("topk@density=0.002,lr=2:plain").settings
@@ -70,7 +70,7 @@ class Contender:
         settings: the method's id and hyper-parameters, and keys of the plan.
         form: "plain", "cancelled", or "default" for the library's default.
         lr: a factor of the task's learning rate.
-        momentum: SGD's momentum or AdamW's beta1, if not the task's.
+        momentum: the momentum of SGD or RMSprop, or AdamW's beta1, if not the task's.
     """
 
     name: str
@@ -119,10 +119,10 @@ def parse(name: str, task: Task | None = None) -> Contender:
     known = {**METHODS, **REMEDIES}.get(method, {"method": method})
     settings = {**known, **(settings_of(given.split(",")) if at else {})}
     lr, momentum = float(settings.pop("lr", 1.0)), None
-    for key, optimizer in (("mu", "sgd"), ("beta1", "adamw")):
+    for key, optimizers in (("mu", ("sgd", "rmsprop")), ("beta1", ("adamw",))):
         if key in settings:
             momentum = float(settings.pop(key))
-            if task is not None and task.optimizer != optimizer:
-                raise ValueError(f"{name}: {key} is for {optimizer}, and the task's optimizer is {task.optimizer}")
+            if task is not None and task.optimizer not in optimizers:
+                raise ValueError(f"{name}: {key} is for {optimizers}, and the task's optimizer is {task.optimizer}")
     plan_of(settings)  # raises if the method or a setting does not exist
     return Contender(name, settings, form or "default", lr, momentum)  # type: ignore[arg-type]
