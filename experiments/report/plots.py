@@ -74,7 +74,8 @@ def lines(
         if decorate:
             decorate(ax, rows)
     handles = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)))
+    fit = max(1, 84 // (8 + max(map(len, handles), default=0)))  # columns that the width has room for
+    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, fit, len(handles)))
     return drawn
 
 
