@@ -25,7 +25,7 @@ NAV: dict[str, list[str]] = {
         "guides/speed",
         "momentum",
     ],
-    "Methods": ["methods/README", "methods/*"],
+    "Methods": ["methods", "methods/README", "methods/*"],
     "Evidence": [
         "papers/README",
         "papers/*",
@@ -54,7 +54,7 @@ NAV: dict[str, list[str]] = {
     ],
 }
 #: files of docs/ that are parts of generated pages, and no pages
-PARTS = {"bench_notes", "reliability_notes", "scale_notes"}
+PARTS = {"templates/**/*", "bench_notes", "reliability_notes", "scale_notes"}
 
 
 def pages() -> dict[str, dict[str, list[str]]]:
