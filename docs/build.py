@@ -44,13 +44,18 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 TEMPLATES = DOCS / "templates"
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(DOCS)]
 
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
 #: Pattern of pages -> "module:function". The function takes the page's name and returns the template's variables.
-AREAS: dict[str, str] = {}
+AREAS: dict[str, str] = {
+    "README": "pages:readme",
+    "which-method": "pages:which_method",
+    "momentum": "pages:momentum",
+    "results": "pages:results_page",
+}
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 
 
@@ -120,14 +125,15 @@ def environment(target: Path) -> jinja2.Environment:
     return made
 
 
-def diff(kind: str, context: int = 0) -> str:
-    """Return a diff block of a pair of examples, without their docstrings and blank lines."""
+def diff(kind: str) -> str:
+    """Return a diff block of a pair of examples, without docstrings, blank lines, and what they print."""
+    dropped = re.compile(r"\s*(print\(.*|if \S+rank\(\) == 0:)?$")
     before, after = (
-        (ROOT / "examples" / f"{kind}_{name}.py").read_text(encoding="utf-8").split('"""', 2)[2].splitlines()
-        for name in ("plain", "compressed")
+        [line for line in text.split('"""', 2)[2].splitlines() if not dropped.match(line)]
+        for text in ((ROOT / "examples" / f"{kind}_{name}.py").read_text("utf-8") for name in ("plain", "compressed"))
     )
-    lines = list(difflib.unified_diff(before, after, n=context, lineterm=""))[2:]
-    kept = [line for line in lines if not line.startswith("@@") and len(line.strip()) > 1]
+    lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+    kept = [line for line in lines if not re.match(r"@@| (from|import) ", line)]
     return "\n".join(["```diff", *kept, "```"])
 
 
