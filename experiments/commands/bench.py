@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from experiments.commands.shared import RUNS, config_argument, split
 
@@ -88,3 +89,22 @@ def codec(
     figures = dict.fromkeys(("copies", "least", *benchmark.PARTS, "kept"), number)
     tables.show(frame, f"{net or elements} elements, {world_size} ranks, {device.value}", **figures, seconds=seconds_of)
     print(f"written: {results.save('codec', frame, out, net=net, elements=elements, world_size=world_size)}")
+
+
+class Bench(TyperGroup):
+    """The commands of ``bench``, with ``exchanges`` as the default: ``bench FILE`` means ``bench exchanges FILE``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command if the first argument is not a command."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["exchanges", *args]
+        return super().parse_args(ctx, args)
+
+
+benchmarks = typer.Typer(
+    cls=Bench,
+    no_args_is_help=True,
+    help="Measure: `bench CONFIG` times the exchanges of a benchmark file, `bench codec` the computation of one rank.",
+)
+benchmarks.command()(exchanges)
+benchmarks.command()(codec)

@@ -22,7 +22,10 @@ def page(found: Mapping[str, Any], data: str = "") -> str:
     claims: dict[str, list[Any]] = {}
     for record in found["records"]:
         claims.setdefault(record["claim"], []).append(record)
-    return _template("page.md.j2").render(found, claims=claims, data=data or f"papers-{found['paper']}.json")
+    first = found["records"][0]
+    return _template("page.md.j2").render(
+        found, claims=claims, first=first, data=data or f"papers-{found['paper']}.json"
+    )
 
 
 def overview(papers: Iterable[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-__all__ = ["figure", "lines", "save"]
+__all__ = ["figure", "lines", "save", "svg"]
 
 matplotlib.use("Agg")
 plt.style.use(Path(__file__).with_name("style.mplstyle"))
@@ -82,6 +83,13 @@ def lines(
 def save(drawn: Figure, path: Path) -> Path:
     """Write a figure as SVG, without the date, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, metadata={"Date": None, "Creator": None})
-    plt.close(drawn)
+    path.write_text(svg(drawn), encoding="utf-8")
     return path
+
+
+def svg(drawn: Figure) -> str:
+    """Return a figure as SVG, without the date, and close it."""
+    file = io.StringIO()
+    drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(drawn)
+    return file.getvalue()

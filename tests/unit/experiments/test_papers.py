@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from experiments import __main__ as cli
 from experiments.papers import claims, run
-from experiments.papers.claims import Kind, judge, over_seeds, spread
+from experiments.papers.claims import Kind, Scale, judge, over_seeds, spread
 from tests import ROOT
 from tests.unit.experiments import toy_claims
 
 
 def reproduce(folder, paper, jobs=1, only=()):
-    run.reproduce(paper, folder, toy_claims.SCALE, jobs, only)
+    run.reproduce(paper, folder, Scale(), jobs, only)
     return json.loads((folder / "papers-toy.json").read_text())["records"]
 
 
@@ -55,6 +55,18 @@ def test_a_diverged_seed_is_not_averaged_away():
     assert spread([1.0, math.nan]) == "diverged in 1 of 2" and spread([1.0, 3.0]) == "2.00 (1.00 to 3.00)"
 
 
+@pytest.mark.parametrize("id", claims.PAPERS)
+def test_names_tell_a_papers_units_apart(id):
+    pytest.importorskip("torch")
+    paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
+    for scale in (Scale(few=True), Scale(), Scale(full=True)):
+        for claim in paper.claims:
+            for sets in claim.needed(scale).values():
+                units = [unit for units in sets for unit in units]
+                assert len({unit.name for unit in units}) == len(units)
+                assert all(json.dumps(unit.settings) and unit.seconds > 0 for unit in units)
+
+
 # -- results that are kept -----------------------------------------------------------------------
 
 
@@ -71,10 +83,11 @@ STOPPED = """
 import sys
 from pathlib import Path
 from experiments.papers import run
+from experiments.papers.claims import Scale
 from tests.unit.experiments import toy_claims
 if __name__ == "__main__":
     try:
-        run.reproduce(toy_claims.paper({log!r}, seconds=1.5), Path({out!r}), toy_claims.SCALE, 2)
+        run.reproduce(toy_claims.paper({log!r}, seconds=1.5), Path({out!r}), Scale(), 2)
     except KeyboardInterrupt:
         sys.exit(130)
 """
