@@ -322,7 +322,7 @@ def kind_of(name: str) -> str:
     f"drawn gradients with heavy tails; an exchange among {WORLD} ranks is *predicted* from that by the cost model "
     "that `python -m experiments scale` uses, for three links, with this codec and with a faster one.",
     rule="the predicted exchange is shorter with each seed's codec times.",
-    published="on 8 GPUs 2.26 times as fast as dense, 1.31 times as with QSGD, 1.25 times as with TernGrad, 1.47 "
+    published="On 8 GPUs 2.26 times as fast as dense, 1.31 times as with QSGD, 1.25 times as with TernGrad, 1.47 "
     "times as with top-k.",
 )
 def alexnet(rows: pd.DataFrame, parts: pd.DataFrame) -> Verdict:

@@ -217,8 +217,7 @@ def timed(scale: Scale) -> list[Unit]:
     units=watched,
     where="the PCA spectrum of gradient slices",
     tested=f"{SETTING}. {WINDOWS} The best basis of rank n/8 for all slices of size n in a window (an oracle: without "
-    "a mean, of the very slices that it is judged by), by layer, slice size and order of the weights. LeNet-5's two "
-    "matrices are shown, and not judged.",
+    "a mean, of the very slices that it is judged by). LeNet-5's two matrices are not judged.",
     rule=f"what the basis leaves, ‖g − UUᵀg‖/‖g‖, is below {CORRELATED:g} in every window.",
 )
 def correlated(rows: pd.DataFrame) -> Verdict:
@@ -289,9 +288,9 @@ def carries(rows: pd.DataFrame) -> Verdict:
         {"Medians over steps and layers": over_seeds(medians, by, ["error", "oracle", "ratio"])},
         over_time(found),
         "Errors of steps after the dense ones, median of the layers, compared with the oracle's.",
-        "The oracle is the best basis of rank n/8 for the very steps that are looked at. From one slice per dense "
-        "step, as in the paper, come at most Lt − 1 components, which may be fewer. Dense from step 0 on, gradients "
-        "shrink with every step, and the basis fits the first few.",
+        "The oracle is the best basis of rank n/8 for the very steps that are looked at. One slice per dense step, as "
+        "in the paper, gives at most Lt − 1 components, which may be fewer. Dense from step 0 on, gradients shrink "
+        "with every step, and the basis fits the first few.",
     )
 
 
@@ -314,10 +313,10 @@ def over_time(found: pd.DataFrame) -> Figure:
     "Training loses no accuracy at 8x.",
     units=trained,
     where="convergence of ResNet-32 on CIFAR-100",
-    tested=f"{SETTING}; ResNet-20 with --full alone. 400 steps of LeNet-5 (4000 with --full) and 600 of `digits_net` "
-    "(3000), compressed from at most a fifth of the training on; the same learning rate for all of a net.",
+    tested="The nets and data of V1, ResNet-20 with --full alone. 400 steps of LeNet-5 (4000 with --full) and 600 of "
+    "`digits_net` (3000), compressed from at most a fifth of the training on; the same learning rate for all of a net.",
     rule=f"it ends at most {POINTS:g} point of held-out accuracy below dense.",
-    published="ResNet-32 on CIFAR-100: top-1 accuracy 0.676 → 0.666.",
+    published="Top-1 accuracy falls from 0.676 to 0.666.",
 )
 def training(rows: pd.DataFrame) -> Verdict:
     """Does compressing from a fifth of the training on cost accuracy?"""
@@ -338,10 +337,9 @@ def training(rows: pd.DataFrame) -> Verdict:
         {"Held-out accuracy, %, its gap to dense, and the overall ratio": table},
         tradeoff(rows[rows["method"] != "dense"]),
         "Points against the same seed's dense training by the overall compression ratio, one per training.",
-        "“default” and “paper” have a tenth of the training as dense warm-up, then cycles of a tenth dense (Lt) and "
-        "four tenths compressed (Lc), the paper's ratio; the others a twentieth each of warm-up and dense steps, and "
-        "then one basis to the end, or, “refreshed”, cycles of that ratio. Lt dense and 4·Lt steps at 8x are 3.33x "
-        f"overall, whatever the network: {FASTER:g}x needs quantized or fewer dense steps, or a higher ratio.",
+        "“default” and “paper” repeat a tenth of the training dense (Lt) and four tenths compressed (Lc), “refreshed” "
+        "a twentieth and four twentieths; the others keep one basis to the end. At 8x that is 3.33x overall, whatever "
+        f"the network: {FASTER:g}x needs quantized or fewer dense steps, or a higher ratio.",
     )
 
 
