@@ -314,8 +314,8 @@ def over_time(found: pd.DataFrame) -> Figure:
     "Training loses no accuracy at 8x.",
     units=trained,
     where="convergence of ResNet-32 on CIFAR-100",
-    tested=f"{SETTING}; ResNet-20 with --full alone. 400 steps of LeNet-5 (4000 with --full) and 600 of `digits_net` "
-    "(3000), compressed from at most a fifth of the training on; the same learning rate for all of a net.",
+    tested="The nets and data of V1, ResNet-20 with --full alone. 400 steps of LeNet-5 (4000 with --full) and 600 of "
+    "`digits_net` (3000), compressed from at most a fifth of the training on; the same learning rate for all of a net.",
     rule=f"it ends at most {POINTS:g} point of held-out accuracy below dense.",
     published="ResNet-32 on CIFAR-100: top-1 accuracy 0.676 → 0.666.",
 )
