@@ -51,6 +51,7 @@ from hvdcompress import registry  # noqa: E402
 
 #: Pattern of pages -> "module:function". The function takes the page's name and returns the template's variables.
 AREAS: dict[str, str] = {
+    "papers/*": "experiments.papers.page:variables",  # first, because "README" matches papers/README, too
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",

@@ -61,7 +61,7 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     every = [record for record in earlier if record["claim"] not in measured] + records
     every.sort(key=lambda record: [claim.id for claim in paper.claims].index(record["claim"]))
     head = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
-    results.save(file.stem, every, folder, paper=paper.id, **head)
+    results.save(file.stem, pd.DataFrame(every, dtype=object), folder, paper=paper.id, **head)  # counts stay integers
     text = page(json.loads(file.read_text(encoding="utf-8")))
     (folder / f"{paper.id}.md").write_text(text, encoding="utf-8")
     return records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 from experiments import __main__ as cli
 from experiments.papers import claims, run
 from experiments.papers.claims import Kind, Scale, judge, over_seeds, spread
+from experiments.papers.page import anchor
+from experiments.report import results
 from tests import ROOT
 from tests.unit.experiments import toy_claims
 
@@ -159,7 +162,7 @@ def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
     text = (tmp_path / "toy" / "toy.md").read_text()
     for said in ("**It holds under these conditions**: n = 1; n = 2 (2 of 3).", "because losses rise", "1, 4, 9."):
         assert said in text
-    assert text.count("with momentum adapted") + text.count("momentum adapted, as is the default") == 1
+    assert text.count("### T3, momentum adapted") == 1
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -172,3 +175,18 @@ def test_the_command_measures_prints_and_writes(tmp_path, monkeypatch):
 def test_a_paper_that_is_unknown_is_told():
     with pytest.raises(ValueError, match="did you mean 'scalecom'"):
         claims.find("scalecomm")
+
+
+@pytest.mark.parametrize("id", claims.PAPERS)
+def test_published_pages_are_short_and_complete(id):
+    found = json.loads((results.FOLDER / f"papers-{id}.json").read_text())
+    text = (ROOT / "docs" / "papers" / f"{id}.md").read_text()
+    assert len(text.split()) <= 1500
+    assert text.count("**It ") == len(found["records"]) and all(record["number"] in text for record in found["records"])
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert link.startswith("http") or (ROOT / "docs" / "papers" / link).exists(), link
+    overview = (ROOT / "docs" / "papers" / "README.md").read_text()
+    for record in found["records"]:
+        assert f"]({id}.md#{anchor(record)}) | {record['text']} | " in overview
+    paper = pytest.importorskip(f"experiments.papers.{id}.claims").PAPER
+    assert [claim.id for claim in paper.claims] == list(dict.fromkeys(record["claim"] for record in found["records"]))

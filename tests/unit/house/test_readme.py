@@ -16,7 +16,6 @@ TOOLS = [
     "write_evidence",
     "write_house",
     "write_methods",
-    "write_papers",
     "write_promises",
 ]
 
