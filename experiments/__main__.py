@@ -18,6 +18,7 @@ COMMANDS = {
     "quickstart": "experiments.training.command:quickstart",
     "run": "experiments.training.command:run",
     "report": "experiments.training.command:report",
+    "time-to-accuracy": "experiments.to_accuracy.command:app",
     "bench": "experiments.commands.bench:benchmarks",
     "compare": "experiments.commands.comparing:compare",
     "scale": "experiments.commands.comparing:scale",

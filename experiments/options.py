@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from experiments.cluster.hosts import Hosts
     from experiments.configfile import MethodEntry
 
-__all__ = ["CONFIGS", "config_file", "emulated_hosts", "methods_of", "split"]
+__all__ = ["CONFIGS", "config_file", "emulated_hosts", "methods_of", "seeds_of", "split"]
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -77,3 +77,16 @@ def methods_of(config: str | None, labels: str | None, *kinds: str) -> Sequence[
     everything = {"name": "all", "tasks": ["any"], "methods": registry.available()}
     source = everything if config is None else config_file(config, *kinds)
     return Experiment.open(source).override(methods=split(labels)).methods
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds of ``1-3,7``, which are 1, 2, 3 and 7.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    found: list[int] = []
+    for word in text.split(","):
+        first, dash, last = word.partition("-")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
