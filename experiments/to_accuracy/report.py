@@ -12,32 +12,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from experiments.cluster.rates import Rate
-from experiments.report import plots, statistics, tables
+from experiments.report import statistics, tables
 from experiments.to_accuracy.contenders import DENSE, FP16, NOOP, baseline_of, parse, without_rate
 from experiments.to_accuracy.races import RACES
 from experiments.to_accuracy.run import best, reached
 
-__all__ = ["comparisons", "outcomes", "picture", "table"]
+__all__ = ["comparisons", "outcomes", "table"]
 
 SCORED = 5  #: the score is the mean of so many last evaluations
 COMPARISON = ["race", "device", "driver", "rate"]
-LABELS = {
-    "dense": "dense",
-    "fp16": "PyTorch's fp16 hook",
-    "ddp_powersgd_r1": "PyTorch's PowerSGD hook, rank 1",
-    "ddp_powersgd_r2": "PyTorch's PowerSGD hook, rank 2",
-    "ddp_powersgd_r4": "PyTorch's PowerSGD hook, rank 4",
-    "acpsgd@matrix_rank=8": "ACP-SGD, rank 8",
-    "acpsgd_r4": "ACP-SGD, rank 4",
-    "powersgd_r4": "PowerSGD, rank 4",
-    "topk": "top-k, 1 %",
-    "topk@values=qsgd4": "auto (top-k, 1 %, 4 bits)",
-    "topk@density=0.002": "top-k, 0.2 %",
-    "scalecom_48x": "ScaleCom, 48x",
-}
 
 
 def outcomes(frame: pd.DataFrame) -> pd.DataFrame:
@@ -118,35 +103,3 @@ def table(rows: pd.DataFrame) -> str:
         out.append({**row, "_order": -1.0 if name == NOOP else there.get(name, math.inf)})
     columns = ["contender", "ms per step", "rate", "steps", "seconds", *references, "score at the end"]
     return tables.markdown(pd.DataFrame(out).sort_values("_order", kind="stable").reindex(columns=columns))
-
-
-def picture(frame: pd.DataFrame, race: str = "mlp", driver: str = "ddp", device: str = "cpu") -> Figure:
-    """Draw seconds to the target: a panel per link, a bar per contender that arrives over every link, a mark per seed.
-
-    Args:
-        frame: see :func:`outcomes`.
-        race: a key of ``RACES``.
-        driver: who exchanged gradients.
-        device: where the net computed.
-    """
-    found = outcomes(frame)
-    found = found[(found["race"] == race) & (found["driver"] == driver) & (found["device"] == device)]
-    links = sorted(found["rate"].unique(), key=lambda rate: Rate.parse(rate).slower)
-    there = {link: arrivals(found[found["rate"] == link]) for link in links}
-    names = [name for name in there[links[0]].index if name != NOOP and all(name in each for each in there.values())]
-    drawn, panels = plots.figure(len(links), columns=len(links), height=0.24 * len(names) + 0.9, share_y=True)
-    for axes, link in zip(panels, links, strict=True):
-        means = there[link][names]
-        shown = means[means < 4 * means.min()].max()  # longer bars are cut, with their seconds
-        for line, (name, mean) in enumerate(means.items()):
-            axes.barh(line, mean, color="C1" if baseline_of(name) else "C0", height=0.6)
-            if mean > shown:
-                axes.text(1.28 * shown, line, f"{mean:.0f} …", ha="right", va="center", fontsize=8, color="white")
-                continue
-            seconds = found[(found["rate"] == link) & (found["contender"] == name)]["seconds"]
-            axes.scatter(seconds, [line] * len(seconds), color="black", s=5, zorder=3)
-        axes.set(xlim=(0, 1.3 * shown), xlabel="seconds", title=str(Rate.parse(link)))
-        axes.grid(visible=False, axis="y")
-    panels[0].set_yticks(range(len(names)), [LABELS.get(name, name) for name in names])
-    panels[0].invert_yaxis()
-    return drawn
