@@ -14,7 +14,7 @@ import typer
 from typer.completion import completion_init
 from typer.core import TyperGroup
 
-from experiments.commands import advise, bench, chaos, comparing, files, looking, papers, training
+from experiments.commands import advise, bench, comparing, files, looking, papers, training
 from experiments.commands.shared import fail
 
 DEBUG = "--debug"
@@ -179,13 +179,6 @@ app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress describe checkpoi
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress doctor", "hvdcompress doctor --format json"))(
     looking.doctor
 )
-app.command(
-    rich_help_panel=LOOK,
-    epilog=examples(
-        "python -m experiments torture --driver mpi,ddp --faults 22",
-        "python -m experiments torture --driver ddp --only killed",
-    ),
-)(chaos.torture)
 app.command(rich_help_panel=LOOK, epilog=examples("hvdcompress new-method my_topk --folder my_topk"))(files.new_method)
 app.command(
     rich_help_panel=LOOK,
