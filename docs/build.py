@@ -56,6 +56,7 @@ AREAS: dict[str, str] = {
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
+    "reliability": "pages:reliability",
 }
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 
