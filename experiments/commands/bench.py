@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from experiments.commands.shared import RUNS, FormatOption, config_argument, console_of, split
 from experiments.output.table import Format, print_tables
@@ -120,3 +121,22 @@ def codec(
         line = shlex.join(["python", "-m", "experiments", *sys.argv[1:]])
         write.parent.mkdir(parents=True, exist_ok=True)
         write.write_text(report.markdown(asked, measured, line, str(devices.device(asked.device))), encoding="utf-8")
+
+
+class Bench(TyperGroup):
+    """The commands of ``bench``, with ``exchanges`` as the default: ``bench FILE`` means ``bench exchanges FILE``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Insert the default command if the first argument is not a command."""
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["exchanges", *args]
+        return super().parse_args(ctx, args)
+
+
+benchmarks = typer.Typer(
+    cls=Bench,
+    no_args_is_help=True,
+    help="Measure: `bench CONFIG` times the exchanges of a benchmark file, `bench codec` the computation of one rank.",
+)
+benchmarks.command()(exchanges)
+benchmarks.command()(codec)

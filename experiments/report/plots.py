@@ -45,7 +45,7 @@ def lines(
     by: str,
     panel: str | None = None,
     labels: Mapping[str, str] | None = None,
-    decorate: Callable[[Axes, pd.DataFrame], None] | None = None,
+    decorate: Callable[[Axes, pd.DataFrame], object] | None = None,
     **options: object,
 ) -> Figure:
     """Draw small multiples of lines: the mean of ``y`` over ``x``, and the range over other columns such as seeds.
@@ -75,7 +75,8 @@ def lines(
         if decorate:
             decorate(ax, rows)
     handles = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)))
+    fit = max(1, 84 // (8 + max(map(len, handles), default=0)))  # columns that the width has room for
+    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, fit, len(handles)))
     return drawn
 
 

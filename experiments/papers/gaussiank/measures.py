@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
-from experiments.reproduce import simulate
-from experiments.reproduce.simulate import Moment
+from experiments.papers import simulate
+from experiments.papers.simulate import Moment
 from hvdcompress import registry
 from hvdcompress.method import Context, TensorSpec, Workspace
 from hvdcompress.methods.dgc import DGC
@@ -35,37 +35,40 @@ Settings = dict[str, Any]
 
 def watched(
     task: Settings, method: Settings, ranks: int, seed: int, samples: int, densities: Sequence[float]
-) -> dict[str, Any]:
+) -> list[Settings]:
     """Train, and describe gradient + residual of one rank (in turns) at some steps, for each tensor and all joined.
 
     Returns:
-        ``rows``: what :func:`describe` says, with step, phase and tensor; ``value``: the held-out measure.
+        What :func:`describe` says, with step, phase and tensor.
     """
-    run = simulate.run_of(task, method, ranks, seed)
 
-    def look(moment: Moment) -> list[dict[str, Any]]:
+    def look(moment: Moment) -> list[Settings]:
         tensors = moment.accumulated(moment.step % ranks)
         vectors = {name: x.ravel() for name, x in tensors.items() if x.size >= LEAST}
         vectors[WHOLE] = np.concatenate([x.ravel() for x in tensors.values()])
         place = {"step": moment.step, "phase": moment.phase}
         return [{**place, "tensor": name, **describe(x, densities)} for name, x in vectors.items()]
 
-    trained = simulate.train(run, look, simulate.spread_out(run.task.steps, samples))
-    return {"rows": [row for rows in trained.rows for row in rows], "value": trained.value}
+    trained = simulate.train(task, method, ranks, seed, look, simulate.spread_out(task["steps"], samples))
+    return [row for rows in trained.rows for row in rows]
 
 
-def describe(x: Vector, densities: Sequence[float]) -> dict[str, Any]:
-    """One vector: how it is distributed, what top-k leaves of it, and how many elements thresholds choose.
+def describe(x: Vector, densities: Sequence[float]) -> Settings:
+    """Describe one vector: its distribution, what top-k leaves of it, and how many elements thresholds choose.
 
     Args:
         x: float32 [n].
         densities: k/n.
+
+    Returns:
+        What :func:`shape` says; ``above``, by how much its :func:`curve` is above the line; ``left`` and ``counts``, by
+        density.
     """
     magnitudes = np.sort(np.abs(x))[::-1].astype(np.float64)
     return {
         "n": len(x),
         **shape(x.astype(np.float64)),
-        "curve": curve(magnitudes),
+        "above": above(magnitudes),
         "left": {str(density): left(magnitudes, select.num_kept(density, len(x))) for density in densities},
         "counts": {str(density): counts(x, density) for density in densities},
     }
@@ -130,19 +133,15 @@ def bell(histogram: Sequence[float], n: int) -> bool:
     return True
 
 
-def curve(magnitudes: Vector) -> dict[str, Any]:
-    """Where the curve of the theorem lies: π²(i) = (|x|(i)/max|x|)² over i/n, descending, against the line 1 − i/n.
+def above(magnitudes: Vector) -> float:
+    """Return by how much the theorem's curve is above its line at most; 0 if it is below everywhere.
 
-    Returns:
-        ``above``: by how much it is above the line at most (0 if it is below everywhere); ``points``: it at 41 places.
+    The curve is π²(i) = (|x|(i)/max|x|)² over i/n, in descending order; the line is 1 − i/n.
     """
     n, largest = len(magnitudes), magnitudes[0]
     if largest == 0:
-        return {"above": 0.0, "points": []}
-    squares = (magnitudes / largest) ** 2
-    over = float((squares - (1 - np.arange(n) / n)).max())
-    places = np.minimum((np.linspace(0, 1, 41) * n).astype(int), n - 1)
-    return {"above": max(over, 0.0), "points": squares[places].round(6).tolist()}
+        return 0.0
+    return max(float(((magnitudes / largest) ** 2 - (1 - np.arange(n) / n)).max()), 0.0)
 
 
 def left(magnitudes: Vector, k: int) -> float:
@@ -168,7 +167,7 @@ def counts(x: Vector, density: float) -> dict[str, float]:
     return found | {name: len(choose[name](x).index) / k for name in OTHERS}
 
 
-def counterexample(n: int, density: float) -> dict[str, Any]:
+def counterexample(n: int, density: float) -> dict[str, float]:
     """A vector below the theorem's line that breaks its bound: one large element, and 4/5 of the others equal.
 
     Its curve is 1 at first, then 0.19 up to i/n = 0.8, then 0: below 1 − i/n everywhere.
@@ -177,7 +176,7 @@ def counterexample(n: int, density: float) -> dict[str, Any]:
     magnitudes[: int(0.8 * n)] = np.sqrt(0.19)
     magnitudes[0] = 1.0
     k = select.num_kept(density, n)
-    return {"above": curve(magnitudes)["above"], "left": left(magnitudes, k), "bound": (1 - k / n) ** 2}
+    return {"above": above(magnitudes), "left": left(magnitudes, k), "bound": (1 - k / n) ** 2}
 
 
 # -- selection alone -----------------------------------------------------------------------------
@@ -212,7 +211,7 @@ def selectors(n: int, density: float) -> dict[str, Callable[[Vector], Any]]:
     }
 
 
-def times(n: int, density: float, seed: int, draws: str, rounds: int) -> dict[str, Any]:
+def times(n: int, density: float, seed: int, draws: str, rounds: int) -> list[Settings]:
     """Seconds of each selector on one core, the medians of rounds in which they take turns.
 
     Args:
@@ -231,4 +230,4 @@ def times(n: int, density: float, seed: int, draws: str, rounds: int) -> dict[st
             choose(x)
             if number:  # in the first round kernels are compiled
                 found[name].append(time.perf_counter() - began)
-    return {"seconds": {name: statistics.median(each) for name, each in found.items()}}
+    return [{"selector": name, "seconds": statistics.median(each)} for name, each in found.items()]
