@@ -34,7 +34,7 @@ from hvdcompress.registry import classes, docstring
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.make_golden import field_comments  # noqa: E402
+from hvdcompress.cli.catalogue import field_docs as field_comments  # noqa: E402
 
 DOCS = ROOT / "docs"
 FOLDER = DOCS / "methods"

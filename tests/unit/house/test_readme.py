@@ -13,7 +13,6 @@ from tests.installed import python_path
 
 TOOLS = [
     "update_readme",
-    "write_evidence",
     "write_house",
     "write_methods",
     "write_papers",
