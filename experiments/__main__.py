@@ -24,13 +24,6 @@ COMMANDS = {
     "scale": "experiments.commands.comparing:scale",
     "reproduce": "experiments.commands.papers:reproduce",
     "hosts": "experiments.cluster.command:hosts",
-    "advise": "experiments.commands.advise:advise",
-    "methods": "experiments.commands.looking:methods",
-    "configs": "experiments.commands.looking:configs",
-    "describe": "experiments.commands.looking:describe",
-    "doctor": "experiments.commands.looking:doctor",
-    "new-method": "experiments.commands.files:new_method",
-    "completion": "experiments.commands.files:completion",
 }
 
 

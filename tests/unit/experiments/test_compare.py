@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hvdcompress.cli import app
 from typer.testing import CliRunner
 
 from experiments import compare
+from experiments.__main__ import app
 from experiments.configfile import MethodEntry
 from hvdcompress.testing import numbers
 
