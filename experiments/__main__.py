@@ -25,7 +25,6 @@ COMMANDS = {
     "scale": "experiments.commands.comparing:scale",
     "reproduce": "experiments.commands.papers:reproduce",
     "hosts": "experiments.cluster.command:hosts",
-    "torture": "experiments.commands.chaos:torture",
     "advise": "experiments.commands.advise:advise",
     "methods": "experiments.commands.looking:methods",
     "configs": "experiments.commands.looking:configs",
