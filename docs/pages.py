@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.momentum import report as study
 from experiments.report import plots, results
 
 #: contender of experiments/results/which-method.json -> its name on the pages
@@ -107,7 +108,7 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 
 def momentum(page: str) -> dict[str, Any]:
-    """Return the tables of "Momentum"."""
+    """Return the tables and the picture of "Momentum"."""
     gaps = results.load("momentum-gaps")
     bits = set(gaps.task[gaps.unit == "bits"])
     gaps["cell"] = [
@@ -119,7 +120,11 @@ def momentum(page: str) -> dict[str, Any]:
     rates = results.load("momentum-largest-rate").dropna(subset="optimizer_momentum")
     rates["column"] = rates.net + ", " + rates.optimizer_momentum
     rates["cell"] = ["diverged" if row.diverged else signed(row.gap, 1) for row in rates.itertuples()]
-    return {"gaps": wide(gaps, "contender", "task"), "largest_rate": wide(rates, "method", "column")}
+    return {
+        "gaps": wide(gaps, "contender", "task"),
+        "largest_rate": wide(rates, "method", "column"),
+        "scores": study.picture(results.load("momentum")),
+    }
 
 
 def results_page(page: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "experiments.training.command:run",
     "report": "experiments.training.command:report",
     "time-to-accuracy": "experiments.to_accuracy.command:app",
+    "momentum": "experiments.momentum.command:app",
     "bench": "experiments.commands.bench:benchmarks",
     "compare": "experiments.commands.comparing:compare",
     "scale": "experiments.commands.comparing:scale",
