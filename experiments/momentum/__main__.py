@@ -57,7 +57,7 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     try:
-        failed = study.run_all(units, folder, jobs, console)
+        failed = study.run_all(units, folder, jobs)
     except KeyboardInterrupt:
         console.print("interrupted: finished runs are kept, and the same command goes on from there")
         raise typer.Exit(130) from None

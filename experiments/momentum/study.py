@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from experiments.momentum import tasks
 from experiments.momentum.contenders import Contender, parse
 from experiments.momentum.report import STEPS
 from experiments.momentum.tasks import TASKS, Task
-from experiments.reproduce import cache, run
-from experiments.reproduce.claims import Unit
+from experiments.papers import units as work
+from experiments.papers.units import Unit
 from experiments.training.loop import Diverged
 from hvdcompress.loopback import Loopback
 from hvdcompress.optimizers import SGD
@@ -57,7 +56,6 @@ def units_of(
     }
     return [
         Unit(
-            f"{name} {contender} seed {seed}",
             measure,
             {
                 "name": name,
@@ -66,6 +64,7 @@ def units_of(
                 "seed": seed,
                 "steps": steps,
             },
+            {"task": name, "contender": contender, "seed": seed},
         )
         for seed in seeds
         for name, task in chosen.items()
@@ -73,7 +72,7 @@ def units_of(
     ]
 
 
-def run_all(units: Sequence[Unit], folder: Path, jobs: int, console: Console) -> list[str]:
+def run_all(units: Sequence[Unit], folder: Path, jobs: int) -> list[str]:
     """Train what has no result yet.
 
     Returns:
@@ -83,7 +82,7 @@ def run_all(units: Sequence[Unit], folder: Path, jobs: int, console: Console) ->
         KeyboardInterrupt: the user pressed Ctrl-C. Finished runs are kept.
     """
     _drop_failed(units, folder)  # of an earlier command that was interrupted
-    run.measure(units, folder, jobs, console)
+    work.measure(units, folder, jobs)
     return _drop_failed(units, folder)
 
 
@@ -91,9 +90,10 @@ def _drop_failed(units: Sequence[Unit], folder: Path) -> list[str]:
     """Delete the results of units that failed, so that the next command repeats them. Return names and messages."""
     failed = []
     for unit in units:
-        found = cache.load(folder, unit)
-        if found is not None and found["status"] == FAILED:
-            cache.file_of(folder, unit).unlink()
+        file = work.file_of(folder, unit)
+        found = json.loads(file.read_text(encoding="utf-8"))["found"] if file.exists() else {}
+        if found.get("status") == FAILED:
+            file.unlink()
             failed.append(f"{unit.name}: {found['error']}")
     return failed
 

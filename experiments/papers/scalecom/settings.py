@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.papers import simulate
-from experiments.papers.claims import Scale, Unit
+from experiments.papers.claims import Scale
 from experiments.papers.scalecom import measures
+from experiments.papers.units import Unit
 
 Row = dict[str, Any]
 TEXT = "transformer, text"

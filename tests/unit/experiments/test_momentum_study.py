@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 torch = pytest.importorskip("torch")
 
@@ -28,8 +28,8 @@ def tiny(monkeypatch):
 
 def run(folder, names, steps=4):
     output = io.StringIO()
-    units = study.units_of(["tiny"], names, [1, 2], steps)
-    failed = study.run_all(units, folder, 1, Console(file=output, width=200))
+    with contextlib.redirect_stdout(output):
+        failed = study.run_all(study.units_of(["tiny"], names, [1, 2], steps), folder, 1)
     return failed, output.getvalue()
 
 
