@@ -95,38 +95,23 @@ def _by_first(met: Sequence[tuple[str, str]], cells: Sequence[tuple[str, str]]) 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a claim's test found.
-
-    Attributes:
-        outcome: how the claim came out.
-        number: a sentence with the number that decides it and its spread over seeds.
-        tables: all figures, by title.
-        figure: a picture, if it says more than the number.
-        caption: what the picture shows.
-        notes: sentences that a reader should know.
-    """
+    """What a claim's test found."""
 
     outcome: Outcome
-    number: str
-    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
-    figure: Figure | None = None
-    caption: str = ""
-    notes: str = ""
+    number: str  #: a sentence with the number that decides it and its spread over seeds
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  #: all figures, by title
+    figure: Figure | None = None  #: if it says more than the number
+    caption: str = ""  #: what the figure shows
+    notes: str = ""  #: sentences that a reader should know
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        few: only so many settings that a paper takes ten minutes at most.
-        full: long trainings (hours) instead of the short ones (minutes) that the pages have.
-        seeds: of each measurement.
-    """
-
-    few: bool = False
-    full: bool = False
-    seeds: tuple[int, ...] = (0, 1, 2)
+    few: bool = False  #: only so many settings that a paper takes ten minutes at most
+    full: bool = False  #: long trainings (hours) instead of the short ones (minutes) that the pages have
+    seeds: tuple[int, ...] = (0, 1, 2)  #: of each measurement
 
 
 Units = Callable[[Scale], list[Unit]]
