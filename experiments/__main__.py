@@ -23,7 +23,7 @@ COMMANDS = {
     "bench": "experiments.commands.bench:benchmarks",
     "compare": "experiments.commands.comparing:compare",
     "scale": "experiments.commands.comparing:scale",
-    "reproduce": "experiments.commands.papers:reproduce",
+    "reproduce": "experiments.papers.command:reproduce",
     "hosts": "experiments.cluster.command:hosts",
 }
 
