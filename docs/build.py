@@ -52,10 +52,12 @@ from hvdcompress import registry  # noqa: E402
 
 #: Page -> "module:function", which takes the page's name and returns the template's variables, or the page's text.
 AREAS: dict[str, str] = {
+    "papers/*": "experiments.papers.page:variables",  # first, because "README" matches papers/README, too
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
+    "reliability": "pages:reliability",
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 

@@ -190,3 +190,13 @@ def interval(value: float, half: float, places: int, bold: bool) -> str:
     """Return a gap with half of its interval's width."""
     text = f"{signed(value, places)} ± {half:.{places}f}"
     return f"**{text}**" if bold else text
+
+
+def reliability(page: str) -> dict[str, Any]:
+    """Return how many launches with a fault there were, and the seconds of the slowest that ended with an error."""
+    frame = results.load("chaos")
+
+    def slowest(*faults: str) -> float:
+        return float(frame[frame.fault.isin(faults)].slowest_error_s.max())
+
+    return {**frame[["launches", "recovered", "error"]].sum().to_dict(), "slowest": slowest}

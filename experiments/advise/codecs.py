@@ -9,12 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
-import numpy as np
-
 from experiments.advise.profile import MeasuredCodec
 from experiments.bench import devices
-from experiments.bench.codec import warm_steps
-from experiments.bench.side import Side
+from experiments.bench.lockstep import time_steps, warm_steps
 from experiments.scale import cost, imagined
 from experiments.scale.cost import Codec
 from experiments.scale.model import SIZES, fit_codec, name_of
@@ -44,20 +41,11 @@ def time_codec(method: Method, device: str = "cpu") -> MeasuredCodec:
         spec = next((spec for shape in candidates if method.suits(spec := TensorSpec("timed", shape))), None)
         if spec is None:
             continue
-        random = np.random.default_rng(spec.size)
         for world_size in WORLD_SIZES:
-            side = Side(plan, [spec], world_size, at)
-            given = [at.array(random.normal(size=spec.size).astype(np.float32)) for _ in range(world_size)]
-            own, found = [at.empty(spec.size) for _ in range(world_size)], []
-            for step in range(warm + REPEATS):
-                for to, x in zip(own, given, strict=True):
-                    at.copy(to, x)
-                spent = side.step([[x] for x in own])
-                if step >= warm:
-                    found.append(spent)
+            found = time_steps(plan, [spec], world_size, REPEATS, warm, at)
             pieces, num_bytes = cost.gathered(imagined.imagine(method, phase, world_size, spec), world_size)
             for part, of in (("encode", ("encode",)), ("decode", ("decode", "apply"))):
-                seconds = statistics.median(sum(each.parts[one].seconds for one in of) for each in found)
+                seconds = statistics.median(map(sum, zip(*(found[one] for one in of), strict=True)))
                 if seconds > 0:
                     rows[part].append((1.0, spec.size, pieces, num_bytes, seconds))
     return MeasuredCodec.of(*(fit_codec(rows[part]) if rows[part] else Codec() for part in ("encode", "decode")))

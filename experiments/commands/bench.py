@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
-from experiments.commands.shared import RUNS, FormatOption, config_argument, console_of, split
-from experiments.output.table import Format, print_tables
+from experiments.commands.shared import RUNS, config_argument, split
 
 
 def exchanges(
@@ -19,28 +17,25 @@ def exchanges(
         str, config_argument("A benchmark: a YAML file, or a packaged one's name (see configs).", "benchmark")
     ],
     hosts: Annotated[int | None, typer.Option(min=2, help="Emulated hosts, instead of the file's.")] = None,
-    rates: Annotated[str | None, typer.Option(help="Their links' speeds, with commas: 100mbit,1gbit.")] = None,
+    rates: Annotated[
+        str | None, typer.Option(help="Rates of their links, with commas: 100mbit,1gbit; loopback: no emulated hosts.")
+    ] = None,
     methods: Annotated[str | None, typer.Option(help="Only these methods of the file: labels, with commas.")] = None,
     sets: Annotated[str | None, typer.Option(help="Only these sets of gradients: labels, with commas.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each, instead of the file's.")] = None,
-    loopback: Annotated[
-        bool, typer.Option("--loopback", help="Without emulated hosts: times without a network.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the results. Default: runs/bench-NAME, or -2, …")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: turns that were taken are kept.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty the folder first.")] = False,
-    form: FormatOption = Format.text,
 ) -> None:
-    """Measure how long methods take to reduce gradients over links of chosen speeds, and stock Horovod and DDP.
+    """Measure how long methods take to reduce gradients over links of chosen rates, and stock Horovod and DDP.
 
-    `python -m experiments bench CONFIG` is short for this command.
-
-    Needs root and iproute2, for emulated hosts. Writes config.yaml, launch.json, results.jsonl, summary.json,
-    table.md and report.html. Exit status: 0; 1 if something failed; 2 for a bad configuration; 130 after Ctrl-C.
+    `python -m experiments bench CONFIG` is short for this command. Emulated hosts need root and iproute2. Writes
+    config.yaml, turns.jsonl, bench-NAME.json and a picture. Exit status: 0; 1 if something failed; 2 for a bad
+    configuration; 130 after Ctrl-C.
     """
     from experiments import packaged
     from experiments.bench import run as benchmark
-    from experiments.bench.config import Bench
+    from experiments.bench.config import LOOPBACK, Bench
     from experiments.cluster import launcher
     from experiments.cluster.hosts import HostsError, problem
     from experiments.output import folder as folders
@@ -48,15 +43,14 @@ def exchanges(
     asked = Bench.open(packaged.resolve(config, ["benchmark"])).override(
         hosts, split(rates), split(methods), split(sets), rounds
     )
-    if any(contender.where != "ddp" for contender in asked.contenders()):
+    if any(contender.where not in ("ddp", "mpi4py") for contender in asked.contenders()):
         launcher.horovodrun()
-    if not loopback and (missing := problem()):
-        raise HostsError(f"{missing}\nOr measure with --loopback.")
+    if set(asked.rates) != {LOOPBACK} and (missing := problem()):
+        raise HostsError(f"{missing}\nOr measure with --rates loopback.")
     folder = folders.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
     with folders.users_own(folder):
-        benchmark.prepare(folder, asked, loopback, resume)
-    with folders.users_own(folder):
-        code = benchmark.run(asked, folder, loopback, console_of(), form)
+        benchmark.prepare(folder, asked, resume)
+        code = benchmark.run(asked, folder)
     raise typer.Exit(code)
 
 
@@ -74,53 +68,27 @@ def codec(
             "--method", "-m", help='Such as topk, or "topk density=0.001 values=fp16"; again for more. Default: all.'
         ),
     ] = None,
-    elements: Annotated[
-        int | None, typer.Option(min=1, help="Elements of the tensor, a matrix. Default: 25 million.")
-    ] = None,
-    tensors: Annotated[
-        str | None,
-        typer.Option(
-            help="Also a net's tensors, compared with one tensor of their size: resnet50, or their number, 161."
-        ),
-    ] = None,
+    elements: Annotated[int, typer.Option(min=1, help="Elements of the tensor, a matrix.")] = 25_000_000,
+    net: Annotated[str | None, typer.Option(help="The tensors of a net instead, such as resnet50.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 9,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: so many payloads are decoded.")] = 2,
     device: Annotated[Device, typer.Option(help="Where gradients lie.")] = Device.cpu,
-    peers: Annotated[bool, typer.Option(help="Also other implementations, and bare operations.")] = True,
-    write: Annotated[Path | None, typer.Option(metavar="FILE.md", help="Also write the tables there.")] = None,
-    form: FormatOption = Format.text,
+    out: Annotated[Path, typer.Option(help="Folder for codec.json.")] = RUNS,
 ) -> None:
     """Measure what a rank computes in a step, in copies of its gradient: without a network, in one thread.
 
-    Methods have density 0.01, unless their settings say otherwise. Each takes turns with what it is compared with, and
-    a copy of the gradient is timed before each turn. All of them take some ten minutes.
+    Methods have density 0.01, unless their settings say otherwise. Each takes turns with other implementations of it,
+    and a copy of the gradient is timed before each turn. All methods take about ten minutes.
     """
-    import shlex
-    import sys
-
     from experiments.bench import codec as benchmark
-    from experiments.bench import codec_report as report
-    from experiments.bench import devices
+    from experiments.report import results, tables
+    from experiments.report.numbers import number, seconds_of
 
-    if tensors and elements:
-        raise ValueError("--tensors has a size of its own: leave out --elements")
-    asked = benchmark.Asked(
-        benchmark.asked_for(methods or ()),
-        elements or benchmark.Asked.elements,
-        benchmark.net_of(tensors) if tensors else None,
-        world_size,
-        runs,
-        device.value,
-        peers,
-    )
-    console = console_of()
-    with console.status("…") as status:
-        measured = list(benchmark.run(asked, lambda label: status.update(f"{escape(label)} …")))
-    print_tables([table for table, _ in report.sections(asked, measured)], console, form)
-    if write:
-        line = shlex.join(["python", "-m", "experiments", *sys.argv[1:]])
-        write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(report.markdown(asked, measured, line, str(devices.device(asked.device))), encoding="utf-8")
+    shape = benchmark.tensors_of(net, elements)
+    frame = benchmark.run(benchmark.asked_for(methods or ()), shape, world_size, runs, device.value)
+    figures = dict.fromkeys(("copies", "least", *benchmark.PARTS, "kept"), number)
+    tables.show(frame, f"{net or elements} elements, {world_size} ranks, {device.value}", **figures, seconds=seconds_of)
+    print(f"written: {results.save('codec', frame, out, net=net, elements=elements, world_size=world_size)}")
 
 
 class Bench(TyperGroup):

@@ -55,34 +55,40 @@ def scale(
     set: Annotated[
         str, typer.Option(help="What is exchanged: a net, a file of shapes, or a number of elements.")
     ] = "resnet50",
-    rate: Annotated[str, typer.Option(help="Links' speeds, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
-    workers: Annotated[str | None, typer.Option(help="Numbers of workers, with commas. Default: 2 to 4096.")] = None,
+    rate: Annotated[str, typer.Option(help="Rates of the links, with commas: 100mbit,1gbit,10gbit.")] = "1gbit",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas.")] = "2,4,8,16,64,256,1024,4096",
     methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
+    over: Annotated[
+        Literal["horovod", "mpi4py"],
+        typer.Option(help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own."),
+    ] = "horovod",
     fit: Annotated[
         list[Path] | None,
-        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or to a file of lab.scale.links."),
+        typer.Option(metavar="RESULTS", help="First fit to this folder of `bench`, or to links.json; again for more."),
     ] = None,
-    constants: Annotated[
-        Path | None,
-        typer.Option(help="File of the fitted constants. Default: the packaged ones; with --fit, runs/fit.json."),
+    fitted: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Use the fit that --fit wrote to this folder's JSON file.")
     ] = None,
-    latency: Annotated[
-        str | None, typer.Option(help="How long a message takes on its way, such as 20us. Default: as fitted.")
-    ] = None,
-    over: Annotated[
-        Literal["horovod", "mpi4py"] | None,
-        typer.Option(
-            help="The driver: PyTorch's under Horovod, or MPI's. Each has constants of its own. Default: that of the "
-            "file of --constants, otherwise horovod."
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write scale.json, table.md and report.html there.")] = None,
-    form: FormatOption = Format.text,
+    out: Annotated[Path, typer.Option(help="Folder for scale-SET.json and .svg, and the fit.")] = RUNS,
 ) -> None:
-    """Predict an exchange's time and bytes among 2 to 4096 workers, by a cost model fitted to measured exchanges."""
-    from experiments.scale import run as scaling
+    """Predict an exchange's time and bytes among any number of workers, by a model fitted to measured exchanges."""
+    from experiments.cost_model import scale as scaling
+    from experiments.cost_model.fitted import Fitted
+    from experiments.cost_model.fitted import fit as fit_to
+    from experiments.report import plots, results
 
-    entries = methods_of(config, methods, ["scale", "experiment"])
-    packaged = scaling.FITTED[over or "horovod"]
-    constants = constants or (RUNS / packaged.name if fit else packaged)
-    scaling.run(entries, set, split(rate), split(workers), fit or [], constants, latency, out, console_of(), form, over)
+    numbers, rates = split(workers), split(rate)
+    if wrong := [word for word in numbers if not word.isdigit()]:
+        raise ValueError(f"--workers: {wrong[0]!r} is not a number of workers")
+    entries, tensors = methods_of(config, methods, ["scale", "experiment"]), scaling.tensors_of(set)
+    model = fit_to(fit, over) if fit else Fitted.open(over, fitted or results.FOLDER)
+    predicted = scaling.predict(model, entries, tensors, rates, [int(word) for word in numbers])
+    for each in rates:
+        print(f"Seconds per exchange of {set} at {each}, by workers\n\n{scaling.table(predicted, each)}\n")
+    print(f"Bytes that a rank transmits\n\n{scaling.table(predicted, rates[0], 'on_wire')}\n")
+    print("\n".join(scaling.notes(model, rates)))
+    name = f"scale-{Path(set).stem}" + ("-mpi4py" if over == "mpi4py" else "")
+    written = [results.save(name, predicted, out, driver=over, constants=model.constants)]
+    written += [plots.save(scaling.draw(predicted), written[0].with_suffix(".svg"))]
+    written += [model.save(out)] if fit else []
+    print(f"written: {', '.join(map(str, written))}")

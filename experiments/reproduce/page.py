@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import hvdcompress
-from experiments.bench.devices import machine
 from experiments.output.table import Column, Table, as_json
 from experiments.output.table import folded as folded_text
+from experiments.report.results import about
 from experiments.reproduce.claims import Claim, Kind, Paper, Picture, Report, Scale
 
 COLUMNS: tuple[Column[dict[str, Any]], ...] = (
@@ -47,7 +47,8 @@ def write(
 
     folder.mkdir(parents=True, exist_ok=True)
     seeds = ", ".join(map(str, scale.seeds))
-    made = f"by `{command}` of hvdcompress {hvdcompress.__version__}, on {machine()}, with the seeds {seeds}.\n"
+    cpu = about()["machine"]["cpu"]
+    made = f"by `{command}` of hvdcompress {hvdcompress.__version__}, on {cpu}, with the seeds {seeds}.\n"
     rows = {claim.id: row(claim, report) for claim, report in reports}
     parts = {claim.id: part(paper.id, claim, report) for claim, report in reports}
     data: dict[str, Any] = {
