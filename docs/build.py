@@ -115,7 +115,7 @@ def environment(target: Path) -> jinja2.Environment:
         table=tables.markdown,
         diff=diff,
         made=made_by,
-        methods=registry.classes(),
+        methods={id: cls for id, cls in registry.classes().items() if cls.__module__.startswith("hvdcompress.")},
         link=link,
         raw=lambda name: link(f"experiments/results/{name}.json"),
         source=lambda id: link(f"hvdcompress/methods/{id}.py"),
