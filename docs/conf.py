@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import method_pages  # noqa: E402
 import nav  # noqa: E402
 
 import hvdcompress  # noqa: E402
@@ -16,7 +19,7 @@ project = "hvdcompress"
 copyright = "the hvdcompress developers"
 version = release = hvdcompress.__version__
 extensions = ["myst_parser", "sphinx_design", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = [f"{name}.md" for name in nav.PARTS]
+exclude_patterns = ["templates"]
 source_suffix = {".md": "markdown"}
 suppress_warnings = ["myst.header"]  # pages are one heading and its parts; generated ones may skip a level
 
@@ -47,10 +50,17 @@ napoleon_numpy_docstring = False
 default_role = "code"
 
 
+METHOD_FILE = re.compile(r"\]\((?:\.\./)+hvdcompress/methods/(\w+)\.py\)")
+
+
 def setup(app):  # noqa: D103
-    app.connect("source-read", _navigation)
+    app.connect("builder-inited", lambda app: method_pages.write())
+    app.connect("source-read", _prepare)
 
 
-def _navigation(app, page, source):
-    """Put the navigation of nav.py at the end of the pages that have some."""
+def _prepare(app, page, source):
+    """Link to the page of a method instead of its file, and add the navigation of nav.py."""
+    if not page.startswith("methods/"):
+        up = posixpath.relpath("methods", posixpath.dirname(page) or ".")
+        source[0] = METHOD_FILE.sub(rf"]({up}/\1.md)", source[0])
     source[0] += "\n\n" + nav.toctree(page) + "\n"

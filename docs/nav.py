@@ -2,98 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from fnmatch import fnmatch
 
-DOCS = Path(__file__).resolve().parent
 NAV: dict[str, list[str]] = {
     "Start": ["quickstart", "which-method", "advise"],
     "Guides": [
-        "guides/ddp",
-        "guides/lightning",
-        "guides/accelerate",
-        "guides/transformers",
-        "guides/fsdp",
-        "guides/pytorch",
-        "guides/tensorflow",
-        "guides/keras",
-        "guides/mpi",
-        "guides/migrate",
-        "guides/checkpoints",
-        "reliability",
-        "guides/plans",
-        "guides/speed",
-        "momentum",
+        *(f"guides/{name}" for name in ("ddp", "pytorch", "tensorflow", "keras", "fsdp", "mpi")),
+        *(f"guides/{name}" for name in ("lightning", "accelerate", "transformers")),
+        *(f"guides/{name}" for name in ("checkpoints", "speed", "plans", "migrate", "new-method", "new-driver")),
+        "launch",
+        "cli",
     ],
-    "Methods": ["methods/README", "methods/*"],
-    "Evidence": [
-        "papers/README",
-        "papers/*",
-        "results",
-        "quickstart-table",
-        "one-exchange",
-        "formats",
-        "bench",
-        "bench/*",
-        "scale",
-        "codec-benchmark",
-        "ops-benchmark",
-    ],
-    "Run and extend": ["launch", "cli", "guides/new-method", "guides/new-driver"],
-    "Reference": [
-        "reference",
-        "sharp-bits",
-        "stability",
-        "promises",
-        "architecture",
-        "drivers",
-        "tensorflow",
-        "backends",
-        "decisions",
-        "changelog",
-    ],
+    "Methods": ["methods", "momentum"],
+    "Evidence": ["results", "bench", "one-exchange", "scale", "papers/README", "reliability"],
+    "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
 }
-#: files of docs/ that are parts of generated pages, and no pages
-PARTS = {"bench_notes", "reliability_notes", "scale_notes"}
+#: page -> patterns of the pages below it
+BELOW = {"methods": ["methods/*"], "bench": ["bench/*"], "papers/README": ["papers/[!R]*"]}
 
 
-def pages() -> dict[str, dict[str, list[str]]]:
-    """The pages that there are: by caption, each with those below it, which the pattern after it finds.
-
-    Raises:
-        FileNotFoundError: a page is absent.
-    """
-    found: dict[str, dict[str, list[str]]] = {}
-    listed = {name for names in NAV.values() for name in names}
-    for caption, names in NAV.items():
-        here = found[caption] = {}
-        for name in names:
-            if name.endswith("/*"):
-                here[list(here)[-1]] = sorted(set(_folder(name[:-2])) - listed)
-            elif (DOCS / f"{name}.md").exists():
-                here[name] = []
-            else:
-                raise FileNotFoundError(f"docs/nav.py lists {name}, and docs/{name}.md is not there")
-    return found
-
-
-def every() -> set[str]:
-    """All pages, the first one included."""
-    return {"index"} | {name for tree in pages().values() for page, below in tree.items() for name in (page, *below)}
-
-
-def _folder(name: str) -> Iterator[str]:
-    for file in (DOCS / name).glob("*.md"):
-        yield f"{name}/{file.stem}"
+def listed(page: str) -> bool:
+    """Return whether a page is in the navigation."""
+    patterns = [name for names in (*NAV.values(), *BELOW.values()) for name in names]
+    return page == "index" or any(fnmatch(page, pattern) for pattern in patterns)
 
 
 def toctree(page: str) -> str:
-    """What goes to the end of a page, in MyST's Markdown: the captions' trees, or the pages below it."""
+    """Return what goes to the end of a page, in MyST's Markdown: the captions' trees, or the pages below it."""
     if page == "index":
-        return "\n\n".join(_tree(list(tree), caption) for caption, tree in pages().items())
-    below = next((tree[page] for tree in pages().values() if tree.get(page)), [])
-    return _tree([f"/{name}" for name in below]) if below else ""
+        return "\n\n".join(_tree(names, caption) for caption, names in NAV.items())
+    return _tree([f"/{name}" for name in BELOW[page]]) if page in BELOW else ""
 
 
 def _tree(names: list[str], caption: str = "") -> str:
-    return "\n".join(["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *names, "```"])
+    options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
+    return "\n".join(["```{toctree}", *options, "", *names, "```"])

@@ -1,6 +1,8 @@
 """Train on the digits with Hugging Face accelerate and compressed gradients: one line after ``prepare``.
 
 torchrun --nproc-per-node 2 examples/accelerate_compressed.py [FOLDER [CHECKPOINT]]
+
+The first run compiles kernels, which takes some seconds; later runs load them from disk.
 """
 
 import sys
@@ -43,4 +45,5 @@ for epoch in range(10 if checkpoint else 0, 20):
 
 accuracy = (model(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 accelerator.print(f"sent {compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")
+accelerator.print(compressor.summary())
 accelerator.end_training()

@@ -1,4 +1,4 @@
-"""The script ddp_plain.py with compressed gradients: two lines are added.
+"""The script ddp_plain.py with compressed gradients.
 
 torchrun --nproc-per-node 2 examples/ddp_compressed.py
 """
@@ -20,7 +20,9 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 model = torch.nn.parallel.DistributedDataParallel(model)
-ddp.attach(model)
+if dist.get_rank() == 0:
+    print("The first run compiles kernels, which takes 10 to 20 seconds; later runs load them from disk.")
+compressor = ddp.attach(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 mine = train.nonzero().flatten()[dist.get_rank() :: dist.get_world_size()]
@@ -34,4 +36,5 @@ for _ in range(600):
 accuracy = (model(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}, held-out accuracy {accuracy:.1%}")
+    print(compressor.summary())
 dist.destroy_process_group()

@@ -1,6 +1,8 @@
 """Train on the digits with Lightning and compressed gradients: only the strategy differs from a plain Trainer.
 
 python examples/lightning_compressed.py [FOLDER [CHECKPOINT]]
+
+The first run compiles kernels, which takes some seconds; later runs load them from disk.
 """
 
 import sys
@@ -52,4 +54,6 @@ trainer.fit(model, data, ckpt_path=checkpoint)
 
 accuracy = (model.net(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if trainer.is_global_zero:
-    print(f"sent {trainer.strategy.compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")
+    compressor = trainer.strategy.compressor
+    print(f"sent {compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")
+    print(compressor.summary())

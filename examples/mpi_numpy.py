@@ -1,6 +1,8 @@
 """Linear regression by gradient descent on numpy arrays, with gradients that MPI averages, compressed.
 
 mpirun -np 4 python -m mpi4py examples/mpi_numpy.py
+
+The first run compiles kernels, which takes some seconds; later runs load them from disk.
 """
 
 import numpy as np
@@ -28,3 +30,4 @@ if comm.rank == 0:
     else:
         ratio = compressor.ledger.compression_ratio()
         print(f"{comm.size} ranks, error {error:.1%}, {ratio:.1f} times fewer bytes than dense")
+        print(compressor.summary())

@@ -1,6 +1,8 @@
 """The script tensorflow_plain.py with compressed gradients.
 
 horovodrun -np 2 python examples/tensorflow_compressed.py
+
+The first run compiles kernels, which takes some seconds; later runs load them from disk.
 """
 
 import horovod.tensorflow as hvd
@@ -45,3 +47,4 @@ for _ in range(600):
 right = tf.argmax(model(images[~train]), axis=1) == labels[~train]
 if hvd.rank() == 0:
     print(f"loss {float(loss):.4f}, held-out accuracy {float(tf.reduce_mean(tf.cast(right, tf.float32))):.1%}")
+    print(compressor.summary())

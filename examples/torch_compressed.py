@@ -20,10 +20,13 @@ train = torch.arange(len(labels)) % 5 != 0
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if hvd.rank() == 0:
+    print("The first run compiles kernels, which takes 10 to 20 seconds; later runs load them from disk.")
+compressor = Compressor("auto", model.named_parameters())
 optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),
-    compression=Compressor("auto", model.named_parameters()),
+    compression=compressor,
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
@@ -38,3 +41,4 @@ for _ in range(600):
 accuracy = (model(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if hvd.rank() == 0:
     print(f"loss {loss.item():.4f}, held-out accuracy {accuracy:.1%}")
+    print(compressor.summary())

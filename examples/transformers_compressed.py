@@ -1,6 +1,8 @@
 """Train on the digits with the Transformers Trainer and compressed gradients: one callback.
 
 torchrun --nproc-per-node 2 examples/transformers_compressed.py [FOLDER [CHECKPOINT]]
+
+The first run compiles kernels, which takes some seconds; later runs load them from disk.
 """
 
 import sys
@@ -52,3 +54,4 @@ trainer.train(resume_from_checkpoint=checkpoint)
 accuracy = (trainer.model.net(images[~train]).argmax(1) == labels[~train]).float().mean().item()
 if trainer.is_world_process_zero():
     print(f"sent {compression.compressor.ledger.compression_ratio():.0f}x less, held-out accuracy {accuracy:.1%}")
+    print(compression.compressor.summary())

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -317,9 +317,21 @@ def warm_up(plan: Plan, specs: Iterable[TensorSpec], grouping: Grouping | None =
 
 @cache  # a process may create many Compressors with equal plans
 def _try(plan: Plan, specs: tuple[TensorSpec, ...], grouping: Grouping | None) -> None:
-    """Run steps of two simulated ranks with random gradients."""
+    """Run steps of two simulated ranks, at first with ops that the processes of this host share out for compiling."""
+    try:
+        from hvdcompress.ops.numba.sharing import SharedOps
+    except ImportError:  # Numba is not available: there is nothing to compile
+        shared = None
+    else:
+        shared = SharedOps()
+        _steps(plan, specs, grouping, cast(Ops, shared))
+    if shared is None or shared.skipped:
+        _steps(plan, specs, grouping, None)
+
+
+def _steps(plan: Plan, specs: Sequence[TensorSpec], grouping: Grouping | None, ops: Ops | None) -> None:
     # With momentum, because adapting it has kernels of its own
-    net = Loopback(plan, world_size=2, grouping=grouping, optimizer=SGD(momentum=0.9))
+    net = Loopback(plan, world_size=2, grouping=grouping, ops=ops, optimizer=SGD(momentum=0.9))
     for rank in net.ranks:
         rank.observers.clear()
     random = np.random.default_rng(0)

@@ -2,8 +2,9 @@
 # Usage: launch/docs.sh [--help]
 #
 # Builds the documentation site in build/site/: open build/site/index.html. The first time it makes build/docs-venv/ with
-# Sphinx, the numpy core and the command (about a minute); no framework is needed. Nothing that the site shows comes from the net.
+# Sphinx and the library (about a minute); no framework is needed. The site loads nothing from the net.
 # A dead link, a page that docs/nav.py lacks, or a docstring that cannot be read is an error.
+# Pages of methods are made from their files. Other generated pages are committed: python docs/build.py writes them.
 #
 # Environment:
 #   PYTHON    interpreter to build with, 3.11 to 3.14 (default: python3)
@@ -23,7 +24,7 @@ digest=$(cat docs/requirements.txt setup.cfg | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$digest" ]]; then
     say "Making $venv …"
     "${PYTHON:-python3}" -m venv --clear "$venv"
-    "$venv/bin/pip" install -q --disable-pip-version-check -r docs/requirements.txt -e ".[cli,report]"
+    "$venv/bin/pip" install -q --disable-pip-version-check -r docs/requirements.txt -e .
     echo "$digest" >"$stamp"
 fi
 "$venv/bin/python" -m sphinx -W --keep-going -q -b html docs build/site

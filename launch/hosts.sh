@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Usage: launch/hosts.sh COMMAND …     (as root)
+# Usage: launch/hosts.sh --hosts 4 --rate 1gbit -- COMMAND …     (as root)
 #
-# Emulated hosts on this machine: runs the package's script, with .venv/'s horovodrun and mpirun on the PATH, which sudo
-# leaves out. `launch/hosts.sh --help` lists its commands.
+# Run a command on emulated hosts: `python -m experiments hosts` with the .venv/ of this repository, whose horovodrun and
+# mpirun sudo would leave out. --help lists the options.
 
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/lib.sh"
-PATH=$PATH:$VENV/bin exec bash "$ROOT/experiments/cluster/hosts.sh" "$@"
+use_venv
+exec python -m experiments hosts "$@"

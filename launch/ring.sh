@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: launch/ring.sh [-n RANKS] [-H HOST:SLOTS,…] [--] [ARGUMENT…]
 #
-# The ring all-reduce experiment across MPI ranks: every method in one table, and a plot. The arguments go to
-# `python -m experiments.scale.ring_run`, for instance
-#     launch/ring.sh -n 4 --method "topk density=0.01" --elements 1000000
+# The ring all-reduce experiment across MPI ranks, which ends in a table, a plot and a JSON file. The arguments go to
+# `python -m experiments.ring.run`, for instance
+#     launch/ring.sh -n 4 --method "topk density=0.01" --elements 10000 1000000
 #     launch/ring.sh -n 8 -H node1:4,node2:4 --out runs/ring
 #
 #   -n RANKS    how many ranks mpirun starts (default: 4)
@@ -31,4 +31,4 @@ command -v mpirun >/dev/null || die "ring.sh: there is no mpirun: pip install 'h
 # more ranks than cores are in order on one machine: the table says so
 [[ ${#hosts[@]} -gt 0 ]] || hosts=(--oversubscribe)
 # shellcheck disable=SC2086  # a list of arguments
-exec mpirun -np "$ranks" "${hosts[@]}" ${MPIRUN_ARGS:-} python -m mpi4py -m experiments.scale.ring_run "$@"
+exec mpirun -np "$ranks" "${hosts[@]}" ${MPIRUN_ARGS:-} python -m mpi4py -m experiments.ring.run "$@"

@@ -1,31 +1,69 @@
-"""Emulated hosts: several on this machine, with links of a chosen speed (``hosts.sh`` in this folder sets them up).
+"""Emulated hosts: network namespaces on this machine, joined by a bridge, with links of a chosen speed.
 
     with Hosts(4, "100mbit", slow={3: "10mbit"}) as hosts:
         before = hosts.traffic()
         subprocess.run(hosts.command("host0", "mpirun", "-H", hosts.slots, "python", "train.py"))
         sent = [after.sent - then.sent for after, then in zip(hosts.traffic(), before)]
 
-They need root and Debian's iproute2; :func:`problem` says what is missing. Bytes are those of whole Ethernet frames, as
-the kernel's token buckets count them.
+The kernel's token buckets (tbf) slow the links down, so what ranks send each other takes the time that it would take on
+such a network. Hosts share this machine's files; its processors are dealt out. Needs root and Debian's iproute2:
+:func:`problem` says what is missing. Bytes are those of whole Ethernet frames, as the token buckets count them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from experiments.cluster.rates import Rate
 
-SCRIPT = Path(__file__).resolve().with_name("hosts.sh")
-STREAM = "experiments.cluster.stream"
+__all__ = ["STATES", "Hosts", "HostsError", "Traffic", "problem", "sent_here"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STATES = Path("/var/lib/hvdcompress")  #: a folder of programs for each set of hosts; /run may be mounted noexec
+NETWORK = "10.77.0"  # seen by the hosts alone: their bridge lives in a namespace of its own
+TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
+WITHOUT = (
+    "Without emulated hosts, ranks on this machine still run (python -m experiments run CONFIG without --hosts): their "
+    "bytes are counted rightly, but their times say nothing about a network."
+)
+
+# Runs a command on a host. What launchers need to know goes into the environment, where it is not set already.
+# Open MPI: reach other hosts by our agent, and send over the links alone (never through shared memory). Each host
+# believes all processors to be its own, and would bind its rank to the first. mpirun's daemons stay in its session:
+# Linux schedules each session as a group (man 7 sched, "autogroup"), and before 6.18.45 a group whose ranks poll could
+# take a processor from all others for minutes (upstream's revert of 6d71a9c61604 mends it). A host name of its own:
+# Open MPI takes ranks with the same one for neighbours in memory.
+RUN = r"""#!/usr/bin/env bash
+export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
+[[ $PATH == "{bin}":* ]] || export PATH="{bin}:$PATH"
+export OMPI_MCA_plm_rsh_agent="{bin}/ssh" OMPI_MCA_plm_rsh_no_tree_spawn=1 OMPI_MCA_orte_leave_session_attached=1
+export OMPI_MCA_btl_tcp_if_include=eth0 OMPI_MCA_oob_tcp_if_include=eth0 OMPI_MCA_btl=${{OMPI_MCA_btl:-tcp,self}}
+export OMPI_MCA_hwloc_base_binding_policy=${{OMPI_MCA_hwloc_base_binding_policy:-none}}
+export OMPI_MCA_mpi_yield_when_idle=${{OMPI_MCA_mpi_yield_when_idle:-1}}
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+exec taskset -c {processors} ip netns exec {space} unshare --uts \
+    bash -c 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"' {host} "$@"
+"""
+# Takes ssh's place: horovodrun finds it on its PATH. Options stand before the host and, as horovodrun has it, behind.
+AGENT = r"""#!/usr/bin/env bash
+words=()
+while (($#)) && ((${{#words[@]}} < 2)); do
+    case $1 in -[bcDEeFIiJLlmOopQRSWw]) shift 2 ;; -*) shift ;; *) words+=("$1"); shift ;; esac
+done
+command="${{words[1]}} $*"
+exec "{bin}/${{words[0]}}" bash -c "${{command% }}"
+"""
 
 
 class HostsError(RuntimeError):
@@ -40,45 +78,71 @@ class Traffic:
     received: int
 
 
-def script(*words: str) -> list[str]:
-    """The command line of ``hosts.sh`` with these arguments; through bash, as its executable bit may be lost."""
-    return ["bash", str(SCRIPT), *words]
+def _output(*words: str) -> str:
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise HostsError(done.stderr.strip() or " ".join(words))
+    return done.stdout
 
 
-def problem() -> str | None:
-    """Check whether emulated hosts can be set up on this machine.
+def _make(what: str, module: str, *words: object) -> None:
+    """Run a command that fails where the kernel cannot make something, or root is not allowed to."""
+    try:
+        _output(*map(str, words))
+    except HostsError as error:
+        raise HostsError(
+            f"This machine cannot make {what}: {error}\nEither its kernel lacks it (try: modprobe {module}), or root "
+            f"may not use it here, as in a container that was not started with --privileged.\n{WITHOUT}"
+        ) from None
 
-    Returns:
-        What is missing and what to do about it, in several lines; None if nothing is missing.
-    """
-    done = subprocess.run(script("check"), stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return (done.stderr.strip() or f"{SCRIPT} check failed") if done.returncode else None
+
+def _sent(*words: str) -> int:
+    """Return the bytes that left by an interface, from its token bucket."""
+    with contextlib.suppress(HostsError, OSError):
+        found = json.loads(_output("tc", "-s", "-j", *words, "root"))
+        if found and found[0]["kind"] == "tbf":
+            return int(found[0]["bytes"])
+    raise HostsError("there is no emulated host's link here: are the hosts up, and does this run on one of them?")
 
 
 def sent_here() -> int:
-    """Bytes that this process's host has sent so far; for ranks, about their own host.
+    """Return the bytes that this process's host has sent so far; for ranks, about their own host.
 
     Raises:
         HostsError: this process is not on an emulated host.
     """
-    line = ["tc", "-s", "qdisc", "show", "dev", "eth0", "root"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(line, capture_output=True, text=True, timeout=30)
-        found = re.search(r"qdisc tbf .*\n *Sent (\d+) bytes", done.stdout)
-        if found:
-            return int(found[1])
-    raise HostsError("this process is not on an emulated host: start it with hosts.sh exec")
+    return _sent("qdisc", "show", "dev", "eth0")
+
+
+def problem() -> str | None:
+    """Return what is missing on this machine and what to do about it; None if hosts can be set up."""
+    try:
+        with Hosts(2, "1gbit"):
+            return None
+    except HostsError as error:
+        return str(error)
+
+
+def _check() -> None:
+    if sys.platform != "linux":
+        raise HostsError(f"Emulated hosts need Linux; this is {sys.platform}. {WITHOUT}")
+    if missing := " ".join(sorted({package for tool, package in TOOLS.items() if not shutil.which(tool)})):
+        raise HostsError(f"Emulated hosts need Debian's {missing}: apt-get install -y {missing}\n{WITHOUT}")
+    if os.geteuid():
+        raise HostsError(f"Emulated hosts need root, to make network namespaces: try sudo.\n{WITHOUT}")
 
 
 @dataclass
 class Hosts:
-    """``count`` hosts, up between ``__enter__`` and ``__exit__``; a crash of this process takes them down too.
+    """Emulated hosts, up between ``__enter__`` and ``__exit__``; a crash of this process takes them down too.
 
     Args:
+        count: how many, from 2 to 64.
         rate: such as "1gbit"; "10mbit/1gbit" sends with the first and receives with the second.
         slow: hosts with another rate, by number.
         delay: how much later each frame arrives, such as "1ms"; needs netem in the kernel.
-        pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides.
+        pin: whether what runs on a host keeps to its share of the processors; otherwise the scheduler decides. Left to
+            it, four ranks with two threads each on two processors took now 150 and now 290 ms for the same exchange.
 
     Raises:
         ValueError: a rate is not a rate, or there is no such host.
@@ -99,7 +163,8 @@ class Hosts:
         self.rates = [Rate.parse(self.slow.get(number, self.rate)) for number in range(self.count)]
         self.names = [f"host{number}" for number in range(self.count)]
         self.id = f"p{os.getpid()}x{next(_numbers)}"
-        self._holder: subprocess.Popen[str] | None = None
+        self.bin = STATES / self.id
+        self._holder: subprocess.Popen[bytes] | None = None
 
     @property
     def slots(self) -> str:
@@ -109,80 +174,117 @@ class Hosts:
     def __str__(self) -> str:
         """Such as "4 emulated hosts, 100 Mbit/s each (network namespaces, tbf)"."""
         usual = Rate.parse(self.rate)
-        others = [f", {n} {rate}" for n, rate in zip(self.names, self.rates, strict=True) if rate != usual]
+        others = [f"{name} {rate}" for name, rate in zip(self.names, self.rates, strict=True) if rate != usual]
+        but = f" but {', '.join(others)}" if others else ""
         delay = f", {self.delay} delay" if self.delay else ""
-        return f"{self.count} emulated hosts, {usual} each{' but' if others else ''}" + (
-            f"{''.join(others).removeprefix(',')}{delay} (network namespaces, tbf)"
-        )
+        return f"{self.count} emulated hosts, {usual} each{but}{delay} (network namespaces, tbf)"
 
     def __enter__(self) -> Hosts:
-        line = script("hold", "--id", self.id, "--hosts", str(self.count))
-        line += ["--rate", ",".join(rate.word for rate in self.rates)]
-        line += ["--delay", self.delay] if self.delay else []
-        line += ["--pin", "yes" if self.pin else "no"]
+        _check()
+        _sweep()
+        self.bin.mkdir(parents=True)
+        lock = os.open(self.bin, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # The holder's standard input closes when we end, however we end: then it takes the hosts down.
+        self._holder = subprocess.Popen(
+            [sys.executable, "-m", "experiments.cluster.hosts", self.id],
+            stdin=subprocess.PIPE,
+            pass_fds=[lock],  # locked while the holder lives
+            start_new_session=True,  # Ctrl-C is for us
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        os.close(lock)
         try:
-            # Its standard input closes when we end, however we end: then it takes the hosts down.
-            self._holder = subprocess.Popen(
-                line,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for us
-            )
-        except OSError as error:
-            raise HostsError(f"{SCRIPT} cannot be run: {error}") from None
-        try:
-            assert self._holder.stdout and self._holder.stderr
-            if self._holder.stdout.readline().strip() != "up":
-                raise HostsError(self._holder.stderr.read().strip() or f"{SCRIPT} ended without a message")
+            self._make_hosts()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what runs on the hosts, and takes them down."""
+        """End what runs on the hosts, and take them down."""
         holder, self._holder = self._holder, None
-        if holder is None:
-            return
-        with _uninterrupted(), holder:  # `with` closes its standard input, and waits
-            pass
-        if holder.returncode == -signal.SIGKILL:
-            subprocess.run(script("down", "--id", self.id), stdin=subprocess.DEVNULL, check=False)
+        with _uninterrupted():
+            if holder:
+                with holder:  # closes its standard input, and waits
+                    pass
+            _take_down(self.id)  # in case the holder was killed
+
+    def _make_hosts(self) -> None:
+        switch, spaces = f"hvdc-{self.id}-switch", [f"hvdc-{self.id}-{name}" for name in self.names]
+        # The bridge has a namespace of its own, too: a firewall of this machine (Docker's drops what it does not know)
+        # never sees its frames, its names collide with nobody's, and it is gone when its namespace is.
+        for space in (switch, *spaces):
+            _make("network namespaces", "CONFIG_NET_NS", "ip", "netns", "add", space)
+            # Without IPv6, hosts do not look for routers on links whose bytes are being counted. cubic: the same
+            # algorithm on every machine. (BBR stops for 0.2 s every 10 s to look for delay.)
+            script = "cd /proc/sys/net; for each in all default; do echo 1 >ipv6/conf/$each/disable_ipv6; done; "
+            words = ["ip", "netns", "exec", space, "sh", "-c", script + "echo cubic >ipv4/tcp_congestion_control"]
+            subprocess.run(words, stderr=subprocess.DEVNULL)
+        bridge = ("type", "bridge", "stp_state", 0, "forward_delay", 0, "mcast_snooping", 0)
+        _make("bridges", "bridge", "ip", "-n", switch, "link", "add", "name", "bridge", *bridge)
+        _output("ip", "-n", switch, "link", "set", "bridge", "up")
+        addresses = "".join(f"{NETWORK}.{number + 1} {name}\n" for number, name in enumerate(self.names))
+        for number, (name, space, rate) in enumerate(zip(self.names, spaces, self.rates, strict=True)):
+            link = ("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", space)
+            _make("pairs of linked interfaces", "veth", "ip", "-n", switch, *link)
+            _output("ip", "-n", switch, "link", "set", name, "master", "bridge", "up")
+            _output("ip", "-n", space, "link", "set", "lo", "up")
+            _output("ip", "-n", space, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
+            lump = str(_frames_at_once(rate.up))
+            _output("ip", "-n", space, "link", "set", "eth0", "gso_max_segs", lump, "up")
+            _shape(space, "eth0", rate.up)  # what the host sends
+            _shape(switch, name, rate.down, self.delay)  # what the switch sends to the host
+            names = Path("/etc/netns", space, "hosts")  # `ip netns exec` lays it over /etc/hosts
+            names.parent.mkdir(parents=True)
+            names.write_text(f"127.0.0.1 localhost\n{addresses}", encoding="utf-8")
+            self._program(name, RUN, space=space, host=name, processors=self._processors(number))
+        self._program("ssh", AGENT)
+
+    def _program(self, name: str, text: str, **values: str) -> None:
+        file = self.bin / name
+        file.write_text(text.format(bin=self.bin, **values), encoding="utf-8")
+        file.chmod(0o755)
+
+    def _processors(self, number: int) -> str:
+        """Return a host's share of the processors; one that it shares with others where there are too few."""
+        every = sorted(os.sched_getaffinity(0))
+        each = len(every) // self.count
+        mine = every[number * each : (number + 1) * each] if each else [every[number % len(every)]]
+        return ",".join(map(str, mine if self.pin else every))
 
     def command(self, host: str, *words: str | Path) -> list[str]:
-        """The line that runs ``words`` on a host, with what mpirun and horovodrun need to know in its environment."""
-        return script("exec", "--id", self.id, host, *map(str, words))
+        """Return the line that runs ``words`` on a host, with what mpirun and horovodrun need in its environment."""
+        return [str(self.bin / host), *map(str, words)]
 
     def traffic(self) -> list[Traffic]:
-        """Bytes over each host's link since the hosts are up.
+        """Return the bytes over each host's link since the hosts are up.
 
         Raises:
             HostsError: they are not up.
         """
-        line = script("traffic", "--id", self.id)
-        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode:
-            raise HostsError(done.stderr.strip())
-        return [Traffic(*map(int, line.split()[1:])) for line in done.stdout.splitlines()]
+        space = f"hvdc-{self.id}-"
+        return [
+            Traffic(
+                _sent("-n", space + name, "qdisc", "show", "dev", "eth0"),
+                _sent("-n", f"{space}switch", "qdisc", "show", "dev", name),
+            )
+            for name in self.names
+        ]
 
     def measure(self, seconds: float = 2.0) -> list[float]:
-        """Bits per second of TCP payload that each host gets across while all send to their successors at once.
+        """Return what each host receives while all send to their successors, in bits of TCP payload per second.
 
         Where that is less than 0.9 of a rate, this machine's processors are the limit and not the link.
 
         Raises:
             HostsError: a host did not answer.
         """
-        lines = [self.command(name, sys.executable, "-m", STREAM, str(self.count), str(seconds)) for name in self.names]
-        running = [
-            subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for line in lines
-        ]
+        stream = (sys.executable, Path(__file__).with_name("stream.py"), str(self.count), str(seconds))
+        pipe = subprocess.PIPE
+        running = [subprocess.Popen(self.command(name, *stream), stdout=pipe, stderr=pipe) for name in self.names]
         try:
-            results = [process.communicate(timeout=seconds + 30) for process in running]
-            return [float(output) for output, _ in results]
+            return [float(process.communicate(timeout=seconds + 30)[0]) for process in running]
         except (ValueError, subprocess.TimeoutExpired) as error:
             raise HostsError(f"the hosts' links could not be measured: {error}") from None
         finally:
@@ -191,18 +293,98 @@ class Hosts:
                 process.communicate()
 
 
+def _frames_at_once(bits: int) -> int:
+    """Return how many frames TCP hands over as one lump, which the virtual link carries as one.
+
+    Lumps of up to 43 frames (64 kB) are cheap, and the token bucket counts the headers that each of their frames would
+    have. Up to 150 Mbit/s frames go one by one, as a lump would hold up all else for 4 ms and more; above, 4 hosts on 2
+    cores were seen to be busy with nothing but frames.
+    """
+    return 1 if bits <= 150_000_000 else 43
+
+
+def _shape(space: str, interface: str, bits: int, delay: str | None = None) -> None:
+    """Put a token bucket on what leaves by an interface.
+
+    burst: so much may leave at once after a pause. Too little, and the kernel's timers (some 50 us late, more when all
+    cores are busy) waste time that is never made up for; too much, and short messages cross for free. It is 1 ms of the
+    link, and what TCP hands over at once (two frames, or a lump) at least. limit: what waits for longer is dropped, as
+    in a switch with so much memory. 50 ms: enough for TCP to fill the link when several hosts send to one; and 30
+    frames at least.
+    """
+    burst = max(bits // 8000, 3100 if _frames_at_once(bits) == 1 else 68000)
+    bucket = ("rate", f"{bits}bit", "burst", burst, "limit", max(bits // 160, 45000) + burst)
+    on = ("tc", "-n", space, "qdisc", "add", "dev", interface)
+    _make("links of a chosen rate", "sch_tbf", *on, "root", "handle", "1:", "tbf", *bucket)
+    if delay:
+        later = ("netem", "delay", delay, "limit", 100000)
+        _make("links with a delay (leave out --delay)", "sch_netem", *on, "parent", "1:1", "handle", "10:", *later)
+
+
+def _sweep() -> None:
+    """Take down the hosts whose holder was killed."""
+    for folder in STATES.glob("*"):
+        lock = os.open(folder, os.O_RDONLY)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_down(folder.name)
+        os.close(lock)
+
+
+def _take_down(id: str) -> None:
+    """End what runs on the hosts of an id, and remove them; nothing if there are none."""
+    spaces = list(Path("/run/netns").glob(f"hvdc-{id}-*"))
+    with contextlib.ExitStack() as stack:
+        # while they are open, no other namespace can get their numbers
+        numbers = {os.fstat(stack.enter_context(space.open("rb")).fileno()).st_ino for space in spaces}
+        _end_processes(numbers)
+        for space in spaces:
+            subprocess.run(["ip", "netns", "delete", space.name], stderr=subprocess.DEVNULL)
+            shutil.rmtree(Path("/etc/netns", space.name), ignore_errors=True)
+        _end_processes(numbers)  # who came in meanwhile; now nobody can
+    shutil.rmtree(STATES / id, ignore_errors=True)
+    for parent in (STATES, Path("/etc/netns")):
+        with contextlib.suppress(OSError):  # not if it holds anything
+            parent.rmdir()
+
+
+def _end_processes(numbers: set[int]) -> None:
+    """End every process in these network namespaces, asking first."""
+    deadline = time.monotonic() + 6.0
+    while numbers and time.monotonic() < deadline:
+        found = []
+        for space in Path("/proc").glob("[0-9]*/ns/net"):
+            with contextlib.suppress(OSError):  # some have ended meanwhile
+                if space.stat().st_ino in numbers:
+                    found.append(int(space.parts[2]))
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM if time.monotonic() < deadline - 3.0 else signal.SIGKILL)
+        time.sleep(0.2)
+
+
 _numbers = iter(range(1, sys.maxsize))
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Any:
+def _uninterrupted() -> Iterator[None]:
     """Ctrl-C waits: half a network taken down is nobody's wish; threads other than the first get no signals."""
-    try:
+    before = {}
+    with contextlib.suppress(ValueError):
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:
-        before = {}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+if __name__ == "__main__":  # the holder
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sys.stdin.buffer.read()
+    finally:
+        with _uninterrupted():
+            _take_down(sys.argv[1])

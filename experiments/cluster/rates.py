@@ -13,9 +13,8 @@ RING = {
     "OMPI_MCA_coll_tuned_allgather_algorithm": "4",
     "OMPI_MCA_coll_tuned_allgatherv_algorithm": "3",
 }
-# What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps), and at most a
-# frame without payload for each two with, which acknowledges them.
-HEADERS, ACKNOWLEDGEMENTS = 66 / 1448, 66 / (2 * 1448)
+#: What TCP/IP and Ethernet add: 66 bytes of headers to each 1448 of payload (with TCP's time stamps)
+HEADERS = 66 / 1448
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,6 @@ class Rate:
         """The lower of both rates, which limits exchanges: each host sends as much as it receives."""
         return min(self.up, self.down)
 
-    @property
-    def word(self) -> str:
-        """The rate in the form of ``hosts.sh``."""
-        return f"{self.up}bit/{self.down}bit"
-
 
 def ring(ranks: int) -> dict[str, str]:
     """Environment that makes Open MPI's collectives rings, as the ledger's ``bytes_on_wire`` is a ring's.
@@ -96,14 +90,3 @@ def slow_hosts(words: Sequence[str]) -> dict[int, str]:
         Rate.parse(match[2])
         found[int(match[1])] = match[2]
     return found
-
-
-def bounds(on_wire: float, idle: float, collectives: int = 0) -> tuple[float, float]:
-    """The least and the most that an interface may send for ``on_wire`` bytes of a ledger.
-
-    Least: the payload with its headers (half a percent less, for what sat in TCP's buffers when the reading began).
-    Most: acknowledgements on top, twice what Horovod's own negotiation sends when ``idle`` (bytes, in the same time),
-    and 500 bytes for each collective, whose short messages have a frame each.
-    """
-    least = 0.995 * (1 + HEADERS) * on_wire
-    return least, (1 + HEADERS + ACKNOWLEDGEMENTS) * on_wire + 2 * idle + 500 * collectives

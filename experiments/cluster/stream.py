@@ -1,4 +1,4 @@
-"""One host's part in :meth:`hosts.Hosts.measure`: ``python -m experiments.cluster.stream HOSTS SECONDS``."""
+"""One host's part in :meth:`hosts.Hosts.measure`: ``python stream.py HOSTS SECONDS`` prints bits per second."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import time
 
 
 def stream(count: int, seconds: float) -> float:
-    """Send to the next host and receive from the previous one, all hosts at once.
+    """Send to the next host for some seconds, and return how many bits per second the previous one sent here.
 
-    Args:
-        count: how many hosts there are.
-        seconds: how long to receive; the first quarter is not counted.
-
-    Returns:
-        What this host received, in bits per second.
+    The first quarter is not counted: hosts do not start at the same moment, and TCP takes a while to find its speed.
     """
     number = int(socket.gethostname().removeprefix("host"))
     server = socket.create_server(("", 5001))
@@ -31,7 +26,7 @@ def stream(count: int, seconds: float) -> float:
                 raise
             time.sleep(0.02)
     predecessor, _ = server.accept()
-    received, began, block, buffer = 0, time.monotonic(), bytes(1 << 18), bytearray(1 << 20)
+    received, first, began, block, buffer = 0, 0.0, time.monotonic(), bytes(1 << 18), bytearray(1 << 20)
 
     def send() -> None:
         with contextlib.suppress(OSError):
@@ -40,9 +35,7 @@ def stream(count: int, seconds: float) -> float:
         successor.close()
 
     threading.Thread(target=send, daemon=True).start()
-    first = 0.0
     while (now := time.monotonic()) < began + seconds and (got := predecessor.recv_into(buffer)):
-        # The clock starts late: hosts do not start at the same moment, and TCP takes a while to find its speed.
         if now > began + seconds / 4:
             received, first = (received + got, first) if first else (0, now)
     return 8 * received / max(1e-9, time.monotonic() - first)

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from experiments.commands.shared import FormatOption, console_of, fail
-from experiments.output.table import Format
+from experiments.commands.shared import fail, split
 
 
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="A paper by its method's id, such as gaussiank; or summary.")],
+    paper: Annotated[str, typer.Argument(help="A paper by its method's id: scalecom, gradiveq, fft or gaussiank.")],
     full: Annotated[
         bool | None,
         typer.Option(
@@ -23,42 +21,37 @@ def reproduce(
             show_default=False,
         ),
     ] = None,
-    claims: Annotated[
-        str | None, typer.Option(help="Only these, such as S5,S6: the other parts of the page stay as they are.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Folder of Fashion-MNIST's files. Default: where Debian's package puts them.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for the page. Default: build/reproduce/PAPER.")] = None,
+    claims: Annotated[str | None, typer.Option(help="Only these, such as S5,S6.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the results. Default: build/reproduce/PAPER.")] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, help="Trainings side by side. Default: one a core.")
+        int | None, typer.Option("--jobs", "-j", min=1, help="Measurements side by side. Default: one a core.")
     ] = None,
-    form: FormatOption = Format.text,
 ) -> None:
-    """Test a paper's claims on real data, and write a page: claim, how it was tested, picture, number, verdict.
+    """Test a paper's claims on real data: claim, number, verdict.
 
-    Writes PAPER.md, PAPER.json and pictures. What was measured is kept in OUTPUT/cache: the same command goes on where
-    it was interrupted. `reproduce summary` prints the verdicts of all pages in OUTPUT, build/reproduce by default.
+    Writes papers-PAPER.json, pictures and PAPER.md. With --claims, the other claims of an earlier papers-PAPER.json
+    stay. What was measured is kept in OUTPUT/cache: the same command goes on where it was interrupted.
 
     Exit status: 0; 2 if data is missing; 130 after Ctrl-C.
     """
-    from experiments.reproduce import page, papers, run
-    from experiments.reproduce.claims import Scale
+    import pandas as pd
 
-    console, parent = console_of(), Path("build/reproduce")
+    from experiments.papers import run
+    from experiments.papers.claims import Scale, find
+    from experiments.papers.page import brief
+    from experiments.report import tables
+    from experiments.training.tasks import TASKS
+
+    found = find(paper)
+    for task in found.tasks:
+        if problem := TASKS[task].missing(None):
+            raise ValueError(f"the data of {task!r} {problem}")
+    folder = output or Path("build/reproduce") / paper
+    scale = Scale(few=full is False, full=full is True)
     try:
-        if paper == "summary":
-            page.summary(output or parent).print(console, form)
-            return
-        found, scale = papers.find(paper), Scale(quick=not full, few=full is False, path=data)
-        only = papers.named(found, [id.strip() for id in claims.split(",")]) if claims else None
-        run.check(found, scale)
-        folder = output or parent / paper
-        cores = len(os.sched_getaffinity(0))
-        size = {True: " --full", False: " --quick", None: ""}[full]
-        line = f"python -m experiments reproduce {paper}{size}{f' --claims {claims}' if claims else ''}"
-        files = run.reproduce(found, folder, scale, jobs or cores, console, line, only)
-        page.verdicts(folder / f"{paper}.json").print(console, form)
-        console.print(f"written: {escape(str(files[-1]))}", highlight=False, soft_wrap=True)
+        records = run.reproduce(found, folder, scale, jobs or len(os.sched_getaffinity(0)), split(claims))
     except KeyboardInterrupt:
         raise fail("interrupted: what was measured is kept, and the same command goes on from there", 130) from None
+    lines = [(record["claim"], record["text"], brief(record), record["number"]) for record in records]
+    tables.show(pd.DataFrame(lines, columns=["claim", "what the paper says", "here it", "number"]))
+    print(f"written: {folder / f'{paper}.md'}")

@@ -1,12 +1,12 @@
 """The contenders of the study: methods with settings, and what they do with the optimizer's momentum.
 
-A contender is written ``METHOD[@key=value,…][:plain|:cancelled]``. The method is a name in :data:`METHODS` or any
-method's id. ``:plain`` leaves the optimizer's momentum as it is, ``:cancelled`` cancels it, and without either the
-library's default applies. The library cannot cancel AdamW's momentum: there ``:cancelled`` sets beta1 to 0, and the
-default is ``:plain``. Three keys belong to the optimizer, the others to the method or its plan:
+A contender is written ``METHOD[@key=value,…][:plain|:cancelled]``. The method is a name in :data:`METHODS` or
+:data:`REMEDIES`, or any method's id. ``:plain`` leaves the optimizer's momentum as it is, ``:cancelled`` cancels it,
+and without either the library's default applies. The library cannot cancel AdamW's momentum: there ``:cancelled`` sets
+beta1 to 0, and the default is ``:plain``. Three keys belong to the optimizer, the others to the method or its plan:
 
     lr=2          multiplies the task's learning rate
-    mu=0.5        another momentum of SGD
+    mu=0.5        another momentum of SGD or RMSprop
     beta1=0.5     another beta1 of AdamW
 
 >>> parse("topk@density=0.002,lr=2:plain").settings
@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from experiments.momentum.remedies import REMEDIES
 from experiments.momentum.tasks import Task
 from hvdcompress.plan.reading import plan_of, settings_of
 
@@ -55,6 +56,7 @@ GROUPS: dict[str, list[str]] = {
     "main": [DENSE, *_forms("topk"), *_forms("topk@density=0.002")],
     "defaults": [DENSE, "topk:plain", *(name for name in METHODS if name not in (DENSE, *NOT_BY_DEFAULT))],
     "all": [DENSE, *(one for name in METHODS if name != DENSE for one in _forms(name)), *_forms("topk@density=0.002")],
+    "remedies": [DENSE, *_forms("topk"), "dgc", "lowpass:plain", "gmc", "regtopk:plain", "regtopk", "ef21_sgdm"],
     "densities": [DENSE, *(one for density in DENSITIES for one in _forms(f"topk@density={density:g}"))],
 }
 
@@ -68,7 +70,7 @@ class Contender:
         settings: the method's id and hyper-parameters, and keys of the plan.
         form: "plain", "cancelled", or "default" for the library's default.
         lr: a factor of the task's learning rate.
-        momentum: SGD's momentum or AdamW's beta1, if not the task's.
+        momentum: the momentum of SGD or RMSprop, or AdamW's beta1, if not the task's.
     """
 
     name: str
@@ -114,12 +116,13 @@ def parse(name: str, task: Task | None = None) -> Contender:
     if colon and form not in ("plain", "cancelled"):
         raise ValueError(f"{name}: write :plain or :cancelled, not {form!r}")
     method, at, given = text.partition("@")
-    settings = {**METHODS.get(method, {"method": method}), **(settings_of(given.split(",")) if at else {})}
+    known = {**METHODS, **REMEDIES}.get(method, {"method": method})
+    settings = {**known, **(settings_of(given.split(",")) if at else {})}
     lr, momentum = float(settings.pop("lr", 1.0)), None
-    for key, optimizer in (("mu", "sgd"), ("beta1", "adamw")):
+    for key, optimizers in (("mu", ("sgd", "rmsprop")), ("beta1", ("adamw",))):
         if key in settings:
             momentum = float(settings.pop(key))
-            if task is not None and task.optimizer != optimizer:
-                raise ValueError(f"{name}: {key} is for {optimizer}, and the task's optimizer is {task.optimizer}")
+            if task is not None and task.optimizer not in optimizers:
+                raise ValueError(f"{name}: {key} is for {optimizers}, and the task's optimizer is {task.optimizer}")
     plan_of(settings)  # raises if the method or a setting does not exist
     return Contender(name, settings, form or "default", lr, momentum)  # type: ignore[arg-type]

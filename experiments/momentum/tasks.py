@@ -31,9 +31,9 @@ class Task:
     Attributes:
         net: a key of :data:`NETS`.
         data: a key of :data:`DATA`.
-        optimizer: "sgd" or "adamw".
+        optimizer: "sgd", "adamw", "rmsprop" or "adagrad".
         rate: the learning rate of dense training.
-        momentum: SGD's momentum, or AdamW's beta1.
+        momentum: the momentum of SGD or RMSprop, or AdamW's beta1; Adagrad has none.
         batch: examples per rank and step.
         clip: the largest norm of each rank's gradient before the exchange; None does not clip.
         ranks: simulated ranks.
@@ -42,7 +42,7 @@ class Task:
 
     net: str
     data: str
-    optimizer: Literal["sgd", "adamw"]
+    optimizer: Literal["sgd", "adamw", "rmsprop", "adagrad"]
     rate: float
     momentum: float
     batch: int = 64
@@ -65,6 +65,10 @@ class Task:
         """Return the optimizer of a contender with its own rate and momentum (AdamW: beta1)."""
         if self.optimizer == "adamw":
             return torch.optim.AdamW(parameters, lr=rate, betas=(momentum, 0.999))
+        if self.optimizer == "rmsprop":
+            return torch.optim.RMSprop(parameters, lr=rate, momentum=momentum)
+        if self.optimizer == "adagrad":
+            return torch.optim.Adagrad(parameters, lr=rate)
         return torch.optim.SGD(parameters, lr=rate, momentum=momentum)
 
 
@@ -74,6 +78,8 @@ TASKS = {
     "mnist_example": Task("mnist_example", "fashion_mnist_example", "sgd", rate=0.02, momentum=0.5),
     "lstm": Task("lstm", "text48", "sgd", rate=1.0, momentum=0.9, batch=16, clip=0.25),
     "transformer": Task("transformer", "text32", "adamw", rate=0.002, momentum=0.9, batch=16),
+    "transformer_rmsprop": Task("transformer", "text32", "rmsprop", rate=0.0002, momentum=0.9, batch=16),
+    "transformer_adagrad": Task("transformer", "text32", "adagrad", rate=0.02, momentum=0.0, batch=16),
     # those of the papers' claims, near the largest rate that they bear; 300 steps suffice
     "fnn3": Task("fnn3", "fashion_mnist_plain", "sgd", rate=0.05, momentum=0.9, batch=32, decays=True),
     "lenet5": Task("lenet5", "fashion_mnist_plain", "sgd", rate=0.05, momentum=0.9, batch=32, decays=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-__all__ = ["figure", "lines", "save"]
+__all__ = ["figure", "lines", "save", "svg"]
 
 matplotlib.use("Agg")
 plt.style.use(Path(__file__).with_name("style.mplstyle"))
@@ -44,7 +45,7 @@ def lines(
     by: str,
     panel: str | None = None,
     labels: Mapping[str, str] | None = None,
-    decorate: Callable[[Axes, pd.DataFrame], None] | None = None,
+    decorate: Callable[[Axes, pd.DataFrame], object] | None = None,
     **options: object,
 ) -> Figure:
     """Draw small multiples of lines: the mean of ``y`` over ``x``, and the range over other columns such as seeds.
@@ -74,13 +75,21 @@ def lines(
         if decorate:
             decorate(ax, rows)
     handles = {text: line for ax in axes for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
-    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, len(handles)))
+    fit = max(1, 84 // (8 + max(map(len, handles), default=0)))  # columns that the width has room for
+    drawn.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, fit, len(handles)))
     return drawn
 
 
 def save(drawn: Figure, path: Path) -> Path:
     """Write a figure as SVG, without the date, and close it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, metadata={"Date": None, "Creator": None})
-    plt.close(drawn)
+    path.write_text(svg(drawn), encoding="utf-8")
     return path
+
+
+def svg(drawn: Figure) -> str:
+    """Return a figure as SVG, without the date, and close it."""
+    file = io.StringIO()
+    drawn.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(drawn)
+    return file.getvalue()

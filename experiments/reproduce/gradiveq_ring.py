@@ -3,7 +3,7 @@
 :func:`timed` starts ranks under mpirun, which run this module; they time in turns, on the layers of a net,
 
 * rings without GradiVeQ, with values as they are or quantized: dense steps;
-* rings of compressed steps (``scale/ring.py``, the paper's Algorithm 1), with fp32 or quantized values;
+* rings of compressed steps (``experiments/ring``, the paper's Algorithm 1), with fp32 or quantized values;
 * the fit of all bases, which the ranks share.
 """
 
@@ -17,56 +17,23 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from experiments.cluster import launcher
 from experiments.cluster.hosts import Hosts
-from experiments.scale.ring import Dense, Projection, Recoded, SegmentCodec, ring_allreduce
-from hvdcompress.method import Context, TensorSpec, Workspace
+from experiments.ring.algorithm import ring_allreduce
+from experiments.ring.codecs import Dense, Projection, Recoded, SegmentCodec
+from hvdcompress.method import Context, TensorSpec
 from hvdcompress.methods.gradiveq import GradiVeQ
 from hvdcompress.ops import fast
 from hvdcompress.parts import codecs
-from hvdcompress.parts.sums import Codec
 
 Array = np.ndarray[Any, Any]
 MODULE = "experiments.reproduce.gradiveq_ring"
 Contenders = Mapping[str, tuple[float, str]]  #: elements per value of GradiVeQ (0: none), and the values' format
 PATIENCE = 240  #: seconds for all ranks of one measurement
-
-
-@dataclass(frozen=True)
-class Coded:
-    """GradiVeQ's projection with its values in a codec: what arrives is decoded, added to, and encoded again."""
-
-    projection: Projection
-    codec: Codec
-    ctx: Context
-
-    @property
-    def grain(self) -> int:
-        """A slice."""
-        return self.projection.grain
-
-    def num_bytes(self, start: int, stop: int) -> int:
-        """Bytes of a payload."""
-        return self.codec.num_bytes(self.projection.num_values(start, stop))
-
-    def prepare(self, x: Array, start: int) -> Array:
-        """The projection, while the others' arrives."""
-        return self.projection.encode(x, start)
-
-    def add(self, arrived: Array | None, own: Array, hop: int) -> Array:
-        """Decode, add, encode: each hop draws random numbers of its own."""
-        total = own if arrived is None else self.codec.decode(arrived, len(own), fast) + own
-        return self.codec.encode(total, self.ctx, Workspace(fast), stream=hop)
-
-    def decode(self, payload: Array, start: int, stop: int) -> Array:
-        """[num_bytes] uint8 -> [stop − start] float32."""
-        count = self.projection.num_values(start, stop)
-        return self.projection.decode(fast.to_bytes(self.codec.decode(payload, count, fast)), start, stop)
 
 
 def ring_codecs(contenders: Contenders, spec: TensorSpec, ctx: Context) -> dict[str, SegmentCodec]:
@@ -81,7 +48,7 @@ def ring_codecs(contenders: Contenders, spec: TensorSpec, ctx: Context) -> dict[
         size, d = method.slice_of(spec), method.max_components(spec)
         vectors = np.linalg.qr(np.random.default_rng(0).standard_normal((size, d)))[0].T
         projection = Projection(np.ascontiguousarray(vectors, np.float32), ctx.world_size)
-        found[name] = projection if values == "fp32" else Coded(projection, codec, ctx)
+        found[name] = projection if values == "fp32" else Recoded(codec, ctx, projection)
     return found
 
 

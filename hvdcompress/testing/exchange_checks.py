@@ -225,11 +225,13 @@ def check_loss_scale(case: Case) -> None:
 
 
 def check_state(case: Case) -> None:
-    """Check that after every step the state has the slots, sizes and dtypes that the method declares."""
+    """Check that the state has the declared slots, sizes and dtypes after every step, and that each slot is used."""
     n = 65
     net = case.trial()
     (bucket,) = net.plan.buckets([TensorSpec("w", case.shape(n))])
-    declared = feedback.slots(bucket.program.main, bucket.spec)
+    method = bucket.program.main
+    declared = feedback.slots(method, bucket.spec)
+    first: list[dict[str, Array]] = []
     for step in range(case.steps):
         net.allreduce(case.gradients(n, step), "w")
         for number, rank in enumerate(net.ranks):
@@ -238,6 +240,8 @@ def check_state(case: Case) -> None:
                 state.keys() == declared.keys(),
                 f"the state has the slots {sorted(state)}, but the method declares {sorted(declared)}",
             )
+            if not step:
+                first.append(dict(state))
             for slot, array in state.items():
                 found = to_numpy(array)
                 expected = declared[slot]
@@ -250,6 +254,19 @@ def check_state(case: Case) -> None:
                     str(found.dtype) == expected.dtype,
                     f"{where} is {found.dtype}, but the declared dtype is {expected.dtype}",
                 )
+    if {method.phase_of(step) for step in range(case.steps)} == set(range(len(method.phases))):
+        for slot in method.state(bucket.spec):
+            # The engine allocates zeros, and replaces the array only by one that exchange() returns
+            returned = [
+                rank.states["w"].slots[slot] is not begun[slot] or to_numpy(begun[slot]).any()
+                for rank, begun in zip(net.ranks, first, strict=True)
+            ]
+            require(
+                any(returned),
+                f"state() of method {method.id!r} declares the slot {slot!r}, but exchange() returned no new value for "
+                f"it in {case.steps} steps, so it stays zero. Return it in Reduced(state={{{slot!r}: …}}), do not "
+                "declare it, or pass a larger `steps` if it changes later",
+            )
     for rank in net.ranks:
         arrays = {slot: to_numpy(array) for slot, array in rank.states["w"].slots.items()}
         for (slot, array), (other, second) in itertools.combinations(arrays.items(), 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -11,14 +12,24 @@ from typing import Any
 import numpy as np
 
 from hvdcompress import registry
+from hvdcompress.method import Method
 from hvdcompress.parts import feedback
 from hvdcompress.plan import load, plan_of
 from hvdcompress.testing.trial import Array, Case, Kind, equal, require, to_numpy
 
 
 def check_value(case: Case) -> None:
-    """Check that a method is a frozen, hashable value: equal to one with the same fields, and unchanged by a plan."""
+    """Check that a method is a frozen, hashable value: equal to one with the same fields, and unchanged by a plan.
+
+    Each field must have a type annotation: without one, a dataclass ignores the field, and its default applies forever.
+    """
     method = case.method
+    for cls in type(method).__mro__[: type(method).__mro__.index(Method)]:
+        for name in _without_annotation(cls):
+            raise AssertionError(
+                f"{cls.__name__}.{name} has no type annotation, so it is not a hyper-parameter and a plan cannot set "
+                f"it. Write `{name}: <type> = {vars(cls)[name]!r}`, or `{name}: ClassVar[<type>]` for a constant"
+            )
     settings = method.hyperparameters()
     twin = type(method)(**settings)
     require(twin == method and hash(twin) == hash(method), f"another {method} with the same fields is not equal")
@@ -46,6 +57,18 @@ def check_value(case: Case) -> None:
         require(plan.program.main == method, f"the plan made from {method} contains {plan.program.main}")
         require(again == plan and again.program.main == method, "load(plan.to_dict()) differs from the plan")
         require(again.fingerprint == plan.fingerprint, "load(plan.to_dict()) has a different fingerprint")
+
+
+def _without_annotation(cls: type) -> list[str]:
+    """Return the names of a class's values that should be fields, but lack the annotation that makes them fields."""
+    inherited = {name for base in cls.__mro__[1:] for name in inspect.get_annotations(base)}
+    # A subclass sets class variables of Method without repeating their types, but must repeat those of fields
+    annotated = {*inspect.get_annotations(cls), *(inherited - {field.name for field in fields(Method)})}
+    return [
+        name
+        for name, value in vars(cls).items()
+        if name not in annotated and not name.startswith("_") and not callable(value) and not hasattr(value, "__get__")
+    ]
 
 
 def check_shapes(case: Case) -> None:

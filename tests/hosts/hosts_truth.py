@@ -1,6 +1,6 @@
 """What ranks on emulated hosts count, and what their interfaces really send. Every rank runs this script:
 
-    launch/hosts.sh exec host0 mpirun -H host0:1,host1:1,host2:1 python tests/hosts/hosts_truth.py FOLDER METHOD…
+    launch/hosts.sh --hosts 2 -- mpirun -H host0:1,host1:1 python tests/hosts/hosts_truth.py FOLDER METHOD…
 
 Each rank writes FOLDER/RANK.json: for each METHOD (``id`` or ``id:field=value``) the ledger's `bytes_on_wire` and
 collectives, the bytes that left the interface, and seconds; for "idle" what left it while only Horovod itself sent.

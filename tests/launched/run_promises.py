@@ -19,7 +19,7 @@ CASES = {
     "torch": ("torch_cases", "torch_refusals"),
     "ddp": ("ddp_cases", "fsdp_cases"),
     "tensorflow": ("tf_cases", "tf_graphs", "keras_cases"),
-    "mpi": ("mpi_cases", "ring_cases"),
+    "mpi": ("mpi_cases",),
 }
 
 #: (driver, launch) -> the cases that are tried there, where it is not all; see promises/table.py

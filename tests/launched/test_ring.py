@@ -1,47 +1,43 @@
-"""All-reduces over a ring that are timed."""
+"""The ring over MPI, as a user starts it."""
 
 from __future__ import annotations
 
-import csv
-import io
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from experiments.reproduce import gradiveq_ring
+from experiments.report import results
+from tests import ROOT
+from tests.launching import launch, untraced  # with the traces of MPI mpirun would believe that it is a rank itself
+
+pytest.importorskip("mpi4py")
+SCRIPT = str(ROOT / "launch" / "ring.sh")
 
 
-def test_rings_are_timed_over_shared_memory():
-    pytest.importorskip("mpi4py")
-    contenders = {"dense": [0, "fp32"], "8x": [8.0, "fp32"], "both": [8.0, "qsgd8"]}
-    found = gradiveq_ring.timed([(16, 8, 3, 3)], 2, None, 0, 1, contenders)
-    assert found["elements"] == 1152 and set(found["seconds"]) == set(contenders)
-    assert found["sent"]["dense"] == 4 * 1152 and found["sent"]["8x"] == 4 * 144
-    assert min(*found["seconds"].values(), *found["codec"].values(), found["fit"]) > 0
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_the_ring_over_mpi_is_the_simulated_one(world_size: int) -> None:
+    done = launch(f"mpirun-{world_size}", Path(__file__).with_name("ring_ranks.py"), seconds=100)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(120)
-def test_the_experiment_across_ranks(tmp_path) -> None:
-    pytest.importorskip("mpi4py")
-    line = [str(Path(__file__).parents[2] / "launch" / "ring.sh"), "-n", "3", "--", "--elements", "1200", "--runs", "2"]
-    line += ["-m", "topk density=0.1", "-m", "none", "--out", str(tmp_path / "ring"), "--format", "csv"]
-    sys.path.insert(0, str(Path(__file__).parents[1] / "drivers"))
-    from tests.launching import untraced  # with MPI's traces mpirun would believe that it is a rank itself
-
+def test_the_experiment_across_ranks(tmp_path: Path) -> None:
+    line = [SCRIPT, "-n", "3", "--runs", "2", "-m", "topk density=0.1", "-m", "none", "--out", str(tmp_path)]
+    line += ["--elements", "300", "1200"]
     done = subprocess.run(line, env=untraced(), capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["all-reduce"]: row for row in csv.DictReader(io.StringIO(done.stdout))}
-    assert {"MPI all-reduce", "ring, fp32", "ring, qsgd4", "none", "topk density=0.1"} <= set(rows)
-    error = {name: float(row["error"]) for name, row in rows.items()}
-    assert (
-        error["MPI all-reduce"] < 1e-6
-        and error["none"] < 1e-6 < error["ring, fp16"] < 1e-2 < error["topk density=0.1"] < 1
-    )
-    assert float(rows["ring, fp32"]["on the wire [B]"]) == 2 * 2 / 3 * 4800
-    for file in ("ring.json", "table.md"):
-        assert "topk density=0.1" in (tmp_path / "ring" / file).read_text()
-    assert (tmp_path / "ring" / "ring.svg").read_text().startswith("<svg")
-    wrong = subprocess.run([line[0], "-n", "x"], capture_output=True, text=True, timeout=20)
+    found = results.load("ring", tmp_path)
+    assert found.attrs["ranks"] == 3 and {300, 1200} == set(found["elements"])
+    assert len(found) == 2 * 2 * found["way"].nunique()
+    last = found[found["elements"] == 1200].groupby("way").first()
+    assert {"MPI", "fp32", "GradiVeQ 8x", "qsgd4", "topk density=0.1", "none"} <= set(last.index)
+    assert max(last.error["MPI"], last.error["fp32"], last.error["none"]) < 1e-6
+    assert 1e-6 < last.error["fp16"] < 1e-2 < last.error["topk density=0.1"] < 1
+    assert last.sent["fp32"] == 2 * 2 / 3 * 4800 and found["seconds"].min() > 0
+    assert "| topk density=0.1" in done.stdout and (tmp_path / "ring.svg").exists()
+
+
+def test_a_wrong_number_of_ranks() -> None:
+    wrong = subprocess.run([SCRIPT, "-n", "x"], capture_output=True, text=True, timeout=20)
     assert wrong.returncode == 1 and "not a number of ranks" in wrong.stderr

@@ -17,7 +17,7 @@ def take_seconds() -> float:
     # Not imported here, because the module imports Numba, which takes a second
     kernels = sys.modules.get("hvdcompress.ops.numba._kernels.compiling")
     with _lock:
-        now = kernels.LOCK.seconds if kernels else 0.0
+        now = kernels.LOCKS.seconds if kernels else 0.0
         before = _reported
         _reported = now
         return now - before

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdcompress.engine.telemetry.ledger import Ledger
 from hvdcompress.engine.telemetry.observer import Sent
 from hvdcompress.loopback import Loopback
-from hvdcompress.ops.numba._kernels.compiling import LOCK
+from hvdcompress.ops.numba._kernels.compiling import LOCKS
 from hvdcompress.testing import numbers
 
 
@@ -112,10 +112,10 @@ def test_seconds_and_steps() -> None:
 
 def test_compiling_is_no_codec_work() -> None:
     """What numba takes to compile in the middle of a step is not in its seconds, and is subtracted once."""
-    before = LOCK.seconds
-    with LOCK.compiling():
+    before = LOCKS.seconds
+    with LOCKS.compiling():
         time.sleep(0.05)
-    spent = LOCK.seconds - before
+    spent = LOCKS.seconds - before
     ledger, other = Ledger(world_size=2), Ledger(world_size=2)
     ledger.encoded(0, "w", spent + 0.5)
     assert ledger.seconds()["codec"] < 0.5 + spent / 2 and spent > 0.01

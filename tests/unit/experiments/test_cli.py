@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,41 +17,11 @@ from experiments.cluster import launcher
 from experiments.output import folder as folders
 from experiments.training import launch
 from experiments.training.experiment import Experiment
-from tests import ROOT, SMALL_EXPERIMENT
+from tests import SMALL_EXPERIMENT
 
 
 def invoke(*words):
     return CliRunner().invoke(cli.app, [str(word) for word in words], env={"COLUMNS": "200"})
-
-
-def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
-def test_help_needs_no_framework():
-    done = python(
-        "import sys\n"
-        "for name in ('torch', 'tensorflow', 'horovod', 'mpi4py', 'matplotlib', 'jinja2', 'sklearn', 'psutil'):\n"
-        "    sys.modules[name] = None\n"  # importing them is an error now
-        "from typer.testing import CliRunner\n"
-        "from experiments import __main__ as cli\n"
-        "for words in ('--help', '--version', 'methods', 'run --help', 'report --help', 'bench codec --help',\n"
-        "              'reproduce --help'):\n"
-        "    result = CliRunner().invoke(cli.app, words.split())\n"
-        "    assert result.exit_code == 0, (words, result.output, result.exception)\n"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_methods():
-    result = invoke("methods")
-    assert result.exit_code == 0
-    for word in ("scalecom", "gaussiank", "2104.11125", "density=0.01"):
-        assert word in result.output
-    one = invoke("methods", "topk")
-    assert "Departures from the papers" in one.output and "0 < x ≤ 1" in one.output
-    wrong = invoke("methods", "topkk")
-    assert wrong.exit_code == 2 and "did you mean 'topk'?" in wrong.output
 
 
 @pytest.mark.parametrize(

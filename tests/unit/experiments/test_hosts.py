@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 
 import pytest
 
-from experiments.cluster import hosts, launcher, rates
+from experiments.cluster import hosts, launch, rates
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate
 from tests import ROOT
@@ -26,7 +24,6 @@ from tests import ROOT
 )
 def test_rates(text, up, down):
     assert Rate.parse(text) == Rate(up, down)
-    assert Rate.parse(Rate(up, down).word) == Rate(up, down)
 
 
 def test_slow_hosts():
@@ -50,46 +47,22 @@ def test_hosts_name_their_links():
         Hosts(1, "1gbit")
 
 
-def test_bounds_notice_a_ledger_that_is_wrong():
-    """The figures of a run over real links, seen on 3 hosts at 100 Mbit/s: a tenth more or less must be noticed."""
-    for ledger, sent, idle, collectives in (
-        (106_668_373, 112_629_620, 550_000, 40),
-        (20_315_307, 21_442_428, 186_000, 80),
-    ):
-        for error in (0.9, 1.0, 1.1):
-            least, most = rates.bounds(error * ledger, idle, collectives)
-            assert (least <= sent <= most) == (error == 1.0)
-
-
-def script(*words, path=None):
-    environment = {**os.environ, **({"PATH": str(path)} if path else {})}
-    line = [str(hosts.SCRIPT), *words]
-    return subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-
-
-def test_ids_cannot_reach_other_namespaces():
-    assert "small letters and digits" in script("down", "--id", "a/../b").stderr
-
-
 def test_the_line_that_launches_on_hosts(monkeypatch):
-    monkeypatch.setattr(launcher, "horovodrun", lambda: str(ROOT / "bin" / "horovodrun"))
+    monkeypatch.setattr(launch, "_launcher", lambda driver: str(ROOT / "bin" / "horovodrun"))
     monkeypatch.chdir(ROOT)
     network = Hosts(3, "1gbit")
-    line = launcher.command(3, "mpi", "x.py", hosts=network)
-    assert line[:5] == ["bash", "experiments/cluster/hosts.sh", "exec", "--id", network.id]
-    assert line[5:10] == ["host0", "bin/horovodrun", "-np", "3", "--mpi"] and "host0:1,host1:1,host2:1" in line
-    ring, plain = launcher.environment(3, network), launcher.environment(3)
-    assert ring["OMPI_MCA_coll_tuned_allreduce_algorithm"] == "4"
-    assert not any("coll_tuned" in key for key in plain)
+    (line,) = launch.lines(["x.py"], 3, "horovod", network)
+    assert line[:5] == [str(network.bin / "host0"), "bin/horovodrun", "-np", "3", "--mpi"]
+    assert "host0:1,host1:1,host2:1" in line
 
 
 def test_the_agent_reads_its_words_as_ssh_does(tmp_path):
-    shutil.copy(hosts.SCRIPT.with_name("netns_agent.sh"), tmp_path)
-    (tmp_path / "hosts.sh").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
-    (tmp_path / "hosts.sh").chmod(0o755)
+    for name, text in (("ssh", hosts.AGENT.format(bin=tmp_path)), ("host1", '#!/bin/sh\nprintf "%s|" "$@"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     for words in (
         ["host1", "cd /x ;", "env A='b c' true"],  # mpirun
         ["-o", "A=no", "-x", "-p", "22", "host1", "-o", "ConnectTimeout=3", "cd /x ; env A='b c' true"],  # horovodrun
     ):
-        done = subprocess.run([tmp_path / "netns_agent.sh", *words], capture_output=True, text=True, timeout=20)
-        assert done.stdout == "exec|host1|bash|-c|cd /x ; env A='b c' true|", done.stderr
+        done = subprocess.run([tmp_path / "ssh", *words], capture_output=True, text=True, timeout=20)
+        assert done.stdout == "bash|-c|cd /x ; env A='b c' true|", done.stderr

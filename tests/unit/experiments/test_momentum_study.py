@@ -46,6 +46,16 @@ def test_momentum_of_adamw_is_cancelled_in_the_optimizer():
     assert momenta == [0.9, 0.9, 0.0]
 
 
+def test_optimizers_that_have_another_momentum_or_none():
+    rmsprop = dataclasses.replace(TINY, optimizer="rmsprop", rate=0.001)
+    without = contenders.parse("topk@mu=0,lr=10", rmsprop)
+    assert study.train(rmsprop, without, 1, 2)["status"] == "done"
+    adagrad = dataclasses.replace(TINY, optimizer="adagrad", momentum=0.0)
+    assert study.train(adagrad, contenders.parse("topk"), 1, 2)["status"] == "done"
+    with pytest.raises(ValueError, match="adagrad"):
+        contenders.parse("topk@mu=0", adagrad)
+
+
 def test_runs_are_kept_and_skipped(tmp_path):
     failed, output = run(tmp_path, ["dense", "topk:cancelled"])
     assert not failed and "[4/4]" in output

@@ -7,42 +7,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.output.table import Column, Table
-from experiments.reproduce.claims import Claim, Paper, Report, Result, Scale, Unit, judge
+import pandas as pd
+
+from experiments.papers.claims import Paper, Scale, Unit, Verdict, judge
 
 
-def square(number: int, log: str, seconds: float = 0.0, fails: bool = False) -> dict[str, Any]:
-    """What is measured; it notes that it was called."""
+def square(number: int, log: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Note the call, and return the square."""
     with Path(log).open("a") as stream:
         stream.write(f"{number}\n")
     time.sleep(seconds)
-    if fails:
-        raise RuntimeError("the toy is broken")
     return {"square": number * number}
 
 
-def units(log: str, numbers: Sequence[int], **settings: Any) -> list[Unit]:
-    return [Unit(f"square {n}", square, {"number": n, "log": log, **settings}, seconds=n) for n in numbers]
+def train(method: dict[str, Any], momentum: str = "keep") -> list[dict[str, Any]]:
+    return [{"step": step, "loss": step + (momentum == "adapt")} for step in range(2)]
 
 
-def paper(log: str, numbers: Sequence[int] = (1, 2, 3), **settings: Any) -> Paper:
-    """Squares are positive (true), and below 9 (true of some); the claims share their units."""
+def paper(log: str, numbers: Sequence[int] = (1, 2, 3), seconds: float = 0.0) -> Paper:
+    """Squares are positive (true), and below 9 (true of some); both claims share their units. Losses fall (false)."""
+    made = Paper("toy", "Toys", "Nobody 2000.", "Squares are positive.", "Losses rise.", [])
+    told = {"where": "§1", "tested": "Squared.", "rule": "true."}
 
-    def report(limit: float) -> Any:
-        def made(results: Sequence[Result]) -> Report:
-            cells = {f"n = {r.unit.settings['number']}": [0 < r["square"] < limit] for r in results}
-            columns = [Column("square", "square", lambda r: str(r["square"]))]
-            largest = max(r["square"] for r in results)
-            return Report(judge(cells, "no square is"), f"at most {largest}", [Table(columns, results, "Squares.")])
+    def squares(scale: Scale) -> list[Unit]:
+        settings = {"log": log, "seconds": seconds}
+        return [Unit(square, {"number": n, **settings}, {"number": n, "seed": 0}) for n in numbers]
 
-        return made
+    def trainings(scale: Scale) -> list[Unit]:
+        return [Unit(train, {"method": {"method": id}}, {"method": id, "seed": 0}) for id in ("none", "topk")]
 
-    def claim(id: str, says: str, limit: float, published: str = "") -> Claim:
-        made = (lambda _: units(log, numbers, **settings)), report(limit)
-        return Claim(id, says, "§1", "Squared.", "true", *made, published)
+    def below(limit: float) -> Any:
+        def test(frame: pd.DataFrame) -> Verdict:
+            cells = {f"n = {row.number}": [row.square < limit] for row in frame.itertuples()}
+            return Verdict(judge(cells, "no square is"), f"At most {frame.square.max()}.", {"Squares": frame})
 
-    claims = [claim("T1", "Squares are positive.", 1e9, "1, 4, 9"), claim("T2", "Squares are below 9.", 9)]
-    return Paper("toy", "Toys", "Nobody 2000.", [], claims)
+        return test
+
+    made.claim("T1", "Squares are positive.", units=squares, published="1, 4, 9.", **told)(below(1e9))
+    made.claim("T2", "Squares are below 9.", units=squares, **told)(below(9))
+
+    @made.claim("T3", "Losses fall.", units=trainings, trains=True, **told)
+    def fall(frame: pd.DataFrame) -> Verdict:
+        least = frame.groupby("method")["loss"].min().to_dict()
+        return Verdict(judge({"all": [False]}, "losses rise"), f"Least: {least}.")
+
+    return made
 
 
 SCALE = Scale()

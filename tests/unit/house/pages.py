@@ -17,7 +17,8 @@ FRAGMENT = "<!-- a fragment:"
 
 def pages() -> list[Path]:
     """Every page of the documentation."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    docs = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "templates" not in page.parts]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *docs]
 
 
 # -- links -----------------------------------------------------------------------------------------

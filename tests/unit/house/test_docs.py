@@ -15,7 +15,8 @@ METHODS = Path(hvdcompress.__file__).parent / "methods"
 MODULES = [
     *(f"hvdcompress.methods.{info.name}" for info in pkgutil.iter_modules([str(METHODS)])),
     "experiments.phases",
-    "experiments.reproduce.claims",
+    "experiments.papers.claims",
+    "experiments.papers.page",
     "hvdcompress.loopback",
     "hvdcompress.registry",
     "hvdcompress.testing",

@@ -15,7 +15,10 @@ import pytest
 
 from hvdcompress.loopback import Loopback, warm_up
 from hvdcompress.method import TensorSpec
-from hvdcompress.ops.numba._kernels.compiling import LOCK
+from hvdcompress.ops import numba as numba_ops
+from hvdcompress.ops.numba._kernels import compiling
+from hvdcompress.ops.numba._kernels.compiling import LOCKS
+from hvdcompress.ops.numba.sharing import SharedOps
 from hvdcompress.optimizers import SGD
 from hvdcompress.plan import IN_ORDER, plan_of
 
@@ -35,6 +38,9 @@ def run(folder=""):
     assert doubled(np.ones(3)) == 2
     stats = doubled.stats
     print(sum(stats.cache_misses.values()), sum(stats.cache_hits.values()), stats.cache_path)
+
+def name():
+    print(0, 0, doubled._cache._impl.filename_base)
 """
 TOGETHER = """
     import os, time
@@ -46,9 +52,9 @@ TOGETHER = """
 """
 HOLD = """
     import time
-    from hvdcompress.ops.numba._kernels.compiling import LOCK
-    with LOCK.compiling():
-        LOCK.acquire({folder!r})
+    from hvdcompress.ops.numba._kernels.compiling import LOCKS
+    with LOCKS.compiling():
+        LOCKS.acquire({folder!r}, {name!r})
         print("held", flush=True)
         time.sleep(60)
 """
@@ -92,7 +98,8 @@ def test_one_process_compiles_and_the_others_load(processes: Processes) -> None:
 def test_the_next_process_compiles_where_the_first_was_killed(processes: Processes) -> None:
     folder = processes.folder / "__pycache__"
     folder.mkdir()
-    holder = processes.start(HOLD.format(folder=str(folder)))
+    name = processes.result(processes.start("import kernel; kernel.name()"))[2]
+    holder = processes.start(HOLD.format(folder=str(folder), name=name))
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     waiting = processes.start("import kernel; kernel.run()")
     time.sleep(3)
@@ -122,16 +129,31 @@ def test_a_cache_that_cannot_be_written_to_is_replaced_by_a_temporary_folder(pro
     assert (compiled, loaded) == (0, 1) and where.startswith(str(folder / "other"))
 
 
+def test_an_op_that_another_process_compiles_is_numpys_meanwhile(processes: Processes) -> None:
+    x = np.linspace(-1, 1, 5000, dtype=np.float32)
+    ops = SharedOps()
+    holder = processes.start(HOLD.format(folder=compiling.folder(), name="op top_k"))
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        assert ops.max_abs(x) == 1 and not ops.skipped
+        index = ops.top_k(x, 50)
+        assert ops.skipped
+        np.testing.assert_array_equal(index, numba_ops.top_k(x, 50))
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
 @pytest.mark.parametrize("id", ["auto", "powersgd", "topk", "scalecom", "fp16"])
 def test_steps_compile_nothing_after_warm_up(id: str) -> None:
     plan = plan_of(id)
     shapes: dict[str, Any] = {"a": (64, 3, 3, 3), "b": (64, 64, 3, 3), "c": (600, 512), "d": (10, 512), "e": (10,)}
     warm_up(plan, [TensorSpec(name, shape) for name, shape in shapes.items()], IN_ORDER)
-    before = LOCK.seconds
+    before = LOCKS.seconds
     net = Loopback(plan, world_size=3, grouping=IN_ORDER, optimizer=SGD(momentum=0.9))
     random = np.random.default_rng(1)
     for _ in range(4):
         net.allreduce_many(
             [{n: random.standard_normal(s).astype(np.float32) for n, s in shapes.items()} for _ in range(3)]
         )
-    assert LOCK.seconds == before
+    assert LOCKS.seconds == before

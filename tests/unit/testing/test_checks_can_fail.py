@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hvdcompress
-from hvdcompress import testing
+from hvdcompress import registry, testing
 from hvdcompress.engine.exchange import Exchange
 from hvdcompress.engine.setup import Setup
 from hvdcompress.engine.state import RankState
@@ -395,6 +395,33 @@ def test_state_must_be_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(cls, "exchange", more)
     with pytest.raises(AssertionError, match="undeclared"):
+        guard()
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_declared_slot_must_be_returned(returned: bool) -> None:
+    def exchange(self: Any, x: Any, state: Any, ctx: Any, work: Any) -> Any:
+        total = yield AllReduce(x)
+        return Reduced(total=total, own=x, state={"last": total + 0} if returned else {})
+
+    method = test_contract._third_party(state=_slot("last"), exchange=exchange)
+    guard = partial(check_method, method, world_sizes=(2,), checks=[testing.check_state])
+    if returned:
+        return guard()
+    with pytest.raises(AssertionError, match=r"'last', but exchange\(\) returned no new value.*do not declare it"):
+        guard()
+
+
+@pytest.mark.parametrize("name,value", [("level", 3), ("feedback", "lowpass")])
+@pytest.mark.parametrize("annotation", ["str | int", None])
+def test_a_field_must_have_a_type_annotation(name: str, value: Any, annotation: str | None) -> None:
+    """A dataclass ignores a new field, and a new default of an inherited field, without its type."""
+    body = {name: value, "__annotations__": {name: annotation} if annotation else {}, "__module__": __name__}
+    method = registry.method(type("Later", (type(test_contract._third_party()),), body))()
+    guard = partial(check_method, method, world_sizes=(1,), checks=[testing.check_value])
+    if annotation:
+        return guard()
+    with pytest.raises(AssertionError, match=rf"Later\.{name} has no type annotation.*Write `{name}: <type> = "):
         guard()
 
 

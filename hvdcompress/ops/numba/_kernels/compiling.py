@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ def compiled(function: Any, **options: Any) -> Any:
     compile_now = kernel.compile
 
     def compile_once(signature: Any) -> Any:
-        with LOCK.compiling():
+        with LOCKS.compiling():
             return compile_now(signature)
 
     kernel.compile = compile_once
@@ -60,8 +61,11 @@ def reordered(function: Any) -> Any:
     return compiled(function, fastmath={"reassoc"})
 
 
-class Lock:
-    """A lock on the cache's folder between processes. The operating system releases it if the process dies.
+class Locks:
+    """Locks between the processes of a host, by name: a process that has the lock of a kernel compiles it.
+
+    A lock is one byte of a file in the folder of the kernel cache. The operating system releases the locks of a process
+    that dies. Where the file system has no locks, each process compiles for itself.
 
     Attributes:
         seconds: time that this process has spent compiling or loading kernels so far.
@@ -70,51 +74,72 @@ class Lock:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._threads = threading.RLock()
-        self._depth = 0  # compiling a kernel also compiles the kernels that it calls
-        self._file: Any = None
+        self._held: list[contextlib.ExitStack] = []  # per compilation: compiling a kernel compiles those that it calls
+        self._files: dict[str, int] = {}  # by folder; never closed, because that would release all locks of the file
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Context manager around a compilation. The outermost one releases the lock taken by :meth:`acquire`."""
+        """Context manager around a compilation, at whose end what :meth:`acquire` took is released."""
         with self._threads:
-            self._depth += 1
+            self._held.append(contextlib.ExitStack())
             began = time.perf_counter()
             try:
                 yield
             finally:
-                self._depth -= 1
-                if not self._depth:
+                self._held.pop().close()
+                if not self._held:
                     self.seconds += time.perf_counter() - began
-                    if self._file:
-                        self._file.close()
-                        self._file = None
 
-    def acquire(self, folder: str) -> None:
-        """Wait for the lock of ``folder`` and take it. Do nothing if the file system has no locks."""
-        if self._file or not fcntl:
-            return
-        with contextlib.suppress(OSError):
-            file = open(os.path.join(folder, "compiling.lock"), "a")  # noqa: SIM115 (closing it releases the lock)
+    def acquire(self, folder: str, name: str) -> None:
+        """Wait for a lock, and hold it until the end of the compilation."""
+        self._held[-1].enter_context(self.holding(folder, name, wait=True))
+
+    @contextlib.contextmanager
+    def holding(self, folder: str, name: str, wait: bool) -> Iterator[bool]:
+        """Context manager that holds a lock.
+
+        Args:
+            folder: that of the kernel cache.
+            name: the lock's.
+            wait: whether to wait for the lock; if not, the context manager yields False if another process has it.
+        """
+        place = zlib.crc32(name.encode()) >> 1  # names that share a byte exclude each other, without harm
+        held = None
+        if fcntl:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError:
-                file.close()
-                raise
-            self._file = file
+                held = self._file(folder)
+                fcntl.lockf(held, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:  # the file system has no locks
+                held = None
+        try:
+            yield True
+        finally:
+            if held is not None:
+                fcntl.lockf(held, fcntl.LOCK_UN, 1, place)
+
+    def _file(self, folder: str) -> int:
+        if folder not in self._files:
+            os.makedirs(folder, exist_ok=True)
+            self._files[folder] = os.open(os.path.join(folder, "compiling.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        return self._files[folder]
 
 
-LOCK = Lock()
+LOCKS = Locks()
 
 
 class SharedCache(FunctionCache):
     """Numba's cache of a kernel, shared by processes: one compiles a missing kernel, the others wait and load it."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled kernel, or None if this process must compile it. This process then holds the lock."""
+        """Return the compiled kernel, or None if this process must compile it. This process then holds its lock."""
         found = super().load_overload(sig, target_context)
         if found is None:
-            LOCK.acquire(self.cache_path)
-            _copy_installed(self.cache_path)
+            LOCKS.acquire(self.cache_path, self._impl.filename_base)
+            with LOCKS.holding(self.cache_path, "copying", wait=True):
+                _copy_installed(self.cache_path)
             found = super().load_overload(sig, target_context)
         return found
 
@@ -151,7 +176,7 @@ def _temporary_folder() -> str:
 
 @cache
 def _copy_installed(folder: str) -> None:
-    """Copy the kernels that were compiled at installation to ``folder``. The caller holds the lock of ``folder``.
+    """Copy the kernels that were compiled at installation to ``folder``. The caller holds the lock "copying".
 
     Without the copy numba would not find them, because it does not read a cache folder that it cannot write to.
     """

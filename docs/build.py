@@ -1,0 +1,179 @@
+"""Build the generated pages of the documentation from published results, the examples and the registry.
+
+    python docs/build.py [PAGE …]    write all pages, or some, such as ``bench`` or ``papers/fft``
+    python docs/build.py --check     write nothing; fail if a file would change
+
+The template ``docs/templates/PAGE.md`` makes ``docs/PAGE.md``; ``docs/templates/README.md`` makes the README of the
+repository. A template is Markdown with Jinja: the words are in it, and the numbers come from variables.
+
+An area of the experiments adds a page in three steps:
+
+1. Write ``docs/templates/PAGE.md``. Start it with the heading.
+2. Write a function that takes the page's name and returns the variables of the template, a dictionary. It reads
+   ``experiments/results/*.json`` (``experiments.report.results.load``), and measures nothing.
+3. Name the function in ``AREAS``. It is imported only when one of its pages is built.
+
+Variables may be numbers, strings, lists, data frames (``{{ frame | table }}``,
+``{{ frame | table(time=seconds, sent=num_bytes) }}``) or pictures. A picture is a matplotlib figure of
+``report.plots``; it is written to ``docs/PAGE-VARIABLE.svg``, and the template sees the path relative to the page:
+``![Time against ranks]({{ ring }})``.
+
+All templates may use ``table``, the formats of ``experiments.report.numbers`` as filters and functions, and:
+
+* ``raw("bench-resnet50")``: the link target of a result's JSON file;
+* ``made("bench-resnet50")``: its command, commit, date and machine, in one line;
+* ``diff("ddp")``: the lines that differ between ``examples/ddp_plain.py`` and ``examples/ddp_compressed.py``;
+* ``methods``: the classes of all methods, and ``source(id)``: the link target of a method's file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+TEMPLATES = DOCS / "templates"
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+from experiments.report import numbers, plots, results, tables  # noqa: E402
+from hvdcompress import registry  # noqa: E402
+
+#: Pattern of pages -> "module:function". The function takes the page's name and returns the template's variables.
+AREAS: dict[str, str] = {
+    "README": "pages:readme",
+    "which-method": "pages:which_method",
+    "momentum": "pages:momentum",
+    "results": "pages:results_page",
+}
+NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
+
+
+def pages() -> list[str]:
+    """Return the names of all generated pages: ``README``, ``bench``, ``papers/fft``."""
+    return sorted(str(path.relative_to(TEMPLATES).with_suffix("")) for path in TEMPLATES.rglob("*.md"))
+
+
+def path_of(page: str) -> Path:
+    """Return the file that a page is written to."""
+    return (ROOT if page == "README" else DOCS) / f"{page}.md"
+
+
+def variables(page: str) -> Mapping[str, Any]:
+    """Return what the page's area gives to its template."""
+    for pattern, function in AREAS.items():
+        if Path(page).match(pattern):
+            module, _, name = function.partition(":")
+            found: Mapping[str, Any] = getattr(import_module(module), name)(page)
+            return found
+    return {}
+
+
+def build(page: str) -> dict[Path, str]:
+    """Return the text of a page and of its pictures, by file."""
+    target = path_of(page)
+    files: dict[Path, str] = {}
+    given = dict(variables(page))
+    for name, value in given.items():
+        if isinstance(value, Figure):
+            picture = target.with_name(f"{target.stem}-{name.replace('_', '-')}.svg")
+            files[picture] = plots.svg(value)
+            given[name] = picture.name
+    rendered = environment(target).get_template(f"{page}.md").render(given)
+    files[target] = NOTE.format(page) + rendered
+    return files
+
+
+def environment(target: Path) -> jinja2.Environment:
+    """Return the Jinja environment of a page; relative links depend on the page's folder."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    formats = {name: getattr(numbers, name) for name in ("number", "num_bytes", "seconds_of", "rate_of", "percent")}
+    formats["seconds"] = numbers.seconds_of
+    formats["ratio"] = numbers.rate_of
+    made.filters.update(formats, table=tables.markdown)
+
+    def link(path: str) -> str:
+        return os.path.relpath(ROOT / path, target.parent)
+
+    made.globals.update(
+        formats,
+        table=tables.markdown,
+        diff=diff,
+        made=made_by,
+        methods=registry.classes(),
+        link=link,
+        raw=lambda name: link(f"experiments/results/{name}.json"),
+        source=lambda id: link(f"hvdcompress/methods/{id}.py"),
+        cite=cite,
+    )
+    return made
+
+
+def diff(kind: str) -> str:
+    """Return a diff block of a pair of examples, without docstrings, blank lines, and what they print."""
+    dropped = re.compile(r"\s*(print\(.*|if \S+rank\(\) == 0:)?$")
+    before, after = (
+        [line for line in text.split('"""', 2)[2].splitlines() if not dropped.match(line)]
+        for text in ((ROOT / "examples" / f"{kind}_{name}.py").read_text("utf-8") for name in ("plain", "compressed"))
+    )
+    lines = list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:]
+    kept = [line for line in lines if not re.match(r"@@| (from|import) ", line)]
+    return "\n".join(["```diff", *kept, "```"])
+
+
+def made_by(name: str) -> str:
+    """Return what made a published result, in one line."""
+    about = results.load(name).attrs
+    machine = about.get("machine", {})
+    words = [f"`{about['command']}`", f"commit {about['commit']}" if about.get("commit") else "", about.get("date", "")]
+    words.append(
+        ", ".join(str(part) for part in (machine.get("cpu"), f"{machine['cores']} cores") if part) if machine else ""
+    )
+    return "; ".join(filter(None, words))
+
+
+def cite(paper: str) -> str:
+    """Return a citation with links to arXiv."""
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", paper)
+
+
+def main() -> None:
+    """Write the pages, or check them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pages", nargs="*", help="pages to build (default: all)")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
+    given = parser.parse_args()
+    if unknown := set(given.pages) - set(pages()):
+        parser.error(f"no template for {', '.join(sorted(unknown))}; there are: {', '.join(pages())}")
+    stale = []
+    for page in given.pages or pages():
+        for file, text in build(page).items():
+            if file.exists() and file.read_text(encoding="utf-8") == text:
+                continue
+            stale.append(str(file.relative_to(ROOT)))
+            if not given.check:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+    if given.check and stale:
+        sys.exit(f"out of date: {', '.join(stale)}; run: python docs/build.py")
+    print(f"{'checked' if given.check else 'wrote'}: {', '.join(stale) or 'nothing to change'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""``python -m experiments hosts``: run any program on emulated hosts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Annotated
+
+import typer
+
+CountOption = Annotated[int | None, typer.Option("--hosts", min=2, help="Emulated hosts, one rank each; needs root.")]
+RateOption = Annotated[str | None, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")]
+SlowOption = Annotated[list[str] | None, typer.Option(metavar="HOST=RATE", help="A host with another rate: 3=10mbit.")]
+DelayOption = Annotated[str | None, typer.Option(help="How much later each frame arrives, such as 1ms.")]
+
+
+def hosts(
+    command: Annotated[list[str], typer.Argument(help="A command for host0, such as: mpirun -H host0:1,host1:1 …")],
+    count: Annotated[int, typer.Option("--hosts", min=2, help="How many hosts.")] = 4,
+    rate: Annotated[str, typer.Option(help="Their links: 100mbit, 1gbit, or 10mbit/1gbit to send/receive.")] = "1gbit",
+    slow: SlowOption = None,
+    delay: DelayOption = None,
+) -> None:
+    """Run COMMAND on emulated hosts, host0 to hostN, with links of a chosen speed; then take them down.
+
+    mpirun and horovodrun in COMMAND reach the other hosts without sshd. Needs root and iproute2.
+    """
+    from experiments.cluster.hosts import Hosts
+    from experiments.cluster.launch import environment, stoppable
+    from experiments.cluster.rates import slow_hosts
+
+    with stoppable(), Hosts(count, rate, slow_hosts(slow or []), delay) as network:
+        env = {**os.environ, **environment(count)}
+        done = subprocess.run(network.command("host0", *command), env=env)
+    raise typer.Exit(done.returncode)

@@ -1,0 +1,301 @@
+"""What a claim is: a sentence of a paper, the units of work that test it, and a verdict by rule."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from experiments.report.numbers import number
+from experiments.report.tables import MISSING
+from hvdcompress.registry import suggest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAPERS = ("scalecom", "gradiveq", "fft", "gaussiank")
+LISTED = 6  #: conditions met that an outcome names, where it could name fewer that are not met
+
+Record = dict[str, Any]
+
+
+class Kind(StrEnum):
+    """How a claim came out."""
+
+    HOLDS = "holds"
+    CONDITIONS = "holds under these conditions"
+    FAILS = "does not hold here"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a claim came out, under which conditions or why, and how many of the conditions meet the rule."""
+
+    kind: Kind
+    because: str = ""
+    met: int | None = None
+    of: int | None = None
+
+
+def judge(cells: Mapping[Any, Sequence[bool]], otherwise: str) -> Outcome:
+    """Judge a claim: every seed must meet the rule, and the conditions in which all do are named.
+
+    If many conditions are met and fewer are not, the outcome names those that are not.
+
+    Args:
+        cells: whether the rule was met, one value per seed, by condition. A condition is a text; or two, such as
+            ``("than dense", "at 1 Gbit/s")``, of which the first is named once with all its second ones.
+        otherwise: why the claim does not hold, if no condition meets the rule in every seed.
+
+    Raises:
+        ValueError: there is nothing to judge.
+
+    >>> judge({"n = 10": [True, True], "n = 20": [True, True]}, "-").kind.value
+    'holds'
+    >>> judge({"n = 10": [True, True], "n = 20": [True, False]}, "-").because
+    'n = 10'
+    >>> judge({f"n = {n}": [n != 5] for n in range(9)}, "-").because
+    'all but n = 5'
+    >>> judge({("a", "1"): [True], ("a", "2"): [True], ("b", "1"): [True], ("b", "2"): [False]}, "-").because
+    'a everywhere; b 1'
+    """
+    if not cells or not all(len(seeds) for seeds in cells.values()):
+        raise ValueError("a verdict needs conditions, and a value for each of their seeds")
+    met = [condition for condition, seeds in cells.items() if all(seeds)]
+    failed = [condition for condition in cells if condition not in met]
+    if not failed:
+        return Outcome(Kind.HOLDS, "", len(met), len(cells))
+    if not met:
+        return Outcome(Kind.FAILS, otherwise, 0, len(cells))
+    if isinstance(met[0], tuple):
+        told = _by_first(met, list(cells))
+    elif len(met) > max(LISTED, len(failed)):
+        told = f"all but {'; '.join(failed)}"
+    else:
+        told = "; ".join(met)
+    return Outcome(Kind.CONDITIONS, told, len(met), len(cells))
+
+
+def _by_first(met: Sequence[tuple[str, str]], cells: Sequence[tuple[str, str]]) -> str:
+    told = []
+    for first in dict.fromkeys(first for first, _ in met):
+        seconds = [second for each, second in met if each == first]
+        everywhere = len(seconds) == sum(each == first for each, _ in cells)
+        told.append(f"{first} {'everywhere' if everywhere else ', '.join(seconds)}")
+    return "; ".join(told)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a claim's test found.
+
+    Attributes:
+        outcome: how the claim came out.
+        number: a sentence with the number that decides it and its spread over seeds.
+        tables: all figures, by title.
+        figure: a picture, if it says more than the number.
+        caption: what the picture shows.
+        notes: sentences that a reader should know.
+    """
+
+    outcome: Outcome
+    number: str
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    figure: Figure | None = None
+    caption: str = ""
+    notes: str = ""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Args:
+        few: only so many settings that a paper takes ten minutes at most.
+        full: long trainings (hours) instead of the short ones (minutes) that the pages have.
+        seeds: of each measurement.
+    """
+
+    few: bool = False
+    full: bool = False
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call of a measure.
+
+    Args:
+        measure: a function at the top of a module, so that another process can import it.
+        settings: its keywords, plain data.
+        labels: columns that tell its records from those of other units, such as the net and the seed.
+        seconds: roughly how long it takes on one core. Only the ratios between units count, for the time left.
+        alone: it measures time, so nothing else may run meanwhile.
+    """
+
+    measure: Callable[..., Any]
+    settings: Record
+    labels: Record
+    seconds: float = 1.0
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The measure and the labels, in words."""
+        labels = (value if name == "net" else f"{name} {value}" for name, value in self.labels.items() if value != "")
+        return " ".join([self.measure.__name__, *map(str, labels)])
+
+    def with_momentum(self, momentum: str) -> Unit:
+        """Return the training with the optimizer's momentum kept or adapted. Dense training has only one."""
+        if self.settings["method"]["method"] == "none":
+            return self
+        labels = {**self.labels, "momentum": momentum}
+        return replace(self, settings={**self.settings, "momentum": momentum}, labels=labels)
+
+
+Units = Callable[[Scale], list[Unit]]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim; :meth:`Paper.claim` makes it and documents its fields."""
+
+    id: str
+    text: str
+    test: Callable[..., Verdict]
+    units: Sequence[Units]
+    where: str
+    tested: str
+    rule: str
+    published: str = ""
+    trains: bool = False
+
+    def needed(self, scale: Scale) -> dict[str, list[list[Unit]]]:
+        """Return the units of each verdict: one, or two with the optimizer's momentum kept and adapted."""
+        groups = [list(units(scale)) for units in self.units]
+        if not self.trains:
+            return {"": groups}
+        return {how: [[unit.with_momentum(how) for unit in group] for group in groups] for how in ("keep", "adapt")}
+
+    def record(self, verdict: Verdict, **more: Any) -> Record:
+        """Return all that a page says about the claim, as plain data."""
+        text = {name: getattr(self, name) for name in ("text", "where", "published", "tested", "rule")}
+        found = {name: getattr(verdict, name) for name in ("number", "caption", "notes")}
+        tables = {title: json.loads(frame.to_json(orient="records")) for title, frame in verdict.tables.items()}
+        return {"claim": self.id, **more, **text, **vars(verdict.outcome), **found, "tables": tables}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper: the method's id, its title and source, the tasks whose data it needs, and its claims.
+
+    ``holds`` and ``fails`` say by hand, in a few words, what the published measurements showed.
+    """
+
+    id: str
+    title: str
+    source: str
+    holds: str
+    fails: str
+    tasks: Sequence[str]
+    claims: list[Claim] = field(default_factory=list)
+
+    def claim(self, id: str, text: str, *, units: Units | Sequence[Units], **more: Any) -> Callable[..., Any]:
+        """Return a decorator that adds a claim, tested by the decorated function.
+
+        Args:
+            id: the paper's letter and a number, such as "G1".
+            text: the paper's sentence in our words.
+            units: what is measured. The function gets one data frame for each of these, of all its units' records.
+            more: ``where``, the section or figure of the paper; ``tested``, how it is tested here; ``rule``, when it
+                holds; ``published``, the paper's own figures; ``trains=True``, if the units are trainings, which are
+                measured with the optimizer's momentum kept, as in the papers, and adapted, as is our default.
+        """
+        each = (units,) if callable(units) else tuple(units)
+
+        def add(test: Callable[..., Verdict]) -> Callable[..., Verdict]:
+            self.claims.append(Claim(id, text, test, each, **more))
+            return test
+
+        return add
+
+    def named(self, ids: Sequence[str]) -> list[Claim]:
+        """Return the claims of these ids, or all, in the paper's order.
+
+        Raises:
+            ValueError: there is no such claim; the message names those that there are.
+        """
+        known = [claim.id for claim in self.claims]
+        for id in ids:
+            if id not in known:
+                raise ValueError(f"--claims: {self.title} has no {id!r}{suggest(id, known)}; it has {', '.join(known)}")
+        return [claim for claim in self.claims if not ids or claim.id in ids]
+
+
+def find(id: str) -> Paper:
+    """Return a paper.
+
+    Raises:
+        ValueError: there is none of that id; the message names those that there are.
+    """
+    if id not in PAPERS:
+        raise ValueError(f"no claims of {id!r}{suggest(id, list(PAPERS))}; there are: {', '.join(PAPERS)}")
+    paper: Paper = importlib.import_module(f"experiments.papers.{id}.claims").PAPER
+    return paper
+
+
+# -- what tests of claims share ------------------------------------------------------------------
+
+
+def over_seeds(frame: pd.DataFrame, by: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
+    """Return the median over steps, then the median, least and largest over seeds; NaN if a seed's is (it diverged).
+
+    Args:
+        frame: has a column ``seed``.
+        by: the columns that make a row.
+        values: the columns to summarise. Each gives three: ``x``, ``x least``, ``x largest``.
+    """
+    lines = []
+    for keys, group in frame.groupby(list(by), sort=False, dropna=False):
+        line = dict(zip(by, keys, strict=True))
+        for value in values:
+            seeds = per_seed(group, value)
+            lost = any(map(math.isnan, seeds))
+            line[value] = math.nan if lost else statistics.median(seeds)
+            line[f"{value} least"] = math.nan if lost else min(seeds)
+            line[f"{value} largest"] = math.nan if lost else max(seeds)
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def per_seed(frame: pd.DataFrame, value: str) -> list[float]:
+    """Return the median over steps for each seed; NaN if one step's is."""
+    return [float(group.median(skipna=False)) for _, group in frame.groupby("seed", sort=False)[value]]
+
+
+def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
+    """Return the median of the seeds' values with the least and the largest: ``0.12 (0.11 to 0.13)``."""
+    values = list(values)
+    if not values:
+        return MISSING
+    if lost := sum(map(math.isnan, values)):
+        return f"diverged in {lost} of {len(values)}"
+    return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
+
+
+def groups(frame: pd.DataFrame, *by: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
+    """Iterate over the groups of a frame in the order of their first rows, with the key as a tuple."""
+    yield from frame.groupby(list(by), sort=False, dropna=False)  # type: ignore[misc]
+
+
+def exploded(frame: pd.DataFrame, column: str, key: str, value: str) -> pd.DataFrame:
+    """Return one row per item of the dicts in a column, with the item's key and value in two new columns."""
+    items = {key: frame[column].map(list), value: frame[column].map(lambda each: list(each.values()))}
+    return frame.drop(columns=column).assign(**items).explode([key, value], ignore_index=True)

@@ -1,0 +1,1 @@
+"""Gaussian-k: Shi et al. 2019."""

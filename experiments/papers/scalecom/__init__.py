@@ -1,0 +1,1 @@
+"""ScaleCom: Chen et al. 2020."""

@@ -1,0 +1,209 @@
+"""Train a task in one process with any number of simulated ranks, and look at what they exchange.
+
+All ranks have the same weights, so there is one net and one optimizer. Each rank has its shard of the data, its
+gradient and, in a :class:`~hvdcompress.loopback.Loopback`, its residual. The arithmetic is that of real ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from experiments import phases
+from experiments.training import loop, models_torch
+from experiments.training.experiment import Task
+from experiments.training.tasks import TASKS, Bytes, Images, net_of
+from hvdcompress.loopback import Loopback
+from hvdcompress.optimizers import SGD
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step after the exchange, before the update.
+
+    Attributes:
+        step: from 0.
+        phase: "early", "middle" or "late": the thirds of the training.
+        rate: the learning rate.
+        gradients: each rank's, by the tensors' names.
+        residuals: each rank's before the exchange; zeros where none is kept.
+        reduced: the exchange's result.
+        net: the ranks.
+    """
+
+    step: int
+    phase: str
+    rate: float
+    gradients: list[Tensors]
+    residuals: list[Tensors]
+    reduced: Tensors
+    net: Loopback
+
+    def accumulated(self, rank: int) -> Tensors:
+        """Return what a rank selects from: gradient + residual."""
+        return {name: gradient + self.residuals[rank][name] for name, gradient in self.gradients[rank].items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How a training went.
+
+    Attributes:
+        losses: of each step, the ranks' mean.
+        value: the held-out measure; NaN if the training was ended early.
+        ratio: compression ratio by the bytes that a rank hands to collectives.
+        wire: compression ratio by the bytes that a rank transmits, if collectives are rings; NaN for one rank.
+        rows: what ``look`` returned.
+    """
+
+    losses: list[float]
+    value: float
+    ratio: float
+    wire: float
+    rows: list[Any]
+
+
+def spread_out(steps: int, count: int) -> set[int]:
+    """Return about ``count`` steps, evenly over a training, the last one among them.
+
+    >>> sorted(spread_out(100, 4))
+    [24, 49, 74, 99]
+    """
+    return {round((number + 1) * steps / count) - 1 for number in range(min(count, steps))}
+
+
+def task_of(task: Settings) -> Task:
+    """Return a task from plain data, the keys of an experiment's file without a label."""
+    return Task.model_validate({"label": task["task"], **task})
+
+
+@cache
+def data_of(task: str) -> Images | Bytes:
+    """Return a task's data, read once per process."""
+    return TASKS[task].load()
+
+
+def train(
+    task: Settings,
+    method: Settings,
+    ranks: int,
+    seed: int,
+    look: Callable[[Moment], Any] | None = None,
+    at: Collection[int] = (),
+    until: int | None = None,
+    momentum: str = "keep",
+) -> Trained:
+    """Train, and look at some of the steps.
+
+    Args:
+        task: as :func:`task_of` reads it.
+        method: a method and its settings, as plans have them.
+        ranks: how many.
+        seed: of weights, batches and the method.
+        look: is called with the :class:`Moment` of each step in ``at``; its results are kept.
+        at: steps, from 0.
+        until: end after so many steps of the training's schedule.
+        momentum: ``optimizer_momentum`` of the plan; the papers keep it.
+
+    Raises:
+        Diverged: the loss is NaN or Inf.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    given, data = task_of(task), data_of(task["task"])
+    model = models_torch.build(net_of(given.task, given.net), data)
+    parameters = dict(model.named_parameters())
+    plan = {"seed": seed, **method, "optimizer_momentum": momentum}
+    if given.clip == "after":
+        plan["clip_norm"] = given.clip_norm
+    net = Loopback(plan, ranks, optimizer=SGD(given.momentum))
+    sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=given.momentum, weight_decay=given.weight_decay)
+    batches = [data.batches(rank, ranks, seed, given.batch_size) for rank in range(ranks)]
+    losses: list[float] = []
+    rows = []
+    for step in range(until or given.steps):
+        clip = given.clip_norm if given.clip == "before" else None
+        found = [_gradients(model, next(shares), clip) for shares in batches]
+        gradients = [one for one, _ in found]
+        losses.append(float(np.mean([loss for _, loss in found])))
+        if not np.isfinite(losses[-1]):
+            raise loop.Diverged(f"the loss is {losses[-1]} at step {step + 1}")
+        before = _residuals(net, gradients) if step in at else []
+        reduced = net.allreduce_many(gradients)[0]
+        rate = loop.learning_rate(given, step)
+        if step in at and look is not None:
+            rows.append(look(Moment(step, phases.phase_of(step, given.steps), rate, gradients, before, reduced, net)))
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(reduced[name])
+        sgd.param_groups[0]["lr"] = rate
+        sgd.step()
+        net.observe(learning_rate=rate, loss=losses[-1])
+    value = math.nan if until else _held_out(model, given.task, data)
+    return Trained(losses, value, net.ledger.compression_ratio(ranks - 1), wire_ratio(net), rows)
+
+
+def accuracy(task: Settings, method: Settings, ranks: int, seed: int, momentum: str = "keep") -> dict[str, Any]:
+    """Train, and return value, ratio, wire, the loss of the last twentieth of the steps, and at most 50 mean losses.
+
+    All are NaN if the training diverged.
+    """
+    try:
+        trained = train(task, method, ranks, seed, momentum=momentum)
+    except loop.Diverged:
+        return {**dict.fromkeys(("value", "ratio", "wire", "loss"), math.nan), "losses": []}
+    losses = [float(np.mean(part)) for part in np.array_split(trained.losses, min(50, len(trained.losses)))]
+    last = statistics.fmean(trained.losses[-max(1, len(trained.losses) // 20) :])
+    return {"value": trained.value, "ratio": trained.ratio, "wire": trained.wire, "loss": last, "losses": losses}
+
+
+def wire_ratio(net: Loopback) -> float:
+    """Return the bytes that dense rings would have transmitted, divided by those that the last rank did."""
+    rank = net.world_size - 1
+    dense = net.ledger.dense_bytes(rank) * 2 * (net.world_size - 1) / net.world_size
+    return dense / sent if (sent := net.ledger.bytes_on_wire(rank)) else math.nan
+
+
+def _gradients(model: torch.nn.Module, batch: Any, clip_norm: float | None) -> tuple[Tensors, float]:
+    """Return a rank's gradients and loss; ``clip_norm`` bounds the norm of all its gradients together."""
+    x, y = map(torch.from_numpy, batch)
+    model.zero_grad()
+    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+    loss.backward()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}, loss.item()
+
+
+def _residuals(net: Loopback, gradients: list[Tensors]) -> list[Tensors]:
+    """Copy all residuals, because the exchange overwrites them. Before the first step they are zeros."""
+
+    def one(name: str, rank: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        try:
+            return np.array(net.residual(name, rank))
+        except KeyError:
+            return np.zeros_like(like)
+
+    return [{name: one(name, rank, g) for name, g in tensors.items()} for rank, tensors in enumerate(gradients)]
+
+
+@torch.no_grad()
+def _held_out(model: torch.nn.Module, task: str, data: Images | Bytes) -> float:
+    """Return the task's measure on the whole held-out set."""
+    sums = np.zeros(3)
+    for batch in data.held_out(0, 1):
+        x, y = map(torch.from_numpy, batch)
+        logits = model(x).flatten(0, -2)
+        nll = F.cross_entropy(logits, y.flatten(), reduction="sum")
+        sums += [float(nll), float((logits.argmax(1) == y.flatten()).sum()), y.numel()]
+    return TASKS[task].metric.value(*sums)

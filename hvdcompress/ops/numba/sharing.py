@@ -1,0 +1,38 @@
+"""Compile on all processes of a host at the same time, each of them other ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcompress.ops import numba, numpy
+from hvdcompress.ops.numba._kernels.compiling import LOCKS, folder
+
+__all__ = ["SharedOps"]
+
+
+class SharedOps:
+    """The ops of ``ops/numba``, except that an op which another process of this host compiles is ``ops/numpy``'s.
+
+    Both return the same bytes, so that a process which finds an op taken goes on to the next one, and compiles that.
+
+    Attributes:
+        skipped: whether ``ops/numpy`` was used: not all ops have been compiled or loaded then.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = False
+        self._folder = folder()
+
+    def __getattr__(self, name: str) -> Any:
+        compiled, plain = getattr(numba, name), getattr(numpy, name)
+        if compiled is plain:
+            return plain
+
+        def op(*args: Any, **options: Any) -> Any:
+            with LOCKS.holding(self._folder, f"op {name}", wait=False) as mine:
+                if mine:
+                    return compiled(*args, **options)
+            self.skipped = True
+            return plain(*args, **options)
+
+        return op
