@@ -97,7 +97,7 @@ class Group:
         self._connections = dict(enumerate(connections))
         heads = self._replies(deadline)
         self._connections = {head["rank"]: connections[at] for at, head in heads.items()}
-        self._pids = [head["pid"] for head in heads.values()]
+        self._pids = [head["pid"] for head in sorted(heads.values(), key=lambda head: head["rank"])]
         self._sleep()
 
     def _check_alive(self) -> None:
@@ -155,14 +155,13 @@ class Group:
                 try:
                     found[rank] = connection.recv()
                 except (EOFError, OSError):
-                    time.sleep(2.0)  # the launcher ends the others, and says which one was the first to end
                     raise RankError(f"rank {rank} ended without a message\n{self._tail()}") from None
                 if "error" in found[rank]:
                     raise RankError(f"rank {rank}: {found[rank]['error']}")
         return found
 
     def _tail(self) -> str:
-        return launch.tail(self.log, 8)
+        return launch.tail(self.log, 6)
 
     def _signal(self, number: int) -> None:
         for pid in self._pids:

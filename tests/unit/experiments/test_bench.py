@@ -160,7 +160,7 @@ def test_a_killed_rank_is_named(tmp_path):
         first, second = group.ask("measure", key="k")
         assert first["dense"] == second["dense"] == 4 * 2000 and first["end"] > first["start"]
         os.kill(group._pids[1], signal.SIGKILL)
-        with pytest.raises(RankError, match=r"rank 1 ended without a message|rank +: 1 "):
+        with pytest.raises(RankError, match="rank 1 ended without a message"):
             group.ask("check", key="k")
     finally:
         group.stop()
