@@ -55,6 +55,8 @@ AREAS: dict[str, str] = {
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
+    "bench": "experiments.bench.pages:context",
+    "scale": "experiments.cost_model.pages:context",
 }
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 
