@@ -16,7 +16,16 @@ __all__ = ["context"]
 BENCHES = ("resnet50", "ddp_hooks", "ddp_cuda", "awake", "resnet32", "gpt2", "alexnet", "vgg16_conv", "saved")
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 BASELINES = {"none ddp": "dense, DDP", "fp16 ddp": "DDP's fp16 hook", "powersgd ddp": "DDP's PowerSGD hook, rank 1"}
-DRAWN: tuple[str, ...] = ("none ring", "none mpi", "fp16 ddp", "powersgd ddp", "topk 0.5 %", "scalecom 100x", "dgc 0.1 %", "gtopk 0.5 %")
+DRAWN: tuple[str, ...] = (
+    "none ring",
+    "none mpi",
+    "fp16 ddp",
+    "powersgd ddp",
+    "topk 0.5 %",
+    "scalecom 100x",
+    "dgc 0.1 %",
+    "gtopk 0.5 %",
+)
 DRAWN += ("gaussiank 0.5 %", "randomk 1 %", "powersgd rank 1", "qsgd 4 bits", "signsgd", "fft", "fp16 compressor")
 LINES = {  # the table of nets: its rows, and the contenders' names in each benchmark
     "top-k 0.5 %": {"resnet50": "topk 0.5 %", "gpt2": "topk 0.5 %", "alexnet": "topk 0.5 %"},
