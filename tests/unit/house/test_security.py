@@ -39,6 +39,10 @@ KNOWN = {
     ("registry.py", "import_module"): "our methods, and those that installed packages declare as entry points",
     ("testing/trial.py", "import_module"): "the modules of our own package",
     ("engine/safety/peers.py", "multiprocessing.connection"): "bytes of JSON: `recv`, which unpickles, is not called",
+    ("cli/advise/ranks.py", "all_gather_object"): "PyTorch's own, between ranks of one measurement",
+    ("cli/advise/ranks.py", "allgather_object"): "Horovod's own, between ranks of one measurement",
+    ("cli/advise/workload.py", "import_module"): "--model, --data and others name the user's own functions",
+    ("cli/app.py", "shell"): "the name of a shell, for which the completion script is printed",
     ("ddp/__main__.py", "run_module"): "the script that the command line names, as python -m does",
     ("ddp/__main__.py", "run_path"): "the script that the command line names",
 }
