@@ -103,11 +103,11 @@ def test_what_is_known_is_there() -> None:
 
 
 def test_what_reads_plans_and_states_has_nothing_of_the_kind() -> None:
-    """Below the lab and the commands there are imports of modules, and no more."""
+    """Below the commands there are imports of modules, and no more."""
     peers = ast.parse((PACKAGE / "engine" / "safety" / "peers.py").read_text(encoding="utf-8"))
     assert not [node for node in ast.walk(peers) if isinstance(node, ast.Attribute) and node.attr == "recv"]
     for file, what in KNOWN:
-        if not file.startswith(("lab/", "engine/safety/peers")):
+        if not file.startswith(("cli/", "engine/safety/peers")):
             assert what in {"import_module", "run_module", "run_path"}, (file, what)
 
 
