@@ -20,9 +20,9 @@ COMMANDS = {
     "report": "experiments.training.command:report",
     "time-to-accuracy": "experiments.to_accuracy.command:app",
     "momentum": "experiments.momentum.command:app",
-    "bench": "experiments.commands.bench:benchmarks",
-    "compare": "experiments.commands.comparing:compare",
-    "scale": "experiments.commands.comparing:scale",
+    "bench": "experiments.bench.command:benchmarks",
+    "compare": "experiments.compare:compare",
+    "scale": "experiments.cost_model.command:scale",
     "reproduce": "experiments.papers.command:reproduce",
     "hosts": "experiments.cluster.command:hosts",
 }

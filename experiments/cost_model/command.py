@@ -1,4 +1,4 @@
-"""``python -m experiments compare`` and ``scale``."""
+"""``python -m experiments scale``."""
 
 from __future__ import annotations
 
@@ -7,42 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from experiments.commands.shared import RUNS, FormatOption, config_argument, console_of, methods_of, split, warn
-from experiments.output.table import Format
-
-
-def compare(
-    gradients: Annotated[Path, typer.Argument(help="A file that lab.training.save_gradients or compare.save() wrote.")],
-    config: Annotated[
-        str | None,
-        typer.Option(help="An experiment: a YAML file or a packaged one's name. Default: every method as it comes."),
-    ] = None,
-    methods: Annotated[str | None, typer.Option(help="Only these: labels, with commas.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the table there, as Markdown.")] = None,
-    form: FormatOption = Format.text,
-) -> None:
-    """Show how each method performs on saved gradients: error, bytes and compression ratio, on the same data for all.
-
-    The error of one exchange is the median over the steps, with its quartiles and the medians of the early, middle and
-    late third of them. Where the gradients' norm collapses, a warning says so.
-    """
-    from experiments import compare as comparison
-
-    entries = methods_of(config, methods, ["comparison", "experiment"])
-    given = comparison.load(gradients)
-    console = console_of()
-    outcomes = []
-    with console.status("…") as status:
-        for entry in entries:
-            status.update(f"{entry.label} …")
-            outcomes.append(comparison.measure(entry, given))
-    table = comparison.table(outcomes)
-    table.print(console, form)
-    if warning := comparison.warning(given):
-        warn(warning)
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(table.markdown() + (f"\nWarning: {warning}\n" if warning else ""), encoding="utf-8")
+from experiments.commands.shared import RUNS, config_argument, methods_of, split
 
 
 def scale(

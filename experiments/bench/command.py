@@ -36,7 +36,7 @@ def exchanges(
     from experiments import packaged
     from experiments.bench import run as benchmark
     from experiments.bench.config import LOOPBACK, Bench
-    from experiments.cluster import launcher
+    from experiments.cluster import launch
     from experiments.cluster.hosts import HostsError, problem
     from experiments.output import folder as folders
 
@@ -44,7 +44,7 @@ def exchanges(
         hosts, split(rates), split(methods), split(sets), rounds
     )
     if any(contender.where not in ("ddp", "mpi4py") for contender in asked.contenders()):
-        launcher.horovodrun()
+        launch.lines((), asked.hosts, "horovod")  # raises if Horovod is not installed
     if set(asked.rates) != {LOOPBACK} and (missing := problem()):
         raise HostsError(f"{missing}\nOr measure with --rates loopback.")
     folder = folders.choose(RUNS, f"bench-{asked.name}", out, resume, overwrite)
