@@ -29,6 +29,19 @@ RACES = {
     "lstm": "LSTM, 2.0 million: 2.7 bits",
     "transformer": "transformer, 1.8 million, AdamW: 3.0 bits",
 }
+#: contender of experiments/results/momentum.json -> its name on the page about momentum
+REMEDIES = {
+    "topk:plain": "top-k, momentum kept",
+    "topk": "top-k",
+    "topk:cancelled": "top-k, momentum cancelled",
+    "dgc": "DGC",
+    "gmc": "GMC",
+    "lowpass:plain": "low-pass filter, β = 0.1",
+    "regtopk:plain": "RegTop-k",
+    "regtopk": "RegTop-k, momentum adapted",
+    "ef21_sgdm": "EF21-SGDM",
+}
+REMEDY_TASKS = {"fnn3": ("FNN-3", 300), "lenet5": ("LeNet-5", 300), "lstm": ("LSTM, text", 1500)}
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -133,8 +146,28 @@ def momentum(page: str) -> dict[str, Any]:
     return {
         "gaps": wide(gaps, "contender", "task"),
         "largest_rate": wide(rates, "method", "column"),
+        "remedies": remedies(),
         "scores": study.picture(results.load("momentum")),
     }
+
+
+def remedies() -> pd.DataFrame:
+    """Return the table of remedies: gaps at the best rate, with the rate's factor and few seeds in parentheses."""
+    found = study.at_best_rates(study.summary(results.load("momentum")))
+    found = found[found.contender.isin(list(REMEDIES)) & found.task.isin(list(REMEDY_TASKS))]
+    found = found[found.steps == found.task.map({task: steps for task, (_, steps) in REMEDY_TASKS.items()})]
+
+    def shown(row: Any) -> str:
+        places = 2 if row.unit == "%" else 3
+        notes = [] if row.rate == 1 else [f"×{row.rate:g}"]
+        notes += [] if row.seeds > 2 else ["1 seed" if row.seeds == 1 else "2 seeds"]
+        gap = signed(row.gap, places) if row.seeds == 1 else interval(row.gap, row.high - row.gap, places, False)
+        return gap + (f" ({', '.join(notes)})" if notes else "")
+
+    cells = found.assign(cell=[shown(row) for row in found.itertuples()])
+    table = cells.pivot(index="contender", columns="task", values="cell").reindex(REMEDIES)[list(REMEDY_TASKS)]
+    table.columns = pd.Index([name for name, _ in REMEDY_TASKS.values()])
+    return table.fillna("–").rename(index=REMEDIES).rename_axis("contender").reset_index()
 
 
 def results_page(page: str) -> dict[str, Any]:
