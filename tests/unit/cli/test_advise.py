@@ -146,7 +146,7 @@ def test_predictions_for_another_link_are_computing_and_bytes():
 def test_the_line_for_the_script():
     topk, own = measured("x", 1.0, plan="topk density=0.02 values=fp16"), measured("DDP's own fp16", 1.0)
     assert verdict.how_to(topk, "DDP") == (
-        "hvdcompress.ddp.attach(model, \"topk\", density=0.02, values='fp16', optimizer=optimizer)"
+        "from hvdcompress import ddp\nddp.attach(model, \"topk\", density=0.02, values='fp16', optimizer=optimizer)"
     )
     assert "named_parameters" in verdict.how_to(topk, "Horovod")
     assert "fp16_compress_hook" in verdict.how_to(own, "DDP") and "Compression.fp16" in verdict.how_to(own, "Horovod")
@@ -259,7 +259,7 @@ def test_weights_depend_on_the_seed_and_batches_on_the_rank(mine):
 
 def test_trainings_are_paired_and_as_long_as_asked(mine):
     """Without an exchange, dense and the contender are the same training: equal losses, step by step."""
-    here = Measurements(OneRank(), mine(), lambda words: None)
+    here = Measurements(OneRank(), mine())
     dense, other = here.train(Contender(DENSE), 0.3, 0), here.train(Contender("topk"), 0.3, 0)
     count = min(len(dense.losses), len(other.losses))
     assert count > measure.WARM and dense.losses[:count] == other.losses[:count]
@@ -271,7 +271,7 @@ def test_trainings_are_paired_and_as_long_as_asked(mine):
 
 def test_a_batch_that_is_missing_during_a_training_ends_all_ranks(mine, monkeypatch):
     workload = mine()
-    here = Measurements(OneRank(), workload, lambda words: None)
+    here = Measurements(OneRank(), workload)
     batches = iter([(torch.randn(8, 4), torch.zeros(8).long())] * 5)
     monkeypatch.setitem(workload._functions, "--data", lambda: next(batches))
     with pytest.raises(AdviseError, match="batches must not end"):
