@@ -47,17 +47,18 @@ ROOT = DOCS.parent
 TEMPLATES = DOCS / "templates"
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
+from experiments.papers.page import PAPERS  # noqa: E402
 from experiments.report import numbers, plots, results, tables  # noqa: E402
 from hvdcompress import registry  # noqa: E402
 
 #: Page -> "module:function", which takes the page's name and returns the template's variables, or the page's text.
 AREAS: dict[str, str] = {
-    "papers/*": "experiments.papers.page:variables",  # first, because "README" matches papers/README, too
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
     "reliability": "pages:reliability",
+    **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 
