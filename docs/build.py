@@ -58,6 +58,8 @@ AREAS: dict[str, str] = {
     "momentum": "pages:momentum",
     "results": "pages:results_page",
     "reliability": "pages:reliability",
+    "bench": "experiments.bench.pages:context",
+    "scale": "experiments.cost_model.pages:context",
     **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
@@ -118,7 +120,7 @@ def environment(target: Path) -> jinja2.Environment:
         table=tables.markdown,
         diff=diff,
         made=made_by,
-        methods=registry.classes(),
+        methods={id: cls for id, cls in registry.classes().items() if cls.__module__.startswith("hvdcompress.")},
         link=link,
         raw=lambda name: link(f"experiments/results/{name}.json"),
         source=lambda id: link(f"hvdcompress/methods/{id}.py"),
