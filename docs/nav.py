@@ -24,7 +24,7 @@ BELOW = {"methods": ["methods/*"], "papers/README": ["papers/[!R]*"]}
 def listed(page: str) -> bool:
     """Return whether a page is in the navigation."""
     patterns = [name for names in (*NAV.values(), *BELOW.values()) for name in names]
-    return page == "index" or any(fnmatch(page, pattern) for pattern in patterns)
+    return page == "index" or page.endswith("_notes") or any(fnmatch(page, pattern) for pattern in patterns)
 
 
 def toctree(page: str) -> str:

@@ -85,7 +85,7 @@ def cell(row: pd.Series) -> str:
 
 def picture(frame: pd.DataFrame) -> Figure:
     """Draw seconds to the target against the link's speed."""
-    drawn, (ax,) = plots.figure(1, height=3.0)
+    drawn, (ax,) = plots.figure(1, height=3.2)
     for number, (contender, label) in enumerate(NAMES.items()):
         rows = frame[frame.contender == contender].set_index("rate").reindex(list(LINKS))
         grey = contender in ("dense", "noop")
@@ -102,7 +102,7 @@ def picture(frame: pd.DataFrame) -> Figure:
     ax.set(yscale="log", xlabel="speed of the links", ylabel="seconds to 84 % (less is better)")
     ax.set_yticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
     ax.minorticks_off()
-    drawn.legend(loc="outside right center")
+    drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
 
@@ -155,3 +155,13 @@ def interval(value: float, half: float, places: int, bold: bool) -> str:
     """Return a gap with half of its interval's width."""
     text = f"{signed(value, places)} ± {half:.{places}f}"
     return f"**{text}**" if bold else text
+
+
+def reliability(page: str) -> dict[str, Any]:
+    """Return how many launches with a fault there were, and the seconds of the slowest that ended with an error."""
+    frame = results.load("chaos")
+
+    def slowest(*faults: str) -> float:
+        return float(frame[frame.fault.isin(faults)].slowest_error_s.max())
+
+    return {**frame[["launches", "recovered", "error"]].sum().to_dict(), "slowest": slowest}

@@ -15,15 +15,15 @@ from typer.core import TyperGroup
 
 #: command: where its function is. Listed in this order.
 COMMANDS = {
-    "quickstart": "experiments.commands.training:quickstart",
-    "run": "experiments.commands.training:run",
-    "report": "experiments.commands.training:report",
+    "quickstart": "experiments.training.command:quickstart",
+    "run": "experiments.training.command:run",
+    "report": "experiments.training.command:report",
+    "time-to-accuracy": "experiments.to_accuracy.command:app",
     "bench": "experiments.bench.command:benchmarks",
     "compare": "experiments.compare:compare",
     "scale": "experiments.cost_model.command:scale",
     "reproduce": "experiments.commands.papers:reproduce",
     "hosts": "experiments.cluster.command:hosts",
-    "torture": "experiments.commands.chaos:torture",
     "advise": "experiments.commands.advise:advise",
     "methods": "experiments.commands.looking:methods",
     "configs": "experiments.commands.looking:configs",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,8 +17,8 @@ from experiments import nets
 from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate, slow_hosts
 from experiments.configfile import NAME, ConfigFile, Label, MethodEntry, Real, with_label
-from experiments.output import gradients as saved
 from experiments.report.numbers import number
+from experiments.training import gradients as saved
 from hvdcompress.registry import suggest
 
 __all__ = ["BASELINES", "LOOPBACK", "Bench", "Contender", "Turn"]
@@ -218,6 +218,8 @@ class Bench(ConfigFile):
 class Turn:
     """A few exchanges of one contender, one after the other."""
 
+    KEY: ClassVar = ("rate", "set", "contender", "round")  #: what identifies a turn among the results
+
     rate: str
     set: GradientSet
     contender: Contender
@@ -225,8 +227,8 @@ class Turn:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Return what identifies the turn among the results."""
-        return {"rate": self.rate, "set": self.set.label, "contender": self.contender.label, "round": self.round}
+        """Return the values of :data:`KEY`."""
+        return dict(zip(self.KEY, (self.rate, self.set.label, self.contender.label, self.round), strict=True))
 
     def __str__(self) -> str:
         return f"{self.contender.label} on {self.set.label} at {self.rate}, round {self.round + 1}"

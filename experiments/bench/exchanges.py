@@ -19,7 +19,7 @@ import torch
 from experiments.bench.clock import Clock
 from experiments.bench.contenders import Contender, OverDDP, OverHorovod, OverMPI
 from experiments.bench.gradients import make_gradients
-from experiments.output import gradients as saved
+from experiments.training import gradients as saved
 
 __all__ = ["Exchanges"]
 

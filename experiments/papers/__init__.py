@@ -14,5 +14,7 @@ Each paper is a folder with a ``claims.py``, whose ``PAPER`` lists its claims. T
 
 A new paper is also named in ``claims.PAPERS``. ``gaussiank`` is the example to copy.
 
-``run.py`` measures and writes ``papers-PAPER.json``; ``page.py`` makes the page from that file and nothing else.
+``run.py`` measures and writes ``papers-PAPER.json``; ``page.py`` makes the page from that file and nothing else. To
+publish a measurement, copy its ``papers-PAPER.json`` to ``experiments/results`` and its pictures to ``docs/papers``,
+and run ``python docs/build.py``. To measure one claim again, copy the published file into the output folder first.
 """

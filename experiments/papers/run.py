@@ -10,14 +10,12 @@ import inspect
 import json
 import multiprocessing
 import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +47,21 @@ def reproduce(paper: Paper, folder: Path, scale: Scale, jobs: int, only: Sequenc
     """
     needed = [(claim, how, sets) for claim in paper.named(only) for how, sets in claim.needed(scale).items()]
     found = measure([unit for _, _, sets in needed for units in sets for unit in units], folder / "cache", jobs)
-    command = shlex.join(["python", "-m", "experiments", *sys.argv[1:]])
-    made = {"command": command, "date": date.today().isoformat(), "seeds": list(scale.seeds)}
+    about = results.about()
+    made = {"command": about["command"], "date": about["date"], "cpu": about["machine"]["cpu"]}
     records = []
     for claim, how, sets in needed:
         verdict = claim.test(*(frame_of(units, [found[_key(unit)] for unit in units]) for units in sets))
         picture = f"{paper.id}-{claim.id}{'-adapted' if how == 'adapt' else ''}.svg" if verdict.figure else ""
         if verdict.figure:
             plots.save(verdict.figure, folder / picture)
-        records.append(claim.record(verdict, momentum=how, picture=picture, **made))
+        records.append(claim.record(verdict, momentum=how, picture=picture, seeds=scale.seeds, **made))
     file, measured = folder / f"papers-{paper.id}.json", {record["claim"] for record in records}
     earlier = json.loads(file.read_text(encoding="utf-8"))["records"] if only and file.exists() else []
     every = [record for record in earlier if record["claim"] not in measured] + records
     every.sort(key=lambda record: [claim.id for claim in paper.claims].index(record["claim"]))
-    about = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
-    results.save(file.stem, every, folder, paper=paper.id, **about)
+    head = {name: getattr(paper, name) for name in ("title", "source", "holds", "fails")}
+    results.save(file.stem, pd.DataFrame(every, dtype=object), folder, paper=paper.id, **head)  # counts stay integers
     text = page(json.loads(file.read_text(encoding="utf-8")))
     (folder / f"{paper.id}.md").write_text(text, encoding="utf-8")
     return records

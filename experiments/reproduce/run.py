@@ -29,8 +29,8 @@ def check(paper: Paper, scale: Scale) -> None:
         ValueError: it is not; the message says what brings it.
     """
     for task in paper.tasks:
-        if problem := TASKS[task].missing(scale.path):
-            raise ValueError(f"--data {problem}")
+        if problem := TASKS[task].missing():
+            raise ValueError(problem)
 
 
 def reproduce(

@@ -113,7 +113,7 @@ def train(
     """
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    task, data = run.task, data_of(run.task.task, run.task.path)
+    task, data = run.task, data_of(run.task.task)
     model = models_torch.build(net_of(task.task, task.net), data)
     parameters = dict(model.named_parameters())
     plan = {"seed": run.seed, **run.method.settings, "optimizer_momentum": momentum}

@@ -52,6 +52,3 @@ def paper(log: str, numbers: Sequence[int] = (1, 2, 3), seconds: float = 0.0) ->
         return Verdict(judge({"all": [False]}, "losses rise"), f"Least: {least}.")
 
     return made
-
-
-SCALE = Scale()

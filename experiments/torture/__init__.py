@@ -1,1 +1,0 @@
-"""Chaos: short trainings, each with one fault on purpose, and what came of them."""
