@@ -30,6 +30,18 @@ BASELINES += ("powersgd ddp",)
 LOOPBACK = "loopback"  #: the rate of a benchmark without emulated hosts
 
 
+def known_baseline(name: str, device: str) -> None:
+    """Check a baseline's name.
+
+    Raises:
+        ValueError: it is unknown, or cannot have gradients on that device.
+    """
+    if name not in BASELINES:
+        raise ValueError(f"unknown {name!r}{suggest(name, list(BASELINES))}; known: {', '.join(BASELINES)}")
+    if device == "cuda" and not name.endswith(" ddp"):
+        raise ValueError("must be over ddp where device is cuda")
+
+
 class GradientSet(BaseModel):
     """Gradients of a net's shapes (random numbers), or saved gradients."""
 
@@ -139,24 +151,15 @@ class Bench(ConfigFile):
         for at, one in enumerate(self.sets):
             check(("sets", at), one.tensors)
         for at, entry in enumerate(self.methods):
-            if "train" in entry.settings:
-                raise self.error(("methods", at, "train"), "nothing is trained here: remove the key")
-            if entry.over == "ddp" and entry.alone:
-                raise self.error(("methods", at, "alone"), "not over ddp: remove the key")
             if self.device == "cuda" and entry.over != "ddp":
                 raise self.error(("methods", at, "over"), "must be ddp where device is cuda")
             self._check_plan(at, entry.settings)
         for at, rate in enumerate(self.rates):
             if rate != LOOPBACK:
                 check(("rates", at), Rate.parse, rate)
-        for at, words in enumerate(self.slow):
-            check(("slow", at), lambda words=words: Hosts(self.hosts, "1gbit", slow_hosts([words])))
+        check(("slow",), lambda: Hosts(self.hosts, "1gbit", slow_hosts(self.slow)))
         for at, name in enumerate(self.baselines):
-            if name not in BASELINES:
-                hint = suggest(name, list(BASELINES))
-                raise self.error(("baselines", at), f"unknown {name!r}{hint}; known: {', '.join(BASELINES)}")
-            if self.device == "cuda" and not name.endswith(" ddp"):
-                raise self.error(("baselines", at), "must be over ddp where device is cuda")
+            check(("baselines", at), known_baseline, name, self.device)
 
     def contenders(self) -> list[Contender]:
         """Return the contenders, in the order of the tables."""
