@@ -56,9 +56,9 @@ AREAS: dict[str, str] = {
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
-    "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
+    "reliability": "pages:reliability",
 }
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 
