@@ -24,12 +24,12 @@ def test_a_wrong_name_gets_a_suggestion(words):
 
 def test_seeds_and_hosts():
     assert options.seeds_of("1-3,7") == [1, 2, 3, 7]
-    assert options.emulated_hosts(None, None, None, None) is None
+    assert options.emulated_hosts(None, None) is None
     for words, reason in (
-        ((None, "1gbit", None, None), "give --hosts, too"),
-        ((4, None, None, None), "needs the links' speed"),
-        ((4, "1gbit", None, None, 2), "leave out -np"),
-        ((4, "fast", None, None), "is not a rate"),
+        ((None, "1gbit"), "need --hosts and the rate"),
+        ((4, None), "need --hosts and the rate"),
+        ((4, "1gbit", 2), "leave out -np"),
+        ((4, "fast"), "is not a rate"),
     ):
         with pytest.raises(ValueError, match=reason):
             options.emulated_hosts(*words)
