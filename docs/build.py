@@ -57,10 +57,10 @@ AREAS: dict[str, str] = {
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
     "results": "pages:results_page",
-    "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",
     "scale": "experiments.cost_model.pages:context",
     **{f"papers/{name}": "experiments.papers.page:published" for name in ("README", *PAPERS)},
+    "reliability": "pages:reliability",
 }
 NOTE = "<!-- Made by docs/build.py: change {} instead. -->\n"
 
