@@ -212,7 +212,7 @@ def test_tensors_of_a_file(tmp_path):
     (tmp_path / "net.yaml").write_text("a: [3, 4]\nb: [5]")
     assert scale.tensors_of(str(tmp_path / "net.yaml")) == {"a": (3, 4), "b": (5,)}
     (tmp_path / "net.yaml").write_text("a: [3, x]")
-    with pytest.raises(ValueError, match="is not a shape"):
+    with pytest.raises(ValueError, match="must hold names and shapes"):
         scale.tensors_of(str(tmp_path / "net.yaml"))
 
 
