@@ -57,6 +57,8 @@ AREAS: dict[str, str] = {
     "momentum": "pages:momentum",
     "results": "pages:results_page",
     "reliability": "pages:reliability",
+    "bench": "experiments.bench.pages:context",
+    "scale": "experiments.cost_model.pages:context",
 }
 NOTE = "<!-- Made by docs/build.py: change docs/templates/{}.md instead. -->\n"
 

@@ -14,20 +14,11 @@ NAV: dict[str, list[str]] = {
         "cli",
     ],
     "Methods": ["methods", "momentum"],
-    "Evidence": [
-        "results",
-        "bench",
-        "codec-benchmark",
-        "ops-benchmark",
-        "one-exchange",
-        "scale",
-        "papers/README",
-        "reliability",
-    ],
+    "Evidence": ["results", "bench", "scale", "papers/README", "reliability"],
     "Reference": ["reference", "sharp-bits", "drivers", "backends", "architecture", "decisions", "changelog"],
 }
 #: page -> patterns of the pages below it
-BELOW = {"methods": ["methods/*"], "bench": ["bench/*"], "papers/README": ["papers/[!R]*"]}
+BELOW = {"methods": ["methods/*"], "papers/README": ["papers/[!R]*"]}
 
 
 def listed(page: str) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.momentum import report as study
 from experiments.report import plots, results
 from experiments.to_accuracy import report
 
@@ -119,7 +118,7 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 
 def momentum(page: str) -> dict[str, Any]:
-    """Return the tables of "Momentum"."""
+    """Return the tables and the picture of "Momentum"."""
     gaps = results.load("momentum-gaps")
     bits = set(gaps.task[gaps.unit == "bits"])
     gaps["cell"] = [
@@ -134,35 +133,8 @@ def momentum(page: str) -> dict[str, Any]:
     return {
         "gaps": wide(gaps, "contender", "task"),
         "largest_rate": wide(rates, "method", "column"),
-        "scores": curves(),
+        "scores": study.picture(results.load("momentum")),
     }
-
-
-def curves() -> Figure:
-    """Draw the held-out scores of dense training, and of top-k with momentum kept and adapted."""
-    nets = {"mlp": "MLP: accuracy in %", "cnn": "CNN: accuracy in %", "lstm": "LSTM: bits per byte"}
-    nets["transformer"] = "Transformer: bits per byte"
-    lines = {"dense": "dense", "topk:plain": "top-k, momentum kept", "topk": "top-k"}
-    rows = []
-    for run in json.loads((DOCS / "momentum.json").read_text(encoding="utf-8")):
-        made = run["key"]["settings"]
-        name = made["contender"]["name"]
-        if made["name"] == "transformer" and name == "topk:cancelled":  # Adam's beta1 is 0, which is its default
-            name = "topk"
-        if made["name"] in nets and name in lines and made["steps"] == 1500:
-            for step, score in run["found"]["evaluations"]:
-                rows.append({"net": nets[made["name"]], "method": lines[name], "step": step, "score": score})
-    frame = pd.DataFrame(rows).sort_values(
-        ["net", "method"], key=lambda names: names.map([*nets.values(), *lines.values()].index)
-    )
-
-    def zoom(ax: Axes, shown: pd.DataFrame) -> None:
-        late = shown.score[shown.step >= 300]
-        ax.set_ylim(late.min(), late.max())
-
-    return plots.lines(
-        frame, "step", "score", by="method", panel="net", labels={"score": ""}, decorate=zoom, height=2.2
-    )
 
 
 def results_page(page: str) -> dict[str, Any]:

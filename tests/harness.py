@@ -1,8 +1,7 @@
 """What every rank does: run checks one after the other, in step with the other ranks, and write down how each went.
 
 A script of cases is called as ``python SCRIPT OUT [CASE…]``; it writes ``OUT/<rank>.json``: {"results": {case: "ok" |
-"skip: why" | traceback}, "numbers": {…}, "seconds": {case: s}}. One launch runs them all, since starting ranks takes
-seconds.
+"skip: why" | traceback}, "seconds": {case: s}}. One launch runs them all, since starting ranks takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from tests.spoiled import spoil
 spoil()
 SECONDS_A_CASE = 150
 CASES: dict[str, Callable[[], None]] = {}
-NUMBERS: dict[str, Any] = {}  #: figures for the test that launched us
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 
 
@@ -129,7 +127,7 @@ def run(
         except BaseException:
             results[name] = traceback.format_exc()
         took[name] = round(time.monotonic() - began, 2)
-        written = {"results": results, "numbers": NUMBERS, "seconds": took}
+        written = {"results": results, "seconds": took}
         (OUT / f"{rank}.json").write_text(json.dumps(written))
         meet()
     faulthandler.cancel_dump_traceback_later()

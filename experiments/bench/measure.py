@@ -12,8 +12,8 @@ from typing import Any
 from experiments import nets
 from experiments.bench.config import Bench, Turn
 from experiments.bench.ranks import Group, RankError
-from experiments.cluster import launcher
 from experiments.cluster.hosts import Hosts
+from experiments.cluster.launch import LaunchError
 from experiments.cluster.rates import speed
 from experiments.report.results import copy_speed
 
@@ -79,7 +79,7 @@ def _groups(turns: Sequence[Turn], bench: Bench, hosts: Hosts | None, log: Path)
                 group.join()
             yield groups
         except RankError as error:
-            raise launcher.LaunchError(str(error)) from None
+            raise LaunchError(str(error)) from None
 
 
 def _take(turn: Turn, bench: Bench, group: Group, hosts: Hosts | None) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _parts(found: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
     spent = shares.mul(found["seconds"], axis=0)
     # The interface's count would include what Horovod says while nothing is exchanged
     rates = found["rate"].map(lambda rate: float("inf") if rate == LOOPBACK else Rate.parse(rate).slower)
-    wire = (8 * (1 + HEADERS) * found["on_wire"] / rates).clip(upper=spent["blocked"])
+    wire = (8 * (1 + HEADERS) * found["on_wire"] / rates).clip(upper=spent["blocked"]).where(spent["blocked"].notna())
     other = (found["seconds"] - spent.sum(axis=1, skipna=False)).clip(lower=0.0)
     return pd.DataFrame({**spent[["encode", "decode"]], "wire": wire, "wait": spent["blocked"] - wire, "other": other})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from experiments.bench import report
 from experiments.bench.config import Bench
 from experiments.bench.measure import measure, read
-from experiments.cluster.stopping import Stopped, stoppable
+from experiments.cluster.launch import Stopped, stoppable
 from experiments.report import plots, results
 
 

@@ -13,14 +13,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from experiments.cluster import launcher
-from experiments.cluster.hosts import Hosts, HostsError
+from experiments.cluster import launch
+from experiments.cluster.hosts import Hosts
 from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import sharing
@@ -69,19 +67,14 @@ def measure(count: int, rate: str) -> list[dict[str, Any]]:
     """Measure among so many emulated hosts; returns a record per collective and size.
 
     Raises:
-        HostsError: the hosts could not be set up, or mpirun failed.
+        HostsError: the hosts could not be set up.
+        LaunchError: a rank failed.
     """
     with Hosts(count, rate) as hosts:
-        words = [launcher.mpirun() or "mpirun", "-np", str(count), "-H", hosts.slots]
-        words += ["-bind-to", "none", "-mca", "pml", "ob1", sys.executable, "-m", MODULE]
         # A host sees only its share of the cores
-        words += ["--rank", str(Rate.parse(rate).slower), "--cores", str(len(os.sched_getaffinity(0)))]
-        line = hosts.command(hosts.names[0], *words)
-        environment = {**os.environ, **launcher.environment(count, hosts)}
-        done = subprocess.run(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
-    if done.returncode:
-        raise HostsError(f"mpirun among {count} hosts at {rate} failed")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        words = ["--rank", str(Rate.parse(rate).slower), "--cores", str(len(os.sched_getaffinity(0)))]
+        printed = launch.run(["-m", MODULE, *words], count, "mpi", hosts=hosts)
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def main() -> None:

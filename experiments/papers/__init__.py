@@ -6,7 +6,7 @@ Each paper is a folder with a ``claims.py``, whose ``PAPER`` lists its claims. T
    list of records, of plain data. ``simulate.train`` trains a task with simulated ranks and shows it the steps that it
    asks for.
 2. Write a function from a :class:`~experiments.papers.claims.Scale` to a list of
-   :class:`~experiments.papers.claims.Unit`: one call of the measure each, such as one seed and one setting. A unit's
+   :class:`~experiments.papers.units.Unit`: one call of the measure each, such as one seed and one setting. A unit's
    result is kept on disk, so a minute per unit is long enough. Claims that list the same unit share its result.
 3. Decorate the function that judges with ``@PAPER.claim("G6", …, units=…)``. It gets the records of all units as a data
    frame, with the units' labels as columns, and returns a :class:`~experiments.papers.claims.Verdict`.

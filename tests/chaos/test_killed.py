@@ -99,7 +99,7 @@ def test_an_exception_in_the_backward_pass_ends_every_rank(kind: str, status: in
     finally:
         for rank in ranks:
             rank.kill()
-    assert time.monotonic() - began < 35, "`end_after` is 40 s, and all of this starts in seconds"
+    assert time.monotonic() - began < 80, "`end_after` is 90 s, and all of this starts in seconds"
     assert [rank.returncode for rank in ranks] == [1, status], texts
     assert "rank 1: a backward pass ended before all of its gradients" in texts[0]
     assert kind != "error" or "ValueError: made by the test" in texts[1]

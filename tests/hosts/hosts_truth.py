@@ -21,7 +21,7 @@ import horovod.torch as hvd  # noqa: E402  (it starts threads)
 from experiments.cluster.hosts import sent_here  # noqa: E402
 from hvdcompress.horovod.torch import Compressor  # noqa: E402
 
-ELEMENTS, WARM_UP, STEPS = 1_000_000, 3, 12
+ELEMENTS, WARM_UP, STEPS = 600_000, 3, 8
 
 
 def meet() -> None:
@@ -62,7 +62,7 @@ def measure(method: str) -> dict[str, float]:
     }
 
 
-def idle(seconds: float = 2.0) -> dict[str, float]:
+def idle(seconds: float = 1.0) -> dict[str, float]:
     """Horovod alone: its ranks ask each other in every cycle whether there is something to do."""
     meet()
     sent, began = sent_here(), time.monotonic()

@@ -22,7 +22,7 @@ from hvdcompress.horovod.keras import (
     load_model,
 )
 from hvdcompress.horovod.tensorflow import Compressor
-from tests.harness import NUMBERS, OUT, REORDERED, assert_close, case, heavy_tailed, summed
+from tests.harness import OUT, REORDERED, assert_close, case, heavy_tailed, summed
 from tests.launched.tf_model import SHAPES, assert_same_on_all_ranks, reference, refused
 
 
@@ -165,12 +165,10 @@ def net(seed: int) -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.MaxPool2D(),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.MaxPool2D(),
             layers.Flatten(),
-            layers.Dense(128, activation="relu"),
+            layers.Dense(64, activation="relu"),
             layers.Dense(10),
         ]
     )
@@ -182,17 +180,15 @@ def fit_on_digits_with_scalecom_ends_near_none() -> None:
     loss, ends = keras.losses.SparseCategoricalCrossentropy(from_logits=True), {}
     for method, settings in (("none", {}), ("scalecom", {"density": 0.05, "beta": 1.0})):
         model = net(seed=hvd.rank())  # the callback makes them alike
-        rate = keras.optimizers.schedules.CosineDecay(0.0, 160, warmup_target=0.05, warmup_steps=20)
+        rate = keras.optimizers.schedules.CosineDecay(0.0, 100, warmup_target=0.1, warmup_steps=10)
         optimizer = DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9), method, **settings)
         model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
         callbacks = [BroadcastCallback(), MetricAverageCallback(), ObserveCallback()]
-        given = {"batch_size": 32, "epochs": 8, "verbose": 0, "shuffle": True}
+        given = {"batch_size": 32, "epochs": 5, "verbose": 0, "shuffle": True}
         history = model.fit(x, y, validation_data=(x_held_out, y_held_out), callbacks=callbacks, **given)
         assert_same_on_all_ranks({v.path: np.array(v) for v in model.trainable_variables}, method)
         assert len(set(hvd.allgather_object(str(history.history["loss"])))) == 1, "metrics are averaged"
         ends[method] = 100 * history.history["val_accuracy"][-1]
-        NUMBERS[f"digits {method}"] = ends[method]
-    NUMBERS["rate"] = optimizer.compressor.ledger.compression_ratio()
     assert ends["none"] > 95 and ends["scalecom"] > ends["none"] - 1.0, ends
 
 

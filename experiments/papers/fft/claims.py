@@ -14,8 +14,9 @@ from experiments.cluster.rates import Rate
 from experiments.cost_model import model
 from experiments.cost_model.fitted import Fitted
 from experiments.papers import simulate
-from experiments.papers.claims import Paper, Scale, Unit, Verdict, groups, judge, over_seeds, per_seed, spread
+from experiments.papers.claims import Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
 from experiments.papers.fft import measures
+from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from experiments.training import loop

@@ -16,7 +16,6 @@ from experiments.papers.claims import (
     Outcome,
     Paper,
     Scale,
-    Unit,
     Verdict,
     exploded,
     groups,
@@ -26,6 +25,7 @@ from experiments.papers.claims import (
     spread,
 )
 from experiments.papers.gaussiank import measures
+from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, percent, seconds_of
 from hvdcompress.parts.select import num_kept

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from experiments.cluster.hosts import problem
 from experiments.papers import simulate
-from experiments.papers.claims import Kind, Paper, Scale, Unit, Verdict, groups, judge, over_seeds, per_seed, spread
+from experiments.papers.claims import Kind, Paper, Scale, Verdict, groups, judge, over_seeds, per_seed, spread
 from experiments.papers.gradiveq import measures, rings
+from experiments.papers.units import Unit
 from experiments.report import plots
 from experiments.report.numbers import number, rate_of, seconds_of
 

@@ -121,15 +121,6 @@ def convergence(method: Settings, world_size: int, seed: int, lengths: Sequence[
     return rows
 
 
-def slope(lengths: Sequence[float], squares: Sequence[float]) -> float:
-    """Return the exponent of a power law, fitted: −0.5 for 1/√T.
-
-    >>> round(slope([1, 4, 16], [1, 0.5, 0.25]), 6)
-    -0.5
-    """
-    return float(np.polyfit(np.log(lengths), np.log(squares), 1)[0])
-
-
 def traffic(method: Settings, world_sizes: Sequence[int], seed: int, n: int) -> list[Settings]:
     """Exchange independent Normal gradients [n] among more and more ranks.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.papers import simulate
-from experiments.papers.claims import Scale, Unit
+from experiments.papers.claims import Scale
 from experiments.papers.scalecom import measures
+from experiments.papers.units import Unit
 
 Row = dict[str, Any]
 TEXT = "transformer, text"
@@ -32,23 +33,20 @@ WATCHED = ((32, 0.05), (8, 0.05), (32, 0.2))  #: batch per rank, and learning ra
 WORKERS = (16, 64)
 FACTORS = (1, 4)  #: of the learning rate with many workers
 WARM, HALF = "exact, β 1, warm-up", "exact, β 1, fp16"
-FEW = {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 0.1"), "over 100x": ("exact, β 1",)}
-_MORE = {**FEW, "48x": (*FEW["48x"], "chunk, β 1")}
-SHORT = {
-    TEXT: {**_MORE, "80x": ("exact, β 1",)},
-    CLIPPED: {"": ("none",), "48x": ("topk", "exact, β 1", HALF, "chunk, β 1")},
-    "LSTM, text": FEW,
-}  #: the settings that text is learnt with, by task and ratio
-LONG = {
-    **SHORT,
-    TEXT: {**SHORT[TEXT], "over 100x": ("topk", "exact, β 1", "chunk, β 0.1")},
-    CLIPPED: _MORE,
-}  #: the same with --full
-_QUICK = {**FEW, "over 100x": ("exact, β 1", "chunk, β 0.1")}
-QUICK = {
-    **dict.fromkeys(("FNN-3, Fashion-MNIST", "LeNet-5, Fashion-MNIST", "convolutions, noisy digits"), _QUICK),
-    TEXT: {"": ("none",), "48x": ("topk", HALF), "over 100x": ("exact, β 1",)},
-}  #: the tasks and settings of --quick
+MAIN = {("none", ""), ("topk", "48x"), ("exact, β 1", "48x"), (HALF, "48x"), ("chunk, β 0.1", "48x")}
+OVER = ("exact, β 1", "over 100x")
+#: what text, which is slow, is learnt with: method and ratio, by task
+TEXT_METHODS = {
+    TEXT: {*MAIN, OVER, ("chunk, β 1", "48x"), ("exact, β 1", "80x")},
+    CLIPPED: MAIN - {("chunk, β 0.1", "48x")} | {("chunk, β 1", "48x")},
+    "LSTM, text": {*MAIN, OVER},
+}
+#: the same of all tasks with --quick
+QUICK_METHODS = {
+    **dict.fromkeys(PICTURES, {*MAIN, OVER, ("chunk, β 0.1", "over 100x")}),
+    "FNN-3, learning rate 0.01": set(),
+    TEXT: {("none", ""), ("topk", "48x"), (HALF, "48x"), OVER},
+}
 
 
 def tasks(scale: Scale) -> dict[str, Row]:
@@ -172,7 +170,7 @@ def travelling(scale: Scale) -> list[Unit]:
 
 
 def trained(scale: Scale) -> list[Unit]:
-    """List trainings of each task with those of the settings that are :func:`wanted`."""
+    """List trainings of each task with those of the methods that are :func:`wanted`."""
     return [
         Unit(
             simulate.accuracy,
@@ -188,15 +186,7 @@ def trained(scale: Scale) -> list[Unit]:
 
 
 def wanted(task: str, method: str, ratio: str, scale: Scale) -> bool:
-    """Return whether a scale has a training.
-
-    With --full, pictures have all settings (at 80x exact selection with β = 1 alone), and text, which is slow, those of
-    ``LONG``. Without it, pictures have no β of 0.3, and text has the settings of ``SHORT``. --quick has ``QUICK``.
-    """
-    if scale.few:
-        return method in QUICK.get(task, {}).get(ratio, ())
-    if task in TEXTS:
-        return method in (LONG if scale.full else SHORT)[task].get(ratio, ())
-    if ratio == "80x":
-        return method == "exact, β 1"
-    return scale.full or "β 0.3" not in method
+    """Return whether a scale has a training. Pictures have all methods, but a β of 0.3 with --full alone."""
+    if scale.few or task in TEXTS:
+        return (method, ratio) in (QUICK_METHODS if scale.few else TEXT_METHODS).get(task, ())
+    return method == "exact, β 1" if ratio == "80x" else scale.full or "β 0.3" not in method
