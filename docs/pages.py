@@ -29,6 +29,27 @@ RACES = {
     "lstm": "LSTM, 2.0 million: 2.7 bits",
     "transformer": "transformer, 1.8 million, AdamW: 3.0 bits",
 }
+#: contender and task of experiments/results/momentum.json -> names on the page
+CONTENDERS = {
+    "dense": "dense",
+    "topk:plain": "top-k, momentum kept",
+    "topk": "top-k",
+    "gaussiank": "Gaussian-k",
+    "scalecom_48x": "ScaleCom, 48x",
+    "redsync": "RedSync",
+    "gtopk": "gTop-k",
+    "dgc": "DGC",
+    "powersgd_r4": "PowerSGD, rank 4",
+    "powersgd_r1": "PowerSGD, rank 1",
+}
+NETS = {
+    "mlp": "MLP of 1.9 million",
+    "cnn": "CNN with BatchNorm",
+    "lstm": "LSTM, text",
+    "mnist_example": "Horovod's MNIST example",
+    "transformer": "transformer, AdamW",
+}
+FORMS = {"plain": ", keep", "": ", adapt", "cancelled": ", cancel"}
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -119,22 +140,32 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 def momentum(page: str) -> dict[str, Any]:
     """Return the tables and the picture of "Momentum"."""
-    gaps = results.load("momentum-gaps")
-    bits = set(gaps.task[gaps.unit == "bits"])
-    gaps["cell"] = [
-        f"{row.score:g} {row.unit}"
-        if pd.isna(row.gap)
-        else interval(row.gap, row.high - row.gap, 3 if row.task in bits else 2, bool(row.passes))
-        for row in gaps.itertuples()
-    ]
-    rates = results.load("momentum-largest-rate").dropna(subset="optimizer_momentum")
-    rates["column"] = rates.net + ", " + rates.optimizer_momentum
+    runs = results.load("momentum")
+    found = study.summary(runs)
+    adam = (found.task == "transformer") & found.contender.str.endswith(":cancelled")  # beta1 = 0, as auto has it
+    found.loc[adam, "contender"] = found.contender.str.removesuffix(":cancelled")
+    gaps = found[(found.steps == 1500) & found.contender.isin(list(CONTENDERS)) & found.task.isin(list(NETS))].copy()
+    gaps["cell"] = [gap_cell(row) for row in gaps.itertuples()]
+    rates = found[found.task.isin(["fnn3", "lenet5"])].copy()
+    rates["method"], rates["form"] = rates.contender.str.split(":").str[0], rates.contender.str.split(":").str[1]
+    rates["column"] = rates.task.map({"fnn3": "FNN-3", "lenet5": "LeNet-5"}) + rates.form.fillna("").map(FORMS)
     rates["cell"] = ["diverged" if row.diverged else signed(row.gap, 1) for row in rates.itertuples()]
+    columns = [net + form for net in ("FNN-3", "LeNet-5") for form in FORMS.values()]
+    methods = {name: CONTENDERS[name] for name in ("topk", "scalecom_48x", "powersgd_r4")}
     return {
-        "gaps": wide(gaps, "contender", "task"),
-        "largest_rate": wide(rates, "method", "column"),
-        "scores": study.picture(results.load("momentum")),
+        "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
+        "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
+        "scores": study.picture(runs),
     }
+
+
+def gap_cell(row: Any) -> str:
+    """Return a gap with half of its interval's width, in bold if it is closed; of dense training the score."""
+    places = 2 if row.unit == "%" else 3
+    if pd.isna(row.gap):
+        return f"{row.score:.{places}f} {row.unit}"
+    text = f"{signed(row.gap, places)} ± {row.high - row.gap:.{places}f}"
+    return f"**{text}**" if row.closed else text
 
 
 def results_page(page: str) -> dict[str, Any]:
@@ -153,23 +184,18 @@ def results_page(page: str) -> dict[str, Any]:
     return {"methods_table": table.iloc[1:], "dense": {"digits": digits.score["none"], "text": text.score["none"]}}
 
 
-def wide(frame: pd.DataFrame, index: str, columns: str) -> pd.DataFrame:
-    """Return a table of the column ``cell``, with rows and columns in the order in which the frame has them."""
-    rows, names = (list(dict.fromkeys(frame[name])) for name in (index, columns))
-    table = frame.pivot(index=index, columns=columns, values="cell").loc[rows, names]
-    table.columns.name = None
-    return table.reset_index()
+def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[str, dict[str, str]]) -> pd.DataFrame:
+    """Return a table of the column ``cell``: {column of the frame: {value: name}} for its rows and its columns."""
+    ((row, rows),) = index.items()
+    ((column, names),) = columns.items()
+    table = frame.pivot(index=row, columns=column, values="cell").loc[list(rows), list(names)].rename(index=rows)
+    table.columns = pd.Index(names.values())
+    return table.rename_axis(row).reset_index()
 
 
 def signed(value: float, places: int) -> str:
     """Return a number with its sign: ``+0.5``, ``−0.5``, ``0.0``."""
     return f"{value:+.{places}f}".replace("-", "−") if value else f"{0:.{places}f}"
-
-
-def interval(value: float, half: float, places: int, bold: bool) -> str:
-    """Return a gap with half of its interval's width."""
-    text = f"{signed(value, places)} ± {half:.{places}f}"
-    return f"**{text}**" if bold else text
 
 
 def reliability(page: str) -> dict[str, Any]:
