@@ -50,6 +50,18 @@ NETS = {
     "transformer": "transformer, AdamW",
 }
 FORMS = {"plain": ", keep", "": ", adapt", "cancelled": ", cancel"}
+REMEDIES = {
+    "topk:plain": "top-k, momentum kept",
+    "topk": "top-k",
+    "topk:cancelled": "top-k, momentum cancelled",
+    "dgc": "DGC",
+    "gmc": "GMC",
+    "lowpass:plain": "low-pass filter, β = 0.1",
+    "regtopk:plain": "RegTop-k",
+    "regtopk": "RegTop-k, momentum adapted",
+    "ef21_sgdm": "EF21-SGDM",
+}
+STEPS = {"fnn3": 300, "lenet5": 300}  #: of trainings that are not 1500 steps long
 LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 
 
@@ -142,9 +154,10 @@ def momentum(page: str) -> dict[str, Any]:
     """Return the tables and the picture of "Momentum"."""
     runs = results.load("momentum")
     found = study.summary(runs)
+    found = found[found.steps == found.task.map(STEPS).fillna(1500)].copy()
     adam = (found.task == "transformer") & found.contender.str.endswith(":cancelled")  # beta1 = 0, as auto has it
     found.loc[adam, "contender"] = found.contender.str.removesuffix(":cancelled")
-    gaps = found[(found.steps == 1500) & found.contender.isin(list(CONTENDERS)) & found.task.isin(list(NETS))].copy()
+    gaps = found[found.contender.isin(list(CONTENDERS)) & found.task.isin(list(NETS))].copy()
     gaps["cell"] = [gap_cell(row) for row in gaps.itertuples()]
     rates = found[found.task.isin(["fnn3", "lenet5"])].copy()
     rates["method"], rates["form"] = rates.contender.str.split(":").str[0], rates.contender.str.split(":").str[1]
@@ -155,6 +168,7 @@ def momentum(page: str) -> dict[str, Any]:
     return {
         "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
         "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
+        "remedies": remedies(found),
         "scores": study.picture(runs),
     }
 
@@ -166,6 +180,23 @@ def gap_cell(row: Any) -> str:
         return f"{row.score:.{places}f} {row.unit}"
     text = f"{signed(row.gap, places)} ± {row.high - row.gap:.{places}f}"
     return f"**{text}**" if row.closed else text
+
+
+def remedies(found: pd.DataFrame) -> pd.DataFrame:
+    """Return the table of remedies: gaps at the best rate, with the rate's factor and few seeds in parentheses."""
+    nets = {"fnn3": "FNN-3", "lenet5": "LeNet-5", "lstm": "LSTM, text"}
+    best = study.at_best_rates(found)
+    best = best[best.contender.isin(list(REMEDIES)) & best.task.isin(list(nets))].copy()
+    best["cell"] = [remedy_cell(row) for row in best.itertuples()]
+    return wide(best, {"contender": REMEDIES}, {"task": nets})
+
+
+def remedy_cell(row: Any) -> str:
+    """Return a gap, with the factor of the learning rate if it is not 1, and the number of seeds if they are few."""
+    notes = [] if row.rate == 1 else [f"×{row.rate:g}"]
+    notes += [] if row.seeds > 2 else ["1 seed" if row.seeds == 1 else "2 seeds"]
+    gap = signed(row.gap, 2 if row.unit == "%" else 3) if row.seeds == 1 else gap_cell(row).strip("*")
+    return gap + (f" ({', '.join(notes)})" if notes else "")
 
 
 def results_page(page: str) -> dict[str, Any]:
@@ -188,9 +219,13 @@ def wide(frame: pd.DataFrame, index: dict[str, dict[str, str]], columns: dict[st
     """Return a table of the column ``cell``: {column of the frame: {value: name}} for its rows and its columns."""
     ((row, rows),) = index.items()
     ((column, names),) = columns.items()
-    table = frame.pivot(index=row, columns=column, values="cell").loc[list(rows), list(names)].rename(index=rows)
+    table = (
+        frame.pivot(index=row, columns=column, values="cell")
+        .reindex(index=list(rows), columns=list(names))
+        .rename(index=rows)
+    )
     table.columns = pd.Index(names.values())
-    return table.rename_axis(row).reset_index()
+    return table.fillna("–").rename_axis(row).reset_index()
 
 
 def signed(value: float, places: int) -> str:
