@@ -56,6 +56,7 @@ AREAS: dict[str, str] = {
     "README": "pages:readme",
     "which-method": "pages:which_method",
     "momentum": "pages:momentum",
+    "momentum-results": "pages:momentum_results",
     "results": "pages:results_page",
     "reliability": "pages:reliability",
     "bench": "experiments.bench.pages:context",

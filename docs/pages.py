@@ -151,9 +151,13 @@ def picture(frame: pd.DataFrame) -> Figure:
 
 
 def momentum(page: str) -> dict[str, Any]:
-    """Return the tables and the picture of "Momentum"."""
-    runs = results.load("momentum")
-    found = study.summary(runs)
+    """Return the picture of "Momentum"."""
+    return {"scores": study.picture(results.load("momentum"))}
+
+
+def momentum_results(page: str) -> dict[str, Any]:
+    """Return the tables of "Momentum, measured"."""
+    found = study.summary(results.load("momentum"))
     found = found[found.steps == found.task.map(STEPS).fillna(1500)].copy()
     adam = (found.task == "transformer") & found.contender.str.endswith(":cancelled")  # beta1 = 0, as auto has it
     found.loc[adam, "contender"] = found.contender.str.removesuffix(":cancelled")
@@ -169,7 +173,6 @@ def momentum(page: str) -> dict[str, Any]:
         "gaps": wide(gaps, {"contender": CONTENDERS}, {"task": NETS}),
         "largest_rate": wide(rates, {"method": methods}, {"column": dict(zip(columns, columns, strict=True))}),
         "remedies": remedies(found),
-        "scores": study.picture(runs),
     }
 
 
