@@ -130,19 +130,12 @@ def cell(row: pd.Series) -> str:
 def picture(frame: pd.DataFrame) -> Figure:
     """Draw seconds to the target against the link's speed."""
     drawn, (ax,) = plots.figure(1, height=3.2)
+    grey = {"dense": "0.35", "noop": "0.65"}
     for number, (contender, label) in enumerate(NAMES.items()):
         rows = frame[frame.contender == contender].set_index("rate").reindex(list(LINKS))
-        grey = contender in ("dense", "noop")
-        ax.plot(
-            list(LINKS.values()),
-            rows.seconds,
-            color={"dense": "0.35", "noop": "0.65"}.get(contender, f"C{number - 1}"),
-            linestyle="--" if grey else "-",
-            linewidth=3 if contender == "auto" else 1.5,
-            marker="o",
-            markersize=4,
-            label=label,
-        )
+        style = {"color": grey.get(contender, f"C{number - 1}"), "linestyle": "--" if contender in grey else "-"}
+        width = 3 if contender == "auto" else 1.5
+        ax.plot(list(LINKS.values()), rows.seconds, "o", markersize=4, label=label, linewidth=width, **style)
     ax.set(yscale="log", xlabel="speed of the links", ylabel="seconds to 84 % (less is better)")
     ax.set_yticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
     ax.minorticks_off()
